@@ -45,25 +45,31 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
-def pytest_collection_modifyitems(items):
-    """Of the cases of a test marked `sample(n)`, n stay; the others become exhaustive. Cases that
-    are exhaustive by themselves do not count.
+def pytest_collection_modifyitems(config, items):
+    """Mark as exhaustive the cases of a test that its mark `sample` does not name by their ids.
 
-    They are spread by the golden ratio: steps of a fixed length would meet only some values of a
-    parameter. A case that is named on the command line is a family of its own, and runs.
+    `sample(n)` keeps n cases instead, spread by the golden ratio: steps of a fixed length would
+    meet only some values of a parameter. Cases named on the command line run in any event.
     """
+    for item in items:
+        _skip_elsewhere(item)
+    if any("[" in argument for argument in config.args):
+        return
     families: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         is_exhaustive = item.get_closest_marker("exhaustive") is not None
         if item.get_closest_marker("sample") and not is_exhaustive:
             families.setdefault((str(item.path), item.originalname), []).append(item)
-    for item in items:
-        _skip_elsewhere(item)
-    for family in families.values():
-        (count,) = family[0].get_closest_marker("sample").args
-        spread = sorted(range(len(family)), key=lambda i: i * GOLDEN % 1)
-        for i in spread[count:]:
-            family[i].add_marker("exhaustive")
+    for (path, name), family in families.items():
+        ids = {item.name[len(name) + 1 : -1]: item for item in family}
+        sample = family[0].get_closest_marker("sample").args
+        if isinstance(sample[0], int):
+            spread = sorted(range(len(family)), key=lambda i: i * GOLDEN % 1)
+            sample = [list(ids)[i] for i in spread[: sample[0]]]
+        if unknown := set(sample) - set(ids):
+            raise pytest.UsageError(f"{path}::{name}: sample of {unknown}, expected {list(ids)}")
+        for case in set(ids) - set(sample):
+            ids[case].add_marker("exhaustive")
 
 
 def _skip_elsewhere(item: pytest.Item) -> None:

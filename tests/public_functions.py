@@ -1,6 +1,6 @@
 """Every public function that computes, as a function of one array of numbers: x, [rows, 64].
 
-Tests go through all of them: `test_same_jit.py` and `test_export.py`. A name begins with that of
+Tests go through all of them: `test_fusion.py` and `test_export.py`. A name begins with that of
 the public function, without its package where the packages are layers, as in "encode" and
 "onnx.cast"; then it says what is special. What a test knows of the functions stands here; the names
 themselves come from the packages, so that a new one is missed.

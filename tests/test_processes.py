@@ -14,7 +14,7 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 @pytest.mark.quick
-def test_a_child_can_be_interrupted_where_this_process_ignores_it(start):
+def test_a_child_is_interruptible_if_its_parent_is_not(start):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process = start([sys.executable, "-c", CHILD], **PIPES)

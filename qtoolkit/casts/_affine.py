@@ -1,11 +1,11 @@
 """Products and quotients that are rounded as IEEE says, inside any fusion and on any platform.
 
 Under `jit` XLA for CPUs contracts `a * b + c` to one operation with a single rounding. It merges
-`(x * c) * b` and `(x / c) / b` if c and b are uniform. It replaces a division by the multiplication
-by a reciprocal if it sees that the divisor repeats along an axis. On GPUs the division of float32
+`(x * c) * b` and `(x / c) / b` if c and b are uniform. It replaces a division with a multiplication
+by the reciprocal if it sees that the divisor repeats along an axis. On GPUs the division of float32
 is off by up to two units in the last place, for a third of random operands. The functions here
 prevent all of this; optimization barriers and `lax.reduce_precision` do not. Their derivative is
-zero: use them only inside of functions with a derivative rule of their own.
+zero, so use them only inside functions that have a derivative rule.
 """
 
 from collections.abc import Callable
@@ -24,26 +24,22 @@ _QUIET_NAN = {4: (0x7FC00000, 0xFFC00000), 8: (0x7FF8 << 48, 0xFFF8 << 48)}
 
 @elementwise
 def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
-    """`a * b` of float32, or of float64: of `a` as it was rounded, and rounded before anything is
-    added to it.
-    """
+    """`a * b` of float32 or float64, rounded once: XLA does not contract it into an FMA."""
     return settled(unmerged(a) * b)
 
 
 @elementwise
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b` of float32, or of float64, by IEEE division, of `a` as it was rounded."""
+    """`a / b` of float32 or float64 by IEEE division, not merged with what makes `a`."""
     return ieee_quotient(unmerged(a), b)
 
 
 def _division(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b`, with b disguised so that XLA cannot see whether it repeats along an axis.
-
-    If XLA sees that, it multiplies by reciprocals, and every sixth quotient is wrong in its last
-    bit. So each element selects its divisor or 1, and always the former. What it selects depends on
-    its place in the array, not on its value: in a repeated row values repeat, and so would the
-    selection. With two equal divisors to select from, XLA may see that they are equal constants.
-    """
+    # If XLA sees that b repeats along an axis, it multiplies by reciprocals, and every sixth
+    # quotient is wrong in its last bit. So each element selects its divisor instead of 1, by a
+    # condition that is always true. The condition depends on the element's place, because in a
+    # repeated row one that depends on values would repeat, too. It selects from b and 1, because
+    # XLA may see that two equal divisors are equal constants.
     return lax.div(a, jnp.where(is_somewhere(a), b, b.dtype.type(1)))
 
 
@@ -53,10 +49,10 @@ def _corrected_quotient(
     """IEEE's `a / b` of float32 where `divide` is up to two units in the last place off.
 
     Significands are integers of 24 bits, and so is `whole`, their rounded quotient. The division
-    gives it to within two units, three allowed for; the remainder `dividend - whole * divisor`,
-    exact modulo 2**32, says how many to add. The quotient of two such numbers never lies halfway
-    between two floats: no ties. Where an operand or the quotient is subnormal, zero, infinite or
-    NaN, the division itself is the result.
+    gives it to within two units; the code corrects up to three. The remainder
+    `dividend - whole * divisor`, exact modulo 2**32, says how many units to add. There are no ties:
+    the quotient of two such numbers never lies halfway between two floats. Where an operand or the
+    quotient is subnormal, zero, infinite or NaN, the result is that of the division.
     """
     one, fraction = np.uint32(127 << 23), np.uint32((1 << 23) - 1)
     a_bits, b_bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (a, b))
@@ -88,11 +84,10 @@ def _corrected_quotient(
 
 @elementwise
 def unmerged(x: jax.Array) -> jax.Array:
-    """`x`, unchanged, behind an operation that XLA does not see through: it will not merge the
-    product or quotient that `x` may be with one that follows.
+    """`x`, protected so that XLA does not merge its product or quotient with one that follows.
 
-    It is the first half of `settled`, and no guard before an addition: LLVM removes it from numbers
-    that it knows to be positive.
+    Before an addition use `settled`: LLVM removes this protection from numbers that it knows to be
+    positive.
     """
     unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, unsigned)
@@ -102,13 +97,10 @@ def unmerged(x: jax.Array) -> jax.Array:
 
 @elementwise
 def settled(x: jax.Array) -> jax.Array:
-    """`x`, unchanged, behind an operation that the compiler can neither remove nor see through.
-
-    The operation is a minimum of the bit pattern with that of a quiet NaN, once as unsigned and
-    once as signed integers. It changes no number: the first may change only negative NaNs, the
-    second only positive ones. If LLVM knows the sign of x, as for magnitudes, it removes one of the
-    two, but never both.
-    """
+    """`x`, protected so that the compiler does not contract its product with an addition."""
+    # The minimum with the pattern of a quiet NaN changes no number: as unsigned integers only
+    # negative NaNs are larger, as signed ones only positive NaNs. LLVM removes one of the two if it
+    # knows the sign of x, as for magnitudes, but never both.
     positive, negative = _QUIET_NAN[x.dtype.itemsize]
     unsigned, signed = (np.dtype(f"{kind}{8 * x.dtype.itemsize}") for kind in ("uint", "int"))
     bits = jnp.minimum(lax.bitcast_convert_type(x, unsigned), unsigned.type(negative))
@@ -118,33 +110,30 @@ def settled(x: jax.Array) -> jax.Array:
 
 @elementwise
 def kept_from_zero(u: jax.Array, x: jax.Array) -> jax.Array:
-    """The quotients `u` of `x`, with 2**-126 in place of those that became zero or subnormal.
+    """The quotients `u` of `x`, with 2**-126 where a quotient underflowed.
 
-    The directed roundings and "to_odd" must tell the smallest number from zero: 1e-45 / 448 rounded
-    up to E4M3FN is 2**-9. No element format has steps as small as 2**-126, so it is rounded as any
-    smaller number would be.
+    Directed roundings and "to_odd" must tell the smallest number from zero: 1e-45 / 448 rounded up
+    to E4M3FN is 2**-9. No element format has steps as small as 2**-126, so 2**-126 is rounded as
+    any smaller number would be.
     """
     bits = lax.bitcast_convert_type(u, jnp.uint32)
     sign = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x80000000)
     least = np.float32(2.0**-126).view(np.uint32)
-    vanished = ((bits & np.uint32(0x7FFFFFFF)) < least) & ~is_zero(x)
-    return lax.bitcast_convert_type(jnp.where(vanished, sign | least, bits), jnp.float32)
+    underflows = ((bits & np.uint32(0x7FFFFFFF)) < least) & ~is_zero(x)
+    return lax.bitcast_convert_type(jnp.where(underflows, sign | least, bits), jnp.float32)
 
 
 @elementwise
 def is_zero(x: jax.Array) -> jax.Array:
-    """Where float32 `x` is zero of either sign, by its pattern: XLA's CPU reads subnormals as zero.
-
-    LLVM makes a float comparison of a pattern's test against zero. So the pattern is `settled`.
-    """
+    """Whether float32 `x` is 0 or -0. A comparison would also say so of subnormals."""
+    # LLVM turns the test of a pattern back into a float comparison, unless `settled` protects it.
     return (lax.bitcast_convert_type(settled(x), jnp.uint32) & np.uint32(0x7FFFFFFF)) == 0
 
 
-def _quotient_elsewhere(a: jax.Array, b: jax.Array) -> jax.Array:
-    return _division(a, b) if a.dtype == jnp.float64 else _corrected_quotient(a, b)
-
-
-# `quotient` of an `a` that is no product or quotient, which XLA might merge with this; one shape.
+# `quotient` of arrays of one shape; XLA may merge it with a product or quotient that makes `a`.
 ieee_quotient = by_platform(
-    "ieee_quotient", cpu=_division, others=_quotient_elsewhere, aval=lambda a, _: a
+    "ieee_quotient",
+    cpu=_division,
+    others=lambda a, b: (_division if a.dtype == jnp.float64 else _corrected_quotient)(a, b),
+    aval=lambda a, _: a,
 )

@@ -25,7 +25,7 @@ NAN = 0x7FC00000
 
 
 def u32(value: int) -> np.uint32:
-    """A uint32 constant; negative values wrap, as the additions they feed do."""
+    """A uint32 constant; negative values wrap."""
     return np.uint32(value & 0xFFFFFFFF)
 
 
@@ -33,11 +33,11 @@ class Exact(NamedTuple):
     """Numbers (-1)**negative * significand * 2**(exponent - top), with infinities and NaNs.
 
     `significand` is unsigned. Its leading one is at bit `top`, or below if it is not normalized.
-    Deterministic roundings add to it and need two spare bits above `top`. If low bits have to be
-    cut off to make room, the last bit is set if one of them was 1 (rounding to odd); a later
-    rounding then gives the same as that of the exact number. Stochastic rounding adds nothing and
-    must not use this: it would count the set bit in full, though only 1/4 of it was cut off from
-    2**31 + 1, say, and round up four times too often.
+    Deterministic roundings add to it and need two spare bits above `top`. If low bits are cut off
+    to make room, the last bit is set if one of them was 1 (rounding to odd), so that a later
+    rounding gives the same result as for the exact number. Stochastic rounding needs no room and
+    must not cut bits off: for 2**31 + 1 it would count the last bit, set for a quarter of a unit,
+    as a whole unit, and round up four times too often.
     """
 
     negative: jax.Array
@@ -72,11 +72,8 @@ def _by_widening(x: jax.Array) -> jax.Array:
 
 
 def _by_widening_magnitudes(x: jax.Array) -> jax.Array:
-    """float16 as float32 for GPUs: only magnitudes are widened.
-
-    GPUs would drop the sign of NaNs. For GPUs XLA also removes a narrowing to float16 that is
-    directly followed by a widening; the selection here separates the two.
-    """
+    # GPUs would drop the sign of NaNs, so only magnitudes are widened. For GPUs XLA also removes a
+    # narrowing to float16 that is directly followed by a widening; the selection separates the two.
     half = lax.bitcast_convert_type(x, jnp.uint16)
     magnitude = half & np.uint16(0x7FFF)
     magnitude = jnp.where(magnitude > np.uint16(0x7C00), np.uint16(0x7E00), magnitude)
@@ -104,7 +101,7 @@ def from_pattern(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _narrowed_by_hand(x: jax.Array) -> jax.Array:
-    """float32 as float16, with NaNs set by hand: GPUs turn all NaNs to 0x7FFF."""
+    # GPUs turn all NaNs to 0x7FFF.
     half = lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = (bits >> np.uint32(16)).astype(jnp.uint16) & np.uint16(0x8000)
@@ -121,17 +118,15 @@ to_float16 = by_platform(
 
 
 def exact_float32(x: jax.Array) -> jax.Array:
-    """float16, bfloat16 or float32 as float32, subnormals included.
-
-    By the pattern: XLA may widen a bfloat16 number that was made in the same jit without rounding
-    it to bfloat16 first.
-    """
+    """float16, bfloat16 or float32 as float32, subnormals included."""
+    # By the pattern: XLA may widen a bfloat16 number that was made in the same jit without rounding
+    # it to bfloat16 first.
     return x if x.dtype == jnp.float32 else _exact_float32(x)
 
 
 @elementwise
 def _exact_float32(x: jax.Array) -> jax.Array:
-    return from_pattern(pattern(x), jnp.float32)
+    return lax.bitcast_convert_type(pattern(x), jnp.float32)
 
 
 def codes_from_dtype(x: jax.Array, fmt: Format) -> jax.Array:
@@ -190,7 +185,6 @@ def exact_from_integer(x: jax.Array, spare: int = 2) -> Exact:
 
 
 def widened(x: Exact) -> Exact:
-    """The same numbers with significands of 64 bits."""
     if x.significand.dtype == jnp.uint64:
         return x
     return x._replace(significand=x.significand.astype(jnp.uint64) << np.uint64(32))
@@ -266,7 +260,7 @@ def float_pattern(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
         least = magnitude < u32(1 << fmt.mantissa_bits)
         significand = (magnitude | u32(1 << fmt.mantissa_bits)) << np.uint32(shift)
         bits = jnp.where(least, significand >> np.uint32(1), bits)
-    elif fmt.min_exponent < -126:  # several binades are
+    elif fmt.min_exponent < -126:  # several binades are subnormal in float32
         field = (magnitude >> np.uint32(fmt.mantissa_bits)).astype(jnp.int32)
         below = np.int32(fmt.bias - 127 + 1) - field  # binades below the lowest normal one
         mantissa = magnitude & u32((1 << fmt.mantissa_bits) - 1)
@@ -300,22 +294,17 @@ def holds(fmt: Format, dtype: DTypeLike) -> bool:
     if isinstance(wide, IntFormat):
         return inside and isinstance(fmt, IntFormat)
     assert isinstance(wide, FloatFormat)
-    has_zero = not isinstance(fmt, FloatFormat) or fmt.has_zero
+    has_zero, least_step = True, Fraction(1)  # every finite value is a multiple of the step
+    if isinstance(fmt, FloatFormat):
+        has_zero, least_step = fmt.has_zero, fmt.min_normal / 2**fmt.mantissa_bits
+    elif isinstance(fmt, TableFormat):
+        least_step /= max(Fraction(value).denominator for value in fmt.finite)
     return (
         inside
         and fmt.mantissa_bits <= wide.mantissa_bits
-        and _least_step(fmt) >= wide.min_subnormal
+        and least_step >= wide.min_subnormal
         and (wide.has_zero or not has_zero)
     )
-
-
-def _least_step(fmt: Format) -> Fraction:
-    """A power of two of which every finite value is a multiple."""
-    if isinstance(fmt, FloatFormat):
-        return fmt.min_normal / 2**fmt.mantissa_bits
-    if isinstance(fmt, TableFormat):
-        return Fraction(1, max(Fraction(value).denominator for value in fmt.finite))
-    return Fraction(1)
 
 
 def check_holds(where: str, fmt: Format, dtype: DTypeLike) -> None:

@@ -212,31 +212,26 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
       Array([1.953125e-03, 4.480000e+02,          nan], dtype=float32)
     """
     fmt = format(fmt)
-    target = _dtype_of(dtype)
+    try:
+        target = None if dtype is None else np.dtype(dtype)  # NumPy takes None for float64
+    except TypeError:
+        target = None
     if target is None or target not in SOURCES:
-        given = dtype if target is None else target
-        raise TypeError(f"decode: got dtype {given!r}, expected a float or integer dtype of JAX")
+        got = dtype if target is None else target
+        raise TypeError(f"decode: got dtype {got!r}, expected a float or integer dtype of JAX")
     check_holds("decode", fmt, target)
     check_target("decode", fmt)
     check_target("decode", format(target))
-    got = getattr(codes, "dtype", None)
-    if got is not None and got == fmt.dtype != fmt.code_dtype:
+    source = getattr(codes, "dtype", None)
+    if source is not None and source == fmt.dtype != fmt.code_dtype:
         codes = codes_from_dtype(jnp.asarray(codes), fmt)
-    elif got != fmt.code_dtype:
+    elif source != fmt.code_dtype:
+        got = f"dtype {source}" if source else f"type {type(codes).__name__}"
         raise TypeError(
-            f"decode: codes have {f'dtype {got}' if got else f'type {type(codes).__name__}'}, "
-            f"expected {fmt.code_dtype}, the codes of {fmt.name}"
+            f"decode: codes have {got}, expected {fmt.code_dtype}, the codes of {fmt.name}"
             + (f", or {fmt.dtype}" if fmt.dtype is not None else "")
         )
     return _decode(jnp.asarray(codes), fmt, target)
-
-
-def _dtype_of(dtype: Any) -> np.dtype | None:
-    """`np.dtype(dtype)`; None if that is no dtype, or for None, which NumPy takes for float64."""
-    try:
-        return None if dtype is None else np.dtype(dtype)
-    except TypeError:
-        return None
 
 
 def encode_for(
@@ -265,7 +260,7 @@ def check_arguments(
     random_bits: ArrayLike | None = None,
     index_offset: Any = 0,
 ) -> tuple[Format, Projection]:
-    """The checks that every cast shares: the resolved format, and the keywords as a projection."""
+    """Check what every cast takes; return the format and the keywords as a projection."""
     projection = projection_of(where, x.shape, rounding, saturation, key, random_bits, index_offset)
     return _target(where, x, fmt, projection), projection
 
@@ -312,11 +307,8 @@ def types_of(x: jax.Array | np.ndarray) -> contextlib.AbstractContextManager[Any
 
 
 def without_derivative(x: Any, message: str) -> Any:
-    """Returns `x`; if it is traced, differentiating by it raises TypeError with this message.
-
-    It is applied outside of the jitted function, so that callers with different messages share one
-    compiled program.
-    """
+    """Returns `x`; if it is traced, differentiating by it raises TypeError with this message."""
+    # Outside of the jitted function, so that callers with different messages share one program.
     return _undifferentiable(x, message) if isinstance(x, jax.core.Tracer) else x
 
 
@@ -362,9 +354,7 @@ def _cast(x: jax.Array, projection: Projection, fmt: Format) -> jax.Array:
 
 @_cast.defjvp
 def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """1 in the range of `fmt`, else 0. Floats to floats of 16 bits and more: `_cast_to` refuses the
-    derivatives of all other casts.
-    """
+    # Floats to floats of 16 bits and more: `_cast_to` refuses the derivatives of all other casts.
     (x, projection), (x_dot, _) = primals, tangents
     y = _cast(x, projection, fmt)
     wide = x.astype(jnp.float64) if fmt.dtype == jnp.float64 else widened(x)

@@ -1,8 +1,8 @@
-"""Rounding and encoding in few operations, each for one case that quantized products have.
+"""Rounding and encoding in few operations, for the cases that quantized products have.
 
-A training step of six blocks rounds in 140 places and encodes in 100. What XLA takes to compile it
-follows from the number of its operations, so there the general ways are too long: with these, each
-for one case, the step compiles in nine tenths of the time.
+A training step of six blocks rounds in 140 places and encodes in 100, and the time to compile it
+grows with the number of operations. With these functions in place of the general ones the step
+compiles in nine tenths of the time.
 """
 
 from typing import TypeGuard
@@ -25,14 +25,14 @@ def has_unlimited_values(fmt: Format) -> TypeGuard[FloatFormat]:
 
 
 def unlimited_values(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Rounds float32 `x` to nearest even as if `fmt` had no largest value.
+    """Round float32 `x` to nearest even as if `fmt` had no largest value.
 
-    Beyond that value its steps go on, to 480 and 512 for E4M3FN. Infinities and NaNs stay. The
-    numbers below the lowest normal one are rounded as whole numbers of the least step, 2**-9 for
-    E4M3FN, and the others to the significant bits of the format.
+    Steps continue beyond the largest value: to 480 and 512 for E4M3FN. Infinities and NaNs stay.
+    Numbers below the lowest normal one are rounded to whole numbers of the least step, 2**-9 for
+    E4M3FN, the others to the significant bits of the format.
     """
     steps = np.float32(2.0 ** -_least_exponent(fmt))
-    count = x * steps  # exact, and the only reader of x: XLA would store a quotient that has two
+    count = x * steps  # exact; x is read only here, because XLA stores a quotient with two readers
     whole = lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
     significant = lax.reduce_precision(count, 8, fmt.mantissa_bits)
     is_subnormal = jnp.abs(count) < np.float32(1 << fmt.mantissa_bits)
@@ -57,9 +57,9 @@ def codes_through_float16(
 ) -> jax.Array:
     """The codes of float32 `x`, which holds values of `fmt`, infinities and NaNs; as uint16.
 
-    Times the ratio of the lowest normal numbers, 2**-8 for E4M3FN, the values have their own
-    exponent fields in float16, too, and their code is the upper bits. The fields of infinities and
-    NaNs are larger: they get the code of NaN.
+    Multiplied by the ratio of the lowest normal numbers, 2**-8 for E4M3FN, values have the same
+    exponent field in float16 as in `fmt`, so their code is the upper bits. Infinities and NaNs have
+    larger fields: they get the code of NaN.
     """
     ratio = np.float32(2.0 ** (FLOAT16.min_exponent - fmt.min_exponent))
     half = lax.bitcast_convert_type((x * ratio).astype(jnp.float16), jnp.uint16)

@@ -1,8 +1,8 @@
 """Scales of MX formats, E8M0 codes, in few operations.
 
-The code of 2**e in E8M0 is e + 127, the exponent field of the float32 number 2**e. So a code is
-found by an addition to the pattern of an amax, and a code becomes a factor by a shift. That is for
-scales of which 2**-e is a normal number, and for data whose subnormal numbers may count as zero.
+The code of 2**e in E8M0 is e + 127, which is also the exponent field of the float32 number 2**e. So
+an addition to the pattern of an amax gives the code, and a shift of the code gives the factor. This
+requires that 2**-e is a normal number, and that subnormal data may count as zero.
 """
 
 import jax
@@ -42,11 +42,10 @@ def e8m0_codes(amax: jax.Array, exponent: int, least_fraction: int) -> jax.Array
 def over_e8m0(x: jax.Array, codes: jax.Array) -> jax.Array:
     """float32 `x / 2**e`, exact; subnormal numbers may be read and returned as zero.
 
-    `unmerged`: of `(2 * y) / 2**-127` XLA would make `y * 2**128`, which is NaN for y = 0.
-
     Args:
       codes: uint8 of at most 253: 2**-126 is float32's lowest normal number.
     """
+    # `unmerged`: of `(2 * y) / 2**-127` XLA would make `y * 2**128`, which is NaN for y = 0.
     field = np.uint32(2 * 127) - codes.astype(jnp.uint32)
     return unmerged(x) * from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
 
@@ -55,12 +54,11 @@ def over_e8m0(x: jax.Array, codes: jax.Array) -> jax.Array:
 def times_e8m0(q: jax.Array, codes: jax.Array) -> jax.Array:
     """float32 `q * 2**e`; subnormal numbers may be read and returned as zero.
 
-    2**-127 is subnormal itself. So half of q is multiplied by 2**(e + 1); `unmerged`, or XLA would
-    multiply that by a half where it is the same everywhere.
-
     Args:
       codes: uint8 of at most 253, or 255, for which the result is NaN.
     """
+    # 2**-127 is subnormal. So half of q is multiplied by 2**(e + 1). Without `unmerged` XLA would
+    # move the half to a factor that is the same everywhere.
     field = codes.astype(jnp.uint32) + np.uint32(1)
     factor = from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
     factor = jnp.where(field > np.uint32(_NAN_CODE), np.float32(np.nan), factor)

@@ -1,17 +1,17 @@
 """Makes an elementwise function a single JAX primitive, which is traced once for all shapes.
 
 Rounding an array takes twenty to sixty operations of JAX. As ordinary operations they are traced
-again for every shape, differentiated, and lowered one by one; that was most of the time that
-tracing a quantized model took. Here such a function becomes one primitive. It holds a jaxpr of what
-the function does to scalars, which is traced once for each combination of dtypes. When a program is
-lowered, the jaxpr is replayed on arrays.
+again for every shape, differentiated, and lowered one by one, which was most of the time of tracing
+a quantized model. Here such a function becomes one primitive. Its jaxpr, of scalars, is traced once
+for each combination of dtypes, and replayed on arrays once for each shape in a program.
 """
 
 import dataclasses
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -20,8 +20,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir, xla
-
-from qtoolkit.casts._stablehlo import Rule, Writer, all_true, is_writable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,8 +30,8 @@ def elementwise(function: Function) -> Function:
     Use it inside of functions that have a derivative rule of their own.
 
     Args:
-      function: Takes arrays, and pytrees of arrays, which are broadcast to one shape, and any
-        hashable arguments besides. Returns an array of that shape, or a pytree of such. Each
+      function: Takes arrays and pytrees of arrays, which are broadcast to one shape, and other
+        hashable arguments. Returns an array of that shape, or a pytree of such. Each
         element of the result must depend only on the elements at its place. It may use operations
         of JAX that work on scalars as on arrays, and `look_up`; no reductions, no reshapes.
     """
@@ -44,9 +42,9 @@ def elementwise(function: Function) -> Function:
             return function(*arguments)
         leaves, structure = jax.tree.flatten(arguments)
         is_array = tuple(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
-        arrays = [leaf for leaf, given in zip(leaves, is_array, strict=True) if given]
-        others = tuple(leaf for leaf, given in zip(leaves, is_array, strict=True) if not given)
-        # 1 and 1.0 are equal, and so are 0.0 and -0.0, but not what they make.
+        arrays = list(itertools.compress(leaves, is_array))
+        others = tuple(leaf for leaf, it_is in zip(leaves, is_array, strict=True) if not it_is)
+        # For the cache: 1 and 1.0 are equal, and so are 0.0 and -0.0, but not what they make.
         kinds = tuple(
             (type(x), str(x) if isinstance(x, float | np.floating) else "") for x in others
         )
@@ -54,18 +52,16 @@ def elementwise(function: Function) -> Function:
             arrays = jnp.broadcast_arrays(*arrays)
         dtypes = tuple(x.dtype for x in arrays)
         x64 = bool(jax.config.read("jax_enable_x64"))
-        does = _does(function, structure, is_array, others, kinds, dtypes, x64)
-        outs = _elementwise.bind(*_alike(*arrays), jaxpr=does.jaxpr, x64=x64)
-        return jax.tree.unflatten(does.structure, outs)
+        traced = _traced(function, structure, is_array, others, kinds, dtypes, x64)
+        outs = _elementwise.bind(*_alike(*arrays), jaxpr=traced.jaxpr, x64=x64)
+        return jax.tree.unflatten(traced.structure, outs)
 
     return call  # type: ignore[return-value]
 
 
-class _Does(NamedTuple):
-    """The jaxpr of a function of scalars, and the tree structure of its result."""
-
+class _Traced(NamedTuple):
     jaxpr: ClosedJaxpr
-    structure: Any
+    structure: Any  # of the result
 
 
 class _Inlined(threading.local):
@@ -77,17 +73,8 @@ class _Inlined(threading.local):
 _inlined = _Inlined()
 
 
-@contextmanager
-def _inlining() -> Iterator[None]:
-    _inlined.depth += 1
-    try:
-        yield
-    finally:
-        _inlined.depth -= 1
-
-
 @functools.lru_cache(maxsize=4096)
-def _does(
+def _traced(
     function: Callable[..., Any],
     structure: Any,
     is_array: tuple[bool, ...],
@@ -95,17 +82,20 @@ def _does(
     kinds: tuple[Any, ...],
     dtypes: tuple[Any, ...],
     x64: bool,
-) -> _Does:
-    """Traces a function of scalars; cached. `kinds` and `x64` are only part of the cache's key."""
+) -> _Traced:
+    """Trace a function of scalars. `kinds` and `x64` are only part of the cache's key."""
     del kinds, x64
     out_structure = None
 
     def flat(*numbers: jax.Array) -> list[jax.Array]:
         nonlocal out_structure
-        given, rest = iter(numbers), iter(others)
-        leaves = [next(given if it_is else rest) for it_is in is_array]
-        with _inlining():
+        arrays, rest = iter(numbers), iter(others)
+        leaves = [next(arrays if it_is else rest) for it_is in is_array]
+        _inlined.depth += 1
+        try:
             out = function(*jax.tree.unflatten(structure, leaves))
+        finally:
+            _inlined.depth -= 1
         outs, out_structure = jax.tree.flatten(out)
         return outs
 
@@ -113,42 +103,21 @@ def _does(
     # No mesh: `jnp.full_like` would reshard its constant to the mesh of this first call, and the
     # jaxpr could not be replayed on another mesh, Explicit after Auto.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return _Does(jax.make_jaxpr(flat)(*numbers), out_structure)
+        return _Traced(jax.make_jaxpr(flat)(*numbers), out_structure)
 
 
 def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr, x64: bool) -> list[jax.Array]:
-    """The operation. Programs are lowered outside of the `jax.enable_x64` that they were traced in,
-    where constants would lose 32 of their 64 bits.
-
-    Arrays of one element are computed as numbers: XLA moves the reshape of a [1, 1, 1] through a
-    chain of operations by one of them in each round of its simplifications, of the whole program.
-    """
     shape = arrays[0].shape
+    # Compute arrays of one element as scalars; otherwise XLA needs one simplification pass over the
+    # whole program for each operation.
     is_number = bool(shape) and all(n == 1 for n in shape) and not is_sharded(arrays[0])
+    # Programs are lowered outside of the `jax.enable_x64` that they were traced in. Without it
+    # constants of 64 bits would lose half of them.
     with jax.enable_x64(True) if x64 else nullcontext():
         if not is_number:
             return _replayed(*arrays, jaxpr=jaxpr)
         numbers = (lax.reshape(x, ()) for x in arrays)
         return [lax.reshape(x, shape) for x in _replayed(*numbers, jaxpr=jaxpr)]
-
-
-def _lowered(
-    ctx: mlir.LoweringRuleContext, *arrays: Any, jaxpr: ClosedJaxpr, x64: bool
-) -> Sequence[Any]:
-    """As `_evaluated`, written down without tracing it where nothing stands against that: symbolic
-    shapes, meshes, several platforms in one program.
-    """
-    aval: Any = ctx.avals_in[0]
-    platforms = ctx.platforms or ctx.module_context.platforms
-    rules = _RULES["cpu" in platforms]
-    is_plain = all(isinstance(n, int) for n in aval.shape) and aval.sharding.mesh.empty
-    if not is_plain or len(platforms) > 1 or not is_writable(jaxpr, rules):
-        return _by_tracing(ctx, *arrays, jaxpr=jaxpr, x64=x64)
-    is_number = all(n == 1 for n in aval.shape)
-    with jax.enable_x64(True) if x64 else nullcontext():
-        writer = Writer(ctx, aval.update(shape=()) if is_number else aval, rules)
-        outs = writer.results(jaxpr, [writer.shaped(x) for x in arrays])
-        return [Writer(ctx, aval, rules).shaped(x) for x in outs]
 
 
 def is_sharded(x: jax.Array) -> bool:
@@ -188,24 +157,18 @@ def _replayed(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
 
 
 def _of_one_shape(operands: list[Any]) -> list[Any]:
-    """Constants, which are numbers, in the shape of the arrays beside them."""
+    """Broadcast constants to the shape of the arrays."""
     like = next((x for x in operands if np.ndim(x)), None)
     if like is None:
         return operands
     return [x if np.ndim(x) else lax.full_like(like, x, dtype=x.dtype) for x in operands]
 
 
-def _abstract_eval(*avals: Any, jaxpr: ClosedJaxpr, x64: bool) -> list[Any]:
-    return [avals[0].update(dtype=out.dtype, weak_type=False) for out in jaxpr.out_avals]
-
-
 _elementwise = Primitive("elementwise")
 _elementwise.multiple_results = True
 _look_up = Primitive("look_up")
-# All others, sums and comparisons for instance, take numbers beside arrays.
+# Operations that do not broadcast scalars, as sums and comparisons do.
 _OF_ONE_SHAPE: set[Any] = {lax.select_n_p}
-# How the operations of this file are lowered, elsewhere and on CPUs.
-_RULES: dict[bool, dict[Any, Rule]] = {False: {}, True: {}}
 
 
 def by_platform(
@@ -217,13 +180,12 @@ def by_platform(
 ) -> Callable[..., jax.Array]:
     """A function of arrays of one shape, elementwise: `cpu` on CPUs, `others` elsewhere.
 
-    Code that is exact on CPUs need not be so elsewhere. `jax.lax.platform_dependent` would trace
-    both versions at every use, and leave conditionals in the program. This is a single operation
-    when it is traced, and becomes one of the versions when it is compiled. Its derivative is zero,
-    like that of `elementwise`.
+    `jax.lax.platform_dependent` would trace both versions at every use, and leave conditionals in
+    the program. This is a single operation when it is traced, and becomes one of the versions when
+    it is lowered. Its derivative is zero, like that of `elementwise`.
 
     Args:
-      aval: The result's type from those of the arguments, which vary along the same axes of a mesh.
+      aval: Computes the type of the result from those of the arguments.
     """
     primitive = Primitive(name)
     _OF_ONE_SHAPE.add(primitive)
@@ -234,18 +196,18 @@ def by_platform(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Table:
-    """Constants to look up; hashable, by identity."""
+    """Constants to look up, hashable by identity."""
 
     entries: np.ndarray
 
 
 def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
-    """The entries of a table at non-negative indices, none of which lies outside; elementwise."""
+    """The entries of a table at indices, which must lie inside it; elementwise."""
     return _look_up.bind(index, table=_Table(table))
 
 
 def _entries(index: jax.Array, *, table: _Table) -> jax.Array:
-    sharding = jax.typeof(index).sharding  # explicit meshes ask for it
+    sharding = jax.typeof(index).sharding  # Explicit meshes ask for it
     entries = jnp.asarray(table.entries).at[index]
     return entries.get(mode="promise_in_bounds", out_sharding=sharding)
 
@@ -267,7 +229,7 @@ def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, `varying_alike`, and on Explicit meshes all sharded as one of them is."""
+    """`varying_alike`; on Explicit meshes also reshard all arrays as one of them is."""
     if len(arrays) == 1:
         return arrays
     shapes = list(dict.fromkeys(x.shape for x in arrays))
@@ -283,19 +245,16 @@ def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 def _define(
     primitive: Primitive, function: Callable[..., Any], cpu: Callable[..., Any] | None = None
 ) -> None:
-    """What all operations here have in common; `function` is what they are lowered to, on CPUs
-    `cpu` where it is given.
-    """
+    """Define how an operation is lowered (on CPUs by `cpu`, if any), mapped and differentiated."""
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     ad.primitive_jvps[primitive] = functools.partial(_constant, primitive)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
-    lower = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
-    mlir.register_lowering(primitive, lower)
-    _RULES[False][primitive] = _RULES[True][primitive] = Rule(lower, function)
+    several = primitive.multiple_results
+    # Not inline: JAX then lowers an operation once for each shape, and calls the result elsewhere.
+    mlir.register_lowering(primitive, mlir.lower_fun(function, several), inline=False)
     if cpu is not None:
-        lower = mlir.lower_fun(cpu, multiple_results=primitive.multiple_results)
-        mlir.register_lowering(primitive, lower, platform="cpu")
-        _RULES[True][primitive] = Rule(lower, cpu)
+        lower = mlir.lower_fun(cpu, several)
+        mlir.register_lowering(primitive, lower, platform="cpu", inline=False)
 
 
 def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -325,10 +284,10 @@ def _batched(
     return out, jax.tree.map(lambda x: 0, out)
 
 
-_elementwise.def_abstract_eval(_abstract_eval)
+_elementwise.def_abstract_eval(
+    lambda x, *_, jaxpr, x64: [x.update(dtype=y.dtype, weak_type=False) for y in jaxpr.out_avals]
+)
 _define(_elementwise, _evaluated)
-_by_tracing = _RULES[False][_elementwise].lower
-mlir.register_lowering(_elementwise, _lowered)
 _look_up.def_abstract_eval(lambda x, table: x.update(dtype=table.entries.dtype, weak_type=False))
 _define(_look_up, _entries)
 
@@ -350,16 +309,13 @@ def _by_place(x: jax.Array) -> jax.Array:
 _is_somewhere = Primitive("is_somewhere")
 _is_somewhere.def_abstract_eval(lambda x: x.update(dtype=np.dtype(bool), weak_type=False))
 _define(_is_somewhere, _by_place)
-_RULES[False][_is_somewhere] = _RULES[True][_is_somewhere] = Rule(all_true)
 
 
 def is_somewhere(x: jax.Array) -> jax.Array:
-    """True for every element, but such that XLA does not know that it is the same everywhere.
-
-    It compares the OR of an element's indices with a number of 32 ones. Indices are below 2**31, so
-    LLVM can prove the result later and drops the comparison. With their sum in place of the OR it
-    cannot, and dividing tiles of 128x128 took a third longer.
-    """
+    """True for every element, in a way that XLA cannot simplify to a constant."""
+    # It compares the OR of an element's indices with a number of 32 ones. Indices are below 2**31,
+    # so LLVM, which runs after XLA, proves the result and drops the comparison. From the sum of the
+    # indices it cannot: dividing tiles of 128x128 took a third longer.
     return _is_somewhere.bind(x)
 
 
@@ -375,8 +331,8 @@ def on_cpu() -> jax.Array:
     """Whether the program runs on a CPU, for the predicate of a `lax.cond`.
 
     It becomes a constant when the program is compiled (or loaded, if it was exported for several
-    platforms), and XLA keeps only one branch. On CPUs a branch is useful: XLA does not repeat its
-    work in every kernel that reads the result. On GPUs it costs time: the device waits for the
+    platforms), and XLA keeps only one branch. On CPUs a branch is useful, because XLA does not
+    repeat its work in every kernel that reads the result. On GPUs it makes the device wait for the
     host.
     """
     return _on_cpu()

@@ -1,17 +1,18 @@
 """Rounding to float formats: to their codes, and to their values.
 
-Three ways, one result:
+There are three ways to round a magnitude. `_finished` then handles overflow, NaN and sign for all.
 
 * By addition, the fast way. E4M3FN has steps of 1/8 from 1 to 2. Added to 2**23 steps, 2**20, the
   number 1.3 becomes 2**20 + 1.25, because float32's adder has no room for less than a step there
   and rounds to nearest even, once. The other modes correct that sum by the sign of what it left
-  over. Numbers beyond the format are replaced first by the number that their code spells: overflow
-  to NaN, code 0x7F of E4M3FN, by 480, what 0x7F would stand for. The way is right wherever neither
-  the steps nor the sums leave float32's normal range.
+  over. Magnitudes are limited first to the code after the largest one: 480 for E4M3FN. The way is
+  right wherever neither the steps nor the sums leave float32's normal range.
 * By a constant shift of the pattern: bfloat16 and TF32, whose codes are the upper bits of float32;
   and E8M0, which begins a binade lower and has no zero.
 * By a shift of its own for every element: all others, binary16p16uf or float64 for instance.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from qtoolkit.casts._bits import (
     widened,
 )
 from qtoolkit.casts._elementwise import by_platform
-from qtoolkit.casts._modes import Rounding, Stochastic
+from qtoolkit.casts._modes import MODES, Rounding, Stochastic, goes_up, stays_finite
 from qtoolkit.casts._projection import UNCLAMPED, Projection
 from qtoolkit.casts._shift import rounded_shift, within_width
 from qtoolkit.formats import FLOAT16, FLOAT32, FloatFormat, Overflow, Specials
@@ -41,9 +42,9 @@ from qtoolkit.formats import FLOAT16, FLOAT32, FloatFormat, Overflow, Specials
 def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds values with float32 patterns `bits` to the codes of `fmt`, as uint32."""
     if addition_rounds(fmt, projection.rounding):
-        return _codes_by_addition(bits, fmt, projection)
+        return _by_addition(bits, fmt, projection, to_codes=True)
     if is_upper_part(fmt, FLOAT32):
-        return upper_part(bits, fmt, FLOAT32, projection) >> np.uint32(32 - fmt.bits)
+        return upper_part(bits, fmt, FLOAT32, projection)
     if fmt.has_zero or fmt.min_exponent != -127:
         return codes_of_exact(exact_from_pattern(bits), fmt, projection)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
@@ -56,47 +57,106 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> ja
     shift, below_zero = FLOAT32_MANTISSA - fmt.mantissa_bits, np.uint32(1 << fmt.mantissa_bits)
     parity = int(fmt.mantissa_bits == 0)
     code = rounded_shift(lowered, shift, projection, negative, parity) - below_zero
-    is_inf, is_nan = magnitude == u32(INF), magnitude > u32(INF)
-    return _finished(code, negative, is_inf, is_nan, fmt, projection)
+    number = _Number(negative, magnitude == u32(INF), magnitude > u32(INF), _code_sign(bits, fmt))
+    is_below = code >= u32(-(1 << fmt.mantissa_bits))
+    return _finished(code, number, is_below, None, fmt, _code_ends(fmt, np.uint32), projection)
 
 
 def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds values with float32 patterns `bits` to float32 patterns of values of `fmt`."""
     if is_upper_part(fmt, FLOAT32):
-        return upper_part(bits, fmt, FLOAT32, projection)
+        return upper_part(bits, fmt, FLOAT32, projection) << np.uint32(32 - fmt.bits)
     if fmt == FLOAT16 and projection == UNCLAMPED:
         return _through_float16(bits)
-    if not addition_rounds(fmt, projection.rounding):
-        return float_pattern(float_codes(bits, fmt, projection), fmt)
-    magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
-    limited = _limited(magnitude, negative, fmt, projection)
-    binade = _binade(limited, fmt)
-    big = _float(binade + u32((FLOAT32_MANTISSA - fmt.mantissa_bits) << FLOAT32_MANTISSA))
-    total = _float(limited) + big
-    rounded = total - big  # `big` depends on the data: XLA would cancel a constant
-    if projection.rounding != "nearest_even":
-        step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
-        over, up = corrections(limited, negative, rounded, total, step, projection)
-        step = _float(step)
-        zero = jnp.zeros_like(step)
-        rounded = rounded + (jnp.where(up, step, zero) - jnp.where(over, step, zero))
-    value = _bits(rounded)
-    if projection.saturation != "finite" and fmt.overflow is not Overflow.MAX:
-        beyond = value > u32(exact_float32_pattern(fmt.max_finite))
-        value = jnp.where(beyond, u32(INF if fmt.overflow is Overflow.INF else NAN), value)
-    sign = bits & u32(SIGN if fmt.signed else 0)
+    if addition_rounds(fmt, projection.rounding):
+        return _by_addition(bits, fmt, projection, to_codes=False)
+    return float_pattern(float_codes(bits, fmt, projection), fmt)
+
+
+class _Number(NamedTuple):
+    """What `_finished` needs to know of the number that was rounded."""
+
+    negative: jax.Array
+    is_inf: jax.Array | bool
+    is_nan: jax.Array | bool
+    sign: jax.Array  # the sign bit where the result has it, else 0
+
+
+class _Ends(NamedTuple):
+    """The special results: codes of a format, or float32 patterns of its values."""
+
+    largest: Any
+    overflow: Any
+    nan: Any
+
+
+def _code_ends(fmt: FloatFormat, dtype: Any) -> _Ends:
+    nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    return _Ends(dtype(fmt.max_code), dtype(fmt.overflow_code), dtype(nan))
+
+
+def _value_ends(fmt: FloatFormat) -> _Ends:
+    largest = u32(exact_float32_pattern(fmt.max_finite))
+    overflow = {Overflow.MAX: largest, Overflow.INF: u32(INF), Overflow.NAN: u32(NAN)}
+    return _Ends(largest, overflow[fmt.overflow], u32(NAN) if fmt.has_nan else largest)
+
+
+def _code_sign(bits: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """The sign bit of patterns, moved to where codes have it."""
+    dtype = bits.dtype.type
+    return (bits >> dtype(8 * bits.dtype.itemsize - fmt.bits)) & dtype(fmt.sign_code)
+
+
+def _finished(
+    code: jax.Array,
+    number: _Number,
+    is_below: jax.Array | bool,
+    is_beyond: jax.Array | bool | None,
+    fmt: FloatFormat,
+    ends: _Ends,
+    projection: Projection,
+) -> jax.Array:
+    """Clamps codes (or patterns) of rounded magnitudes, and sets NaN and the sign.
+
+    Args:
+      is_below: Whether the code is below the lowest one: only where the format has no zero.
+      is_beyond: Whether it is above the largest one, as that of an infinity is. None: compare.
+        False: overflow is right already.
+    """
+    saturation = projection.saturation
+    stays = _overflow_stays(fmt, projection, number.negative)
+    if is_beyond is None and stays is True:
+        code = jnp.minimum(code, ends.largest)
+    elif is_beyond is not False:
+        is_beyond = code > ends.largest if is_beyond is None else is_beyond
+        code = jnp.where(is_beyond, _either(stays, ends.largest, ends.overflow), code)
+    if saturation != "finite" and stays is not False and ends.overflow != ends.largest:
+        code = jnp.where(number.is_inf, ends.overflow, code)
     if not fmt.signed:
-        outside = NAN if projection.saturation == "none" and fmt.has_nan else 0
-        value = jnp.where(negative & (value != 0), u32(outside), value)
-    if not fmt.has_nan:
-        is_nan = magnitude > u32(INF)
-        largest = u32(exact_float32_pattern(fmt.max_finite))
-        return jnp.where(is_nan, largest, value | sign)
-    value = jnp.where(magnitude > u32(INF), u32(NAN), value)
-    if fmt.signed and not fmt.has_negative_zero:
-        is_signed = value - np.uint32(1) < u32(NAN - 1)  # neither zero nor NaN
-        sign = jnp.where(is_signed, sign, u32(0))
-    return value | sign
+        outside = ends.nan if saturation == "none" and fmt.has_nan else code.dtype.type(0)
+        is_outside = number.negative & (code != 0) if fmt.has_zero else number.negative | is_below
+        return jnp.where(number.is_nan, ends.nan, jnp.where(is_outside, outside, code))
+    if not fmt.has_nan:  # NaN becomes the largest value
+        return jnp.where(number.is_nan, ends.nan, code | number.sign)
+    code = jnp.where(number.is_nan, ends.nan, code)
+    sign = number.sign
+    if not fmt.has_negative_zero:  # zero and NaN have no sign; as a code NaN is the sign bit alone
+        is_signed = code - code.dtype.type(1) < ends.nan - code.dtype.type(1)
+        sign = jnp.where(code != 0 if ends.nan == fmt.sign_code else is_signed, sign, 0)
+    return code | sign
+
+
+def _overflow_stays(fmt: FloatFormat, projection: Projection, negative: jax.Array) -> Any:
+    """Whether finite overflow becomes the largest value; True or False if that is certain."""
+    if projection.saturation != "none" or fmt.overflow is Overflow.MAX:
+        return True
+    return stays_finite(projection.rounding, negative, largest_is_odd=fmt.max_code % 2 == 1)
+
+
+def _either(condition: Any, if_true: Any, if_false: Any) -> Any:
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return jnp.where(condition, if_true, if_false)
 
 
 def is_upper_part(fmt: FloatFormat, wide: FloatFormat) -> bool:
@@ -112,20 +172,16 @@ def is_upper_part(fmt: FloatFormat, wide: FloatFormat) -> bool:
 def upper_part(
     bits: jax.Array, fmt: FloatFormat, wide: FloatFormat, projection: Projection
 ) -> jax.Array:
-    """Rounds patterns of `wide`, float32 or float16, to patterns of values of `fmt`.
-
-    A number that is rounded up beyond the largest one has the pattern of infinity already.
-    """
-    dtype, shift = bits.dtype.type, wide.mantissa_bits - fmt.mantissa_bits
+    """Rounds patterns of `wide`, float32 or float16, to codes of `fmt`, in the dtype of `bits`."""
+    dtype = bits.dtype.type
     magnitude, negative = bits & dtype(wide.sign_code - 1), bits >= dtype(wide.sign_code)
     inf = dtype(wide.max_code + 1)
-    value = rounded_shift(magnitude, shift, projection, negative) << dtype(shift)
-    if projection.saturation != "none":
-        value = jnp.minimum(value, dtype(fmt.max_code << shift))
-        if projection.saturation == "propagate":
-            value = jnp.where(magnitude == inf, inf, value)
-    value = jnp.where(magnitude > inf, dtype(wide.nan_code), value)
-    return value | (bits & dtype(wide.sign_code))
+    code = rounded_shift(magnitude, wide.mantissa_bits - fmt.mantissa_bits, projection, negative)
+    number = _Number(negative, magnitude == inf, magnitude > inf, _code_sign(bits, fmt))
+    is_beyond = None
+    if projection.saturation == "none":  # what is rounded up beyond the largest is infinity already
+        number, is_beyond = number._replace(is_inf=False), False
+    return _finished(code, number, False, is_beyond, fmt, _code_ends(fmt, dtype), projection)
 
 
 def _float16_by_instruction(bits: jax.Array) -> jax.Array:
@@ -172,15 +228,19 @@ def codes_of_exact(x: Exact, fmt: FloatFormat, projection: Projection) -> jax.Ar
     code = (binade << dtype(mantissa)) + quotient
     if not fmt.has_zero:
         code -= dtype(1 << mantissa)
-    outside = None
+    is_below = code >= dtype(-(1 << mantissa) % 2 ** (8 * code.dtype.itemsize))
+    is_beyond = code > dtype(fmt.max_code)
     if not fmt.signed and fmt.bits == 8 * code.dtype.itemsize:
         # A code beyond the largest has wrapped round, and so has one below the lowest.
         end = fmt.max_code + (0 if fmt.has_zero else 1 << mantissa)
         last = (end >> mantissa) - 1
         is_beyond = (binade == dtype(last)) & (quotient > dtype(end - (last << mantissa)))
+        is_beyond |= binade > dtype(last)
         is_below = (binade == 0) & (quotient < dtype(1 << mantissa))
-        outside = is_below, is_beyond | (binade > dtype(last))
-    return _finished(code, x.negative, x.is_inf, x.is_nan, fmt, projection, outside)
+    is_below &= jnp.logical_not(x.is_inf)
+    sign = jnp.where(x.negative, dtype(fmt.sign_code), dtype(0))
+    number, ends = _Number(x.negative, x.is_inf, x.is_nan, sign), _code_ends(fmt, dtype)
+    return _finished(code, number, is_below, is_beyond | x.is_inf, fmt, ends, projection)
 
 
 def needs_64_bits(fmt: FloatFormat) -> bool:
@@ -188,101 +248,42 @@ def needs_64_bits(fmt: FloatFormat) -> bool:
     return fmt.mantissa_bits > FLOAT32_MANTISSA or fmt.bits > 32
 
 
-def _finished(
-    code: jax.Array,
-    negative: jax.Array,
-    is_inf: jax.Array | bool,
-    is_nan: jax.Array | bool,
-    fmt: FloatFormat,
-    projection: Projection,
-    outside: tuple[jax.Array, jax.Array] | None = None,
+def _by_addition(
+    bits: jax.Array, fmt: FloatFormat, projection: Projection, *, to_codes: bool
 ) -> jax.Array:
-    """Clamps codes of magnitudes, which were rounded without a limit, and sets sign and NaN.
-
-    Args:
-      outside: (is below the lowest code, is beyond the largest code). Only formats without zero
-        have codes below the lowest. None if `code` has bits to spare, which show both.
-    """
-    dtype = code.dtype.type
-    largest, overflow = dtype(fmt.max_code), dtype(fmt.overflow_code)
-    if outside is None:
-        below_zero = dtype(-(1 << fmt.mantissa_bits) % 2 ** (8 * code.dtype.itemsize))
-        outside = code >= below_zero, code > largest
-    is_below, is_beyond = outside
-    is_below &= jnp.logical_not(is_inf)
-    limit = largest
-    if projection.saturation != "finite":
-        stays = projection.saturation == "propagate" or _stays_finite(
-            projection.rounding, negative, fmt
-        )
-        limit = jnp.where(jnp.logical_or(is_inf, jnp.logical_not(stays)), overflow, largest)
-    code = jnp.where(is_beyond | is_inf, limit, code)
-    if not fmt.signed:
-        lowest = dtype(
-            fmt.nan_code if projection.saturation == "none" and fmt.nan_code is not None else 0
-        )
-        is_lower = negative & (code != 0) if fmt.has_zero else negative | is_below
-        code = jnp.where(is_lower, lowest, code)
-    if fmt.nan_code is None:
-        sign = jnp.where(negative, dtype(fmt.sign_code), dtype(0))
-        return jnp.where(is_nan, largest, code | sign)
-    code = jnp.where(is_nan, dtype(fmt.nan_code), code)
-    if fmt.signed and not fmt.has_negative_zero:
-        negative &= (code != 0) & (code != dtype(fmt.nan_code))
-    return code | jnp.where(negative, dtype(fmt.sign_code), dtype(0))
-
-
-def _stays_finite(rounding: Rounding, negative: jax.Array, fmt: FloatFormat) -> jax.Array | bool:
-    """Whether, with saturation "none", a finite number beyond the largest is rounded down to it."""
-    match rounding:
-        case "toward_zero":
-            return True
-        case "toward_positive":
-            return negative
-        case "toward_negative":
-            return ~negative
-        case "to_odd":
-            return fmt.max_code % 2 == 1
-    return False
-
-
-def _codes_by_addition(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
+    """`float_codes` or `float_values` by float32's adder, where `addition_rounds`."""
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
-    limited = _limited(magnitude, negative, fmt, projection)
-    nan_code = fmt.max_code if fmt.nan_code is None else fmt.nan_code
-    limited = jnp.where(magnitude > u32(INF), _spelled(fmt, nan_code), limited)
-    binade = _binade(limited, fmt)
-    # A sum's pattern ends in the number of steps; `first` of them are in the exponent already.
-    mask = (1 << fmt.bits) - 1
-    first = -((fmt.min_exponent + 127) << fmt.mantissa_bits) & mask
-    shift = FLOAT32_MANTISSA - fmt.mantissa_bits
-    big = _float((binade + u32(shift << FLOAT32_MANTISSA)) | u32(first))
-    total = _float(limited) + big
-    code = _bits(total) + (binade >> np.uint32(shift))
-    if projection.rounding != "nearest_even":
-        step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
-        nearest = total - big
-        over, up = corrections(limited, negative, nearest, total, step, projection)
-        code = code - over.astype(jnp.uint32)
-        if projection.rounding == "to_odd":  # adds `up`, by a single operation
-            code = code | (_bits(nearest) != limited).astype(jnp.uint32)
-        else:
-            code = code + up.astype(jnp.uint32)
-    code &= u32(mask)
-    if projection.saturation == "none" and fmt.overflow_code > fmt.max_code + 1:
-        code = jnp.where(code == u32(fmt.max_code + 1), u32(fmt.overflow_code), code)
-    if not fmt.signed:
-        outside = (
-            fmt.nan_code if projection.saturation == "none" and fmt.nan_code is not None else 0
-        )
-        is_outside = (bits > u32(SIGN)) & (bits <= u32(SIGN | INF)) & (code != 0)
-        return jnp.where(is_outside, u32(outside), code)
-    sign = (bits >> np.uint32(32 - fmt.bits)) & u32(fmt.sign_code)
-    if not fmt.has_nan:
-        sign = jnp.where(magnitude > u32(INF), u32(0), sign)
-    elif not fmt.has_negative_zero:  # NaN is the sign bit alone, so OR leaves it
-        sign = jnp.where(code == 0, u32(0), sign)
-    return code | sign
+    stays = _overflow_stays(fmt, projection, negative)
+    limit = _either(stays, _spelled(fmt, fmt.max_code), _spelled(fmt, fmt.max_code + 1))
+    limited = jnp.minimum(magnitude, limit)
+    lowest = u32(exact_float32_pattern(fmt.min_normal))
+    binade = jnp.maximum(limited, lowest) & u32(INF)  # the power of two below the magnitude
+    step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
+    shift, mask = FLOAT32_MANTISSA - fmt.mantissa_bits, (1 << fmt.bits) - 1
+    many_steps = binade + u32(shift << FLOAT32_MANTISSA)
+    if to_codes:
+        # A sum's pattern ends in the number of steps; these steps are in the exponent already.
+        many_steps |= u32(-((fmt.min_exponent + 127) << fmt.mantissa_bits) & mask)
+    total = _float(limited) + _float(many_steps)
+    # Not cancelled by XLA, because `many_steps` depends on the data.
+    nearest = total - _float(many_steps)
+    corrected = corrections(limited, negative, nearest, total, step, projection)
+    if to_codes:
+        code = _bits(total) + (binade >> np.uint32(shift))
+        if corrected is not None:
+            over, up = corrected
+            code = code - over.astype(jnp.uint32) + up.astype(jnp.uint32)
+        code &= u32(mask)
+        ends, sign = _code_ends(fmt, np.uint32), _code_sign(bits, fmt)
+    else:
+        if corrected is not None:
+            over, up = (jnp.where(is_off, _float(step), np.float32(0)) for is_off in corrected)
+            nearest = nearest + (up - over)
+        code, ends, sign = _bits(nearest), _value_ends(fmt), bits & u32(SIGN)
+    # The limit leaves at most the code after the largest, which mostly is that of overflow.
+    is_right = stays is True or (to_codes and ends.overflow == ends.largest + 1)
+    number = _Number(negative, magnitude == u32(INF), magnitude > u32(INF), sign)
+    return _finished(code, number, False, False if is_right else None, fmt, ends, projection)
 
 
 def corrections(
@@ -292,40 +293,34 @@ def corrections(
     total: jax.Array,
     step: jax.Array | np.uint32,
     projection: Projection,
-) -> tuple[jax.Array, jax.Array]:
-    """(over, up), such that nearest - over * step + up * step is rounded as `projection` says.
+) -> tuple[jax.Array, jax.Array] | None:
+    """Corrects magnitudes rounded to nearest even, `nearest`, to what `projection` says.
 
-    `over` is true where `nearest` exceeds the magnitude: one step less is the value below it. `up`
-    is true where the rounding takes the value above that one. For E4M3FN, with steps of 1/8, 1.3
-    has nearest = 1.25; rounded up it has over = 0, up = 1, which is 1.375. In "nearest_away" `over`
-    is always false, and `up` true where a tie was rounded toward zero. Patterns are compared as
-    integers, so that subnormals count.
+    For E4M3FN, with steps of 1/8, 1.3 has nearest = 1.25; rounded up it is one step more.
 
     Args:
       magnitude, step: float32 patterns.
-      nearest: The magnitude rounded to nearest even.
       total: A sum whose pattern is odd where `nearest` is an odd number of steps.
+
+    Returns:
+      Where one step is to be subtracted, and where one is to be added; None if nowhere.
     """
-    rounding, over = projection.rounding, _bits(nearest) > magnitude
-    inexact = _bits(nearest) != magnitude
-    match rounding:
-        case "toward_zero":
-            return over, jnp.zeros_like(over)
-        case "toward_positive" | "toward_negative":
-            return over, inexact & (negative if rounding == "toward_negative" else ~negative)
-        case "to_odd":
-            # The last bit of `total` is set if `nearest` is odd. The value below the magnitude is
-            # `nearest`, or its neighbour of the other parity; go up where it is even.
-            odd = _bits(total) << np.uint32(31)
-            high = jnp.where(over, u32(SIGN), u32(0))
-            return over, inexact & (odd == high)
-        case "nearest_away":
-            half = _float(step - u32(1 << FLOAT32_MANTISSA))
-            return jnp.zeros_like(over), _float(magnitude) - nearest == half
-    assert isinstance(rounding, Stochastic)
-    assert projection.random is not None
-    rest = (_float(magnitude) - nearest) + jnp.where(over, _float(step), np.float32(0))
-    return over, _goes_up(rest, step, rounding, projection.random)
+    rounding = projection.rounding
+    over = _bits(nearest) > magnitude  # then the value below the magnitude is one step less
+    if isinstance(rounding, Stochastic):
+        assert projection.random is not None
+        rest = (_float(magnitude) - nearest) + jnp.where(over, _float(step), np.float32(0))
+        return over, _goes_up(rest, step, rounding, projection.random)
+    mode = MODES[rounding]
+    odd = (_bits(total) << np.uint32(31)) != jnp.where(over, u32(SIGN), u32(0))
+    if mode.is_directed:
+        is_inexact = _bits(nearest) != magnitude
+        return over, is_inexact & goes_up(mode.above_middle, negative, odd)
+    if mode.at_middle == "odd":
+        return None
+    half = _float(step - u32(1 << FLOAT32_MANTISSA))
+    rest, up = _float(magnitude) - nearest, goes_up(mode.at_middle, negative, odd)
+    return (rest == -half) & jnp.logical_not(up), (rest == half) & up
 
 
 def _goes_up(
@@ -359,36 +354,14 @@ def addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
     return (
         fmt.has_zero
         and fmt.mantissa_bits >= 1
-        and fmt.bits <= 22  # room for `first` beside the steps
+        and fmt.bits <= 22  # room for the steps that are in the exponent
         and least_step >= (-100 if isinstance(rounding, Stochastic) else -125)
         and fmt.max_exponent + 1 + FLOAT32_MANTISSA <= 127
     )
 
 
-def _limited(
-    magnitude: jax.Array, negative: jax.Array, fmt: FloatFormat, projection: Projection
-) -> jax.Array:
-    """Clamps magnitudes to the largest value, or to what the code of overflow would spell."""
-    largest, next_one = _spelled(fmt, fmt.max_code), _spelled(fmt, fmt.max_code + 1)
-    stays: jax.Array | bool = True
-    if projection.saturation == "none" and fmt.overflow is not Overflow.MAX:
-        stays = _stays_finite(projection.rounding, negative, fmt)
-    if stays is False:
-        return jnp.minimum(magnitude, next_one)
-    limit = largest if stays is True else jnp.where(stays, largest, next_one)
-    limited = jnp.minimum(magnitude, limit)
-    if projection.saturation != "finite":
-        limited = jnp.where(magnitude == u32(INF), _spelled(fmt, fmt.overflow_code), limited)
-    return limited
-
-
 def _spelled(fmt: FloatFormat, code: int) -> np.uint32:
     return u32(exact_float32_pattern(fmt.magnitude(code)))
-
-
-def _binade(magnitude: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """The exponent field, in place, of the binade whose steps round `magnitude`."""
-    return jnp.maximum(magnitude, u32(exact_float32_pattern(fmt.min_normal))) & u32(INF)
 
 
 def _float(bits: jax.Array | np.uint32) -> jax.Array:

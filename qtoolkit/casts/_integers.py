@@ -13,16 +13,16 @@ from qtoolkit.formats import IntFormat
 
 
 def codes_of_integers(x: jax.Array, fmt: IntFormat, saturation: str) -> jax.Array:
-    """Integers of any dtype to codes of `fmt`, as `fmt.code_dtype`: no rounding."""
+    """Saturate integers of any dtype and return them as `fmt.code_dtype`."""
     if fmt.is_bool:
         return x.astype(bool).astype(fmt.code_dtype)
-    if x.dtype.itemsize == 1:  # of four bits and less, and bool, too
+    if x.dtype.itemsize == 1:  # also of four bits and less, and bool
         x = x.astype(jnp.int16)
     if saturation != "none":
         info = np.iinfo(x.dtype)
         lowest, largest = max(info.min, int(fmt.lowest)), min(info.max, int(fmt.max_finite))
         x = jnp.clip(x, x.dtype.type(lowest), x.dtype.type(largest))
-    return _low_bits(x.astype(fmt.code_dtype), fmt)
+    return low_bits(x.astype(fmt.code_dtype), fmt)
 
 
 def int_codes(x: Exact, fmt: IntFormat, projection: Projection) -> jax.Array:
@@ -45,38 +45,31 @@ def int_codes(x: Exact, fmt: IntFormat, projection: Projection) -> jax.Array:
     integer = jnp.where(x.is_inf, limit, integer)
     code = jnp.where(x.negative, -integer, integer)
     code = jnp.where(x.is_nan, dtype(0), code)
-    return _low_bits(code.astype(fmt.code_dtype), fmt)
+    return low_bits(code.astype(fmt.code_dtype), fmt)
 
 
-def adds(fmt: IntFormat, saturation: str) -> bool:
+def addition_rounds_to(fmt: IntFormat, projection: Projection) -> bool:
     """Whether `integers_by_addition` rounds to `fmt`."""
-    return fmt.bits <= 22 and saturation != "none" and not fmt.is_bool
+    return fmt.bits <= 22 and projection.saturation != "none" and not fmt.is_bool
 
 
 def integers_by_addition(bits: jax.Array, fmt: IntFormat, projection: Projection) -> jax.Array:
-    """Rounds values with float32 patterns `bits` to integers of `fmt`, clamped, as int32.
-
-    Beside 2**23, float32's own adder has no room for fractions and rounds to nearest even, once.
-    """
+    """Round values with float32 patterns `bits` to integers of `fmt`, clamped, as int32."""
+    # In a sum with 2**23 float32 has no room for fractions: its adder rounds to nearest even.
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
     largest, lowest = (u32(exact_float32_pattern(abs(v))) for v in (fmt.max_finite, fmt.lowest))
     limited = jnp.minimum(magnitude, jnp.where(negative, lowest, largest))
     limited = jnp.where(magnitude > u32(INF), u32(0), limited)
     total = lax.bitcast_convert_type(limited, jnp.float32) + np.float32(2.0**23)
     integer = lax.bitcast_convert_type(total, jnp.int32) - np.float32(2.0**23).view(np.int32)
-    if projection.rounding != "nearest_even":
-        nearest = integer.astype(jnp.float32)  # not total - 2**23, which XLA may cancel
-        one = u32(exact_float32_pattern(1))
-        over, up = corrections(limited, negative, nearest, total, one, projection)
+    nearest = integer.astype(jnp.float32)  # not total - 2**23, which XLA may cancel
+    one = u32(exact_float32_pattern(1))
+    corrected = corrections(limited, negative, nearest, total, one, projection)
+    if corrected is not None:
+        over, up = corrected
         integer = integer + up.astype(jnp.int32) - over.astype(jnp.int32)
     return jnp.where(negative, -integer, integer)
 
 
-def codes_by_addition(bits: jax.Array, fmt: IntFormat, projection: Projection) -> jax.Array:
-    """The codes of `integers_by_addition`, as `fmt.code_dtype`."""
-    integers = integers_by_addition(bits, fmt, projection)
-    return _low_bits(integers.astype(fmt.code_dtype), fmt)
-
-
-def _low_bits(codes: jax.Array, fmt: IntFormat) -> jax.Array:
+def low_bits(codes: jax.Array, fmt: IntFormat) -> jax.Array:
     return codes & fmt.code_dtype.type((1 << fmt.bits) - 1)

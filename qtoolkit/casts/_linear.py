@@ -89,8 +89,7 @@ def linear_in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x.astype(dtype)` of a tangent. It and its transpose are rounded whatever XLA fuses."""
     if x.dtype == dtype:
         return x
-    there, back = _InDtype(jnp.dtype(dtype)), _InDtype(x.dtype)
-    return linear_with_transpose(there, back, (), x)
+    return linear_with_transpose(_InDtype(jnp.dtype(dtype)), _InDtype(x.dtype), (), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,15 +142,15 @@ def _jvp(
     residuals: int,
     **others: Any,
 ) -> tuple[Any, Any]:
-    kept, xs = tuple(primals[:residuals]), tuple(primals[residuals:])
-    kept_dots, x_dots = tangents[:residuals], tangents[residuals:]
+    fixed, xs = tuple(primals[:residuals]), tuple(primals[residuals:])
+    fixed_dots, x_dots = tangents[:residuals], tangents[residuals:]
     bind = functools.partial(_linear_p.bind, forward=forward, residuals=residuals, **others)
     terms = []
     if not all(isinstance(dot, ad.Zero) for dot in x_dots):
-        terms.append(bind(*kept, *map(ad.instantiate_zeros, x_dots)))
-    if not all(isinstance(dot, ad.Zero) for dot in kept_dots):
-        dots = tuple(map(ad.instantiate_zeros, kept_dots))
-        terms.append(jax.jvp(lambda *r: forward(r, xs), kept, dots)[1])
+        terms.append(bind(*fixed, *map(ad.instantiate_zeros, x_dots)))
+    if not all(isinstance(dot, ad.Zero) for dot in fixed_dots):
+        dots = tuple(map(ad.instantiate_zeros, fixed_dots))
+        terms.append(jax.jvp(lambda *r: forward(r, xs), fixed, dots)[1])
     return bind(*primals), [functools.reduce(jnp.add, parts) for parts in zip(*terms, strict=True)]
 
 
@@ -163,13 +162,13 @@ def _transpose(
     residuals: int,
     out_types: Any,
 ) -> list[Any]:
-    kept, xs = operands[:residuals], operands[residuals:]
+    fixed, xs = operands[:residuals], operands[residuals:]
     nothing = [None] * residuals
     if all(isinstance(cotangent, ad.Zero) for cotangent in cotangents):
         return nothing + [ad.Zero(x.aval) for x in xs]
     cotangents = map(ad.instantiate_zeros, cotangents)
     return nothing + _linear_p.bind(
-        *kept,
+        *fixed,
         *cotangents,
         forward=transpose,
         transpose=forward,

@@ -1,20 +1,40 @@
 """The words for roundings and saturations, and `Stochastic`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from qtoolkit.formats.internal import plain_number
 
-DETERMINISTIC = (
-    "nearest_even",
-    "nearest_away",
-    "toward_zero",
-    "toward_positive",
-    "toward_negative",
-    "to_odd",
-)
+
+class Mode(NamedTuple):
+    """When a magnitude between two neighbouring values is rounded up to the larger one.
+
+    Each attribute is "never", "always", "positive" or "negative" (the sign of the number), "odd" or
+    "even" (the code of the smaller neighbour).
+    """
+
+    below_middle: str
+    at_middle: str
+    above_middle: str
+
+    @property
+    def is_directed(self) -> bool:
+        """Whether it makes no difference where between the neighbours the magnitude lies."""
+        return self.below_middle == self.at_middle == self.above_middle
+
+
+# The one definition of the deterministic modes: shifts, sums and tables follow it.
+MODES = {
+    "nearest_even": Mode("never", "odd", "always"),
+    "nearest_away": Mode("never", "always", "always"),
+    "toward_zero": Mode("never", "never", "never"),
+    "toward_positive": Mode("positive", "positive", "positive"),
+    "toward_negative": Mode("negative", "negative", "negative"),
+    "to_odd": Mode("even", "even", "even"),
+}
+DETERMINISTIC = tuple(MODES)
 ROUNDINGS = (*DETERMINISTIC, "stochastic")
 SATURATIONS = ("finite", "propagate", "none")
 MAX_RANDOM_BITS = 24
@@ -70,6 +90,35 @@ class Stochastic:
 
 
 Rounding = str | Stochastic
+
+
+def goes_up(when: str, negative: Any, odd: Any) -> Any:
+    """Whether an attribute of a `Mode` says so; True and False where the arguments do not matter.
+
+    Args:
+      negative, odd: Booleans, or arrays of them.
+    """
+    match when:
+        case "positive":
+            return _not(negative)
+        case "negative":
+            return negative
+        case "odd":
+            return odd
+        case "even":
+            return _not(odd)
+    return when == "always"
+
+
+def stays_finite(rounding: Rounding, negative: Any, *, largest_is_odd: bool) -> Any:
+    """Whether, with saturation "none", finite overflow is rounded down to the largest magnitude."""
+    if rounding not in MODES:  # stochastic
+        return False
+    return _not(goes_up(MODES[rounding].above_middle, negative, largest_is_odd))
+
+
+def _not(x: Any) -> Any:
+    return not x if isinstance(x, bool) else ~x
 
 
 def check_rounding(where: str, rounding: Any, saturation: Any) -> Rounding:

@@ -12,7 +12,7 @@ from qtoolkit.casts._elementwise import elementwise
 
 
 def ordinal(x: jax.Array) -> jax.Array:
-    """Floats as signed integers of their width that are in the same order.
+    """The places of floats in their order, as signed integers of their width.
 
     0 for both zeros, 1 for the least subnormal, -1 for its negative. Infinities come after all
     numbers, NaNs after infinities.
@@ -52,12 +52,12 @@ def inside(x: jax.Array, lower: float, upper: float) -> jax.Array:
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """`x` as float32, float64 as it is; exactly, with bfloat16's subnormals."""
+    """`x` as float32, subnormals included; float64 stays float64."""
     return x if x.dtype == jnp.float64 else exact_float32(x)
 
 
 def magnitude_ordinal(x: jax.Array) -> jax.Array:
-    """`ordinal` of |x|, as unsigned integers; of infinities and NaNs `infinity_ordinal` or more."""
+    """`ordinal` of |x|, as unsigned integers; `infinity_ordinal` or more if x is not finite."""
     unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, unsigned)
     return bits & unsigned.type(2 ** (8 * unsigned.itemsize - 1) - 1)
@@ -73,3 +73,17 @@ def infinity_ordinal(dtype: DTypeLike) -> np.unsignedinteger:
     """`magnitude_ordinal` of the infinities of `dtype`."""
     unsigned = np.dtype(f"uint{ml_dtypes.finfo(dtype).bits}")
     return unsigned.type(np.asarray(np.inf, dtype).view(unsigned))
+
+
+def bucket(x: jax.Array, bits: int | np.ndarray, *, upper: bool = False) -> jax.Array:
+    """The buckets of float32 magnitudes, uint32: each binade has 2**bits of equal width.
+
+    Args:
+      upper: Whether a bucket holds its upper edge instead of its lower one; zero must not occur.
+    """
+    return (magnitude_ordinal(x) - np.uint32(upper)) >> (np.uint32(23) - np.uint32(bits))
+
+
+def bucket_edge(buckets: jax.Array, bits: int | np.ndarray) -> jax.Array:
+    """The `magnitude_ordinal` of the lower edge of a bucket."""
+    return buckets << np.uint32(23 - bits)

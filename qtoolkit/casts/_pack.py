@@ -64,16 +64,17 @@ def unpack(
     """
     bits, axis = _arguments("unpack", packed, fmt, axis)
     group, width = _group(bits)
-    got = np.shape(packed)[axis]
-    if got % width:
+    count = np.shape(packed)[axis]
+    if count % width:
         raise ValueError(
-            f"unpack: axis {axis} has {got} bytes, expected a multiple of {width} for {bits} bits"
+            f"unpack: axis {axis} has {count} bytes, expected a multiple of {width} for {bits} bits"
         )
-    size = got // width * group if size is None else size
-    if not isinstance(size, int | np.integer) or size < 0 or -(-size // group) * width != got:
+    most = count // width * group
+    size = most if size is None else size
+    if not isinstance(size, int | np.integer) or size < 0 or -(-size // group) * width != count:
         raise ValueError(
-            f"unpack: size={size} with {got} bytes along axis {axis}, expected "
-            f"{max(got // width - 1, 0) * group + (got > 0)} to {got // width * group}"
+            f"unpack: size={size} with {count} bytes along axis {axis}, expected "
+            f"{max(most - group, 0) + (count > 0)} to {most}"
         )
     return _unpack(jnp.asarray(packed), bits, int(size), axis)
 

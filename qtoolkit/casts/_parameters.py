@@ -1,4 +1,4 @@
-"""Checks parameters that are given beside an array: scales, shifts, offsets, bounds."""
+"""Checks of parameters of casts: scales, shifts, offsets, bounds."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from qtoolkit.casts._sources import shown_number
+from qtoolkit.casts._sources import number_text
 
 Parameter = TypeVar("Parameter", jax.Array, jax.Array | None)
 _LEAST = 2.0**-126  # XLA reads smaller float32 numbers as zero
@@ -52,7 +52,7 @@ def parameter(
     dtypes: Sequence[DTypeLike],
     checks_arrays: bool = True,
 ) -> jax.Array | np.ndarray:
-    """A number, as an array of the first of `dtypes`; or an array of one of them, as it is.
+    """Check a parameter. Numbers become arrays of the first of `dtypes`, arrays stay unchanged.
 
     Args:
       x: The array to whose shape it must broadcast.
@@ -84,16 +84,15 @@ def broadcasts_to(shape: tuple[int, ...], wide: tuple[int, ...]) -> bool:
 
 
 def ranked(parameter: Parameter, ndim: int) -> Parameter:
-    """With so many axes, as `jax_numpy_rank_promotion="raise"` wants them beside others."""
+    """Add leading axes up to `ndim`, for `jax_numpy_rank_promotion="raise"`."""
     if parameter is None or parameter.ndim == ndim:
         return parameter
     return lax.expand_dims(parameter, range(ndim - parameter.ndim))
 
 
 def spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x`, which broadcasts to the shape of `like`, in that shape; on an Explicit mesh with its
-    sharding, which JAX wants two arrays to share before it selects between their elements.
-    """
+    """`broadcast_to(x, like.shape)`, on an Explicit mesh with the sharding of `like`."""
+    # JAX selects only between the elements of arrays that have the same sharding.
     sharding = jax.typeof(like).sharding
     return jnp.broadcast_to(
         x, like.shape, out_sharding=sharding if sharding.mesh.explicit_axes else None
@@ -101,12 +100,12 @@ def spread(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def number(where: str, name: str, value: float, dtype: DTypeLike, domain: Domain) -> np.ndarray:
-    """A Python number as `dtype` has it; ValueError where that is outside of the domain."""
+    """A Python number in `dtype`; ValueError if the result is outside of the domain."""
     sign = math.copysign(1, value) if value == 0 else 0  # 0.0 and -0.0 are one key otherwise
     array, is_inside = _converted(value, sign, np.dtype(dtype), domain)
     if not is_inside:
         raise ValueError(
-            f"{where}: {shown_number(name, value)} is {array} in {array.dtype}, expected "
+            f"{where}: {number_text(name, value)} is {array} in {array.dtype}, expected "
             f"{domain.wanted}"
         )
     return array
@@ -127,7 +126,7 @@ def _converted(
 
 
 def check_dtype(where: str, name: str, value: Any, dtypes: Sequence[DTypeLike]) -> None:
-    """TypeError where `value` is of none of the dtypes; numbers that were traced are."""
+    """TypeError if `value` has none of the dtypes; traced Python numbers pass."""
     dtype = getattr(value, "dtype", None)
     known = tuple(dict.fromkeys(np.dtype(d) for d in dtypes))
     is_traced_number = dtype == np.float64 and getattr(value, "weak_type", False)
@@ -141,7 +140,7 @@ def check_dtype(where: str, name: str, value: Any, dtypes: Sequence[DTypeLike]) 
 
 
 def check_domain(where: str, name: str, value: Any, domain: Domain) -> None:
-    """ValueError naming the first element outside of the domain, where the values are known."""
+    """ValueError that names the first element outside of the domain, unless `value` is traced."""
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         return
     values = np.asarray(value).astype(np.float64)

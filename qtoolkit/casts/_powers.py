@@ -1,4 +1,4 @@
-"""Powers of two, exactly: XLA's exp2 and log2 are not, and its products flush subnormals."""
+"""Exact powers of two. XLA's exp2 and log2 are not exact, and its products flush subnormals."""
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 @elementwise
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """float32 `x`, subnormals included, * 2**exponent, which is int32, as IEEE has it: rounded once
-    to nearest even where it is subnormal.
-    """
+    """`x` * 2**exponent as IEEE 754 says, for float32 `x` and int32 exponents, with subnormals."""
     bits = pattern(x)
     magnitude = bits & u32(MAGNITUDE)
     significand, field = _normalized(magnitude)
@@ -57,9 +55,6 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
 def times_from_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
     """`x` * 2**exponent for `x` that may be subnormal, by a few floating-point products.
 
-    XLA's CPU takes subnormal operands and products for zeros. A subnormal `x` is an integer, its
-    pattern, times 2**-149.
-
     Args:
       x: float32, or float64, whose own subnormals count as zeros; any shape.
       exponent: int32, from -252 to 252, shape of `x`.
@@ -71,6 +66,7 @@ def times_from_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -
     if x.dtype == jnp.float64:
         first, second = _halves(exponent, is_nan)
         return x * first.astype(x.dtype) * second.astype(x.dtype)
+    # XLA's CPU reads subnormals as zeros. A subnormal x is its pattern, an integer, times 2**-149.
     bits = pattern(x)
     magnitude = bits & u32(MAGNITUDE)
     is_subnormal = magnitude < u32(_HIDDEN)
@@ -83,10 +79,7 @@ def times_from_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -
 
 @elementwise
 def times_to_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
-    """`x` * 2**exponent as IEEE has it, for `x` of 2**-100 or more: the result may be subnormal.
-
-    A subnormal result is a number of steps of 2**-149. Adding 2**23 rounds this number to an
-    integer, which is the bit pattern of the result.
+    """`x` * 2**exponent as IEEE 754 says, also subnormal results, for `x` of 2**-100 or more.
 
     Args:
       x, exponent, is_nan: As in `times_from_subnormal`. `x` may be 0.
@@ -95,9 +88,11 @@ def times_to_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> 
     first, second = _halves(exponent, is_nan)
     steps = from_pattern(bits & u32(MAGNITUDE), jnp.float32) * np.float32(2.0**75)
     steps = steps * first * np.float32(2.0**74) * second
+    # The pattern of a subnormal result is its number of steps of 2**-149. The sum with 2**23 rounds
+    # that number to an integer.
     whole = pattern(steps + np.float32(_HIDDEN)) - np.float32(_HIDDEN).view(np.uint32)
     subnormal = from_pattern(whole | (bits & u32(SIGN)), jnp.float32)
-    # `unmerged`, or XLA takes the product of the halves first where they are the same everywhere.
+    # Without `unmerged` XLA multiplies the halves first where they are the same everywhere.
     return jnp.where(steps < np.float32(_HIDDEN), subnormal, unmerged(x * first) * second)
 
 
@@ -115,17 +110,16 @@ def _halves(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Arra
 def binary_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Exponent e, int32, and fraction f, uint32, of float32 |x| = 2**e * (1 + f / 2**23).
 
-    Subnormals are normalized, too. Zero has some low exponent; infinities and NaNs have any.
+    Also of subnormals. Zero has a low exponent; that of infinities and NaNs is unspecified.
     """
     significand, field = _normalized(pattern(x) & u32(MAGNITUDE))
     return field - np.int32(127), significand - u32(_HIDDEN)
 
 
 def _normalized(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Significand, uint32 from 2**23 to below 2**24, and exponent field, int32, of a magnitude.
+    """Significand, uint32 from 2**23 to 2**24 - 1, and exponent field, int32, of a magnitude.
 
-    Magnitudes are float32 patterns without sign. The field of a subnormal number is below 1, that
-    of zero -23.
+    A magnitude is a float32 pattern without sign. Subnormals have fields below 1, zero has -23.
     """
     shift = jnp.maximum(lax.clz(magnitude), np.uint32(8)) - np.uint32(8)  # of subnormals
     significand = ((magnitude & u32(_HIDDEN - 1)) << shift) | u32(_HIDDEN)

@@ -19,7 +19,7 @@ _UNSIGNED = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
 
 
 class Draw(NamedTuple):
-    """Where the random bits of one cast come from: a key and an offset, or the caller's bits."""
+    """The source of the random bits of one cast: a key and an offset, or the caller's bits."""
 
     words: jax.Array | None  # uint32[n], what the key is made of
     offset: jax.Array | None  # uint32[2], low word first; None for zero
@@ -52,15 +52,15 @@ def check_draw(
             "rounding='stochastic' and key=, or leave it out"
         )
     if not isinstance(rounding, Stochastic):
-        given = "key" if key is not None else "random_bits"
+        name = "key" if key is not None else "random_bits"
         raise ValueError(
-            f"{where}: {given} is given, but rounding={rounding!r} uses no random bits; leave "
+            f"{where}: {name} is given, but rounding={rounding!r} uses no random bits; leave "
             "it out or use rounding='stochastic'"
         )
     if (key is None) == (random_bits is None):
-        given = "neither key nor" if key is None else "both key and"
+        got = "neither key nor" if key is None else "both key and"
         raise ValueError(
-            f"{where}: stochastic rounding got {given} random_bits, expected one of them, "
+            f"{where}: stochastic rounding got {got} random_bits, expected one of them, "
             "e.g. key=jax.random.key(0)"
         )
     if random_bits is None:
@@ -72,7 +72,6 @@ def check_draw(
 def _check_random_bits(
     where: str, shape: tuple[int, ...], rounding: Stochastic, random_bits: ArrayLike
 ) -> None:
-    """Raises where these are no random bits for a rounding of an array of that shape."""
     dtype = getattr(random_bits, "dtype", None)
     if dtype not in _UNSIGNED:
         raise TypeError(
@@ -147,12 +146,7 @@ def _offset_words(where: str, offset: Any) -> jax.Array | None:
 def counter_bits(
     words: jax.Array, shape: tuple[int, ...], offset: jax.Array | None = None
 ) -> jax.Array:
-    """uint32 numbers, one for each element of `shape`: a hash of `words` and its index in C order.
-
-    Three rounds of multiply, add and xorshift, a word of the key in each. Two rounds, and hashes
-    that multiply by what depends on the key, fail chi-square and correlation tests of neighbouring
-    elements for some keys. Multipliers: the golden ratio, and those of MurmurHash3's finalizer.
-    """
+    """uint32 numbers, one for each element of `shape`: a hash of `words` and its index."""
     return hashed_index(mixed_key(words), shape, offset)
 
 
@@ -161,7 +155,10 @@ def hashed_index(
     shape: tuple[int, ...],
     offset: jax.Array | None = None,
 ) -> jax.Array:
-    """`counter_bits` with what `mixed_key` made of a key."""
+    """`counter_bits` with the result of `mixed_key` for a key."""
+    # Three rounds of multiply, add and xorshift, each with a word of the key. Two rounds fail
+    # chi-square and correlation tests of neighbouring elements for some keys, and so do hashes that
+    # multiply by a word of the key. Multipliers: the golden ratio, and MurmurHash3's finalizer.
     first, second, third = mixed
     low, high = element_index(shape)
     if offset is not None:
@@ -169,7 +166,7 @@ def hashed_index(
         carry = (low < offset[0]).astype(jnp.uint32)
         high = carry + offset[1] + (np.uint32(0) if high is None else high)
     if high is not None:
-        first = first ^ scrambled(high)  # which leaves 0 as it is: no high word, no change
+        first = first ^ scrambled(high)  # 0 where the high word is 0
         second = second ^ scrambled(high * np.uint32(0x9E3779B1))
     h = (low ^ first) * np.uint32(0x9E3779B1) + second
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B) + third
@@ -177,7 +174,7 @@ def hashed_index(
 
 
 def mixed_key(words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Three words that each depend on all of `words`, and together tell all keys apart."""
+    """Three words that each depend on all of `words`; together they differ for different keys."""
     mixed, other = jnp.uint32(0x9E3779B9), jnp.uint32(0xC2B2AE35)
     for word in range(words.shape[0]):
         mixed = scrambled(mixed + words[word])
@@ -193,8 +190,9 @@ def scrambled(h: jax.Array) -> jax.Array:
 
 
 def element_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
-    """The index of each element in C order, as uint32: its low word and, where there can be more
-    than 2**32 elements, its high one. Dimensions may be symbolic, as `jax.export` has them.
+    """The index of each element in C order: its low word, uint32, and its high word.
+
+    The high word is None if there are at most 2**32 elements. Sizes may be symbolic.
     """
     is_known = all(isinstance(size, int) for size in shape)
     low = jnp.zeros(shape, jnp.uint32)
@@ -202,7 +200,7 @@ def element_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
     for axis, (size, stride) in enumerate(zip(shape, _strides(shape), strict=True)):
         index = lax.broadcasted_iota(jnp.uint32, shape, axis)
         if is_known and size > 2**32:
-            # Above 32 bits, from an iota of floats: what it is off by is far below 2**32.
+            # The bits above 32 come from an iota of floats, whose error is far below 2**32.
             rest = lax.broadcasted_iota(jnp.float32, shape, axis) - index.astype(jnp.float32)
             above = (rest * np.float32(2.0**-32) + np.float32(0.5)).astype(jnp.uint32)
             assert high is not None

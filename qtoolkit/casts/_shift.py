@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts._modes import Stochastic
+from qtoolkit.casts._modes import MODES, goes_up
 from qtoolkit.casts._projection import Projection
 
 
@@ -31,40 +31,36 @@ def rounded_shift(
     count = jnp.asarray(count, bits.dtype)
     floor = bits >> count
     step = one << count
-    match rounding:
-        case "toward_zero":
-            return floor
-        case "nearest_even":
-            odd = (floor ^ parity) & one
-            return (bits + ((step >> one) - one) + odd) >> count
-        case "nearest_away":
-            return (bits + (step >> one)) >> count
-        case "toward_positive" | "toward_negative":
-            away = negative if rounding == "toward_negative" else ~negative
-            return (bits + jnp.where(away, step - one, bits.dtype.type(0))) >> count
-        case "to_odd":
-            inexact = (bits & (step - one)) != 0
-            return floor + (inexact & ((floor ^ parity) & one == 0)).astype(bits.dtype)
-    assert isinstance(rounding, Stochastic)
+    if isinstance(rounding, str):
+        # A number that is added before the shift carries into the quotient where it goes up.
+        mode, odd, zero = MODES[rounding], (floor ^ parity) & one, bits.dtype.type(0)
+        if mode.is_directed:
+            up = goes_up(mode.above_middle, negative, odd == one)
+            return floor if up is False else (bits + jnp.where(up, step - one, zero)) >> count
+        half = step >> one
+        if mode.at_middle == "odd":
+            return (bits + ((half - one) + odd)) >> count
+        up = goes_up(mode.at_middle, negative, odd == one)
+        return (bits + jnp.where(up, half, half - one)) >> count
     assert projection.random is not None
     random = projection.random.astype(bits.dtype)
     if rounding.variant == "A" and constant and constant <= rounding.bits:
-        # v has no more than `count` bits, so adding the upper random ones carries as all would.
+        # v has no more than `count` bits, so adding the upper random bits gives the same carry.
         return (bits + (random >> bits.dtype.type(rounding.bits - constant))) >> count
     up = rounding.goes_up(_scaled(bits & (step - one), count, rounding.bits + 2), random)
     return floor + up.astype(bits.dtype)
 
 
 def within_width(bits: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`bits` and an int32 `count` of at least 0, so that the shift by `count` is one of the width.
+    """`bits` and an int32 `count` >= 0, changed so that the shift is shorter than the width.
 
-    What lies beyond it is shifted at once, to odd: the last bit is set where bits were cut off.
+    A longer shift is done here in part, to odd: the last bit is set where bits were cut off.
     """
     dtype, last = bits.dtype.type, 8 * bits.dtype.itemsize - 1
     beyond = jnp.clip(count - np.int32(last), 0, last).astype(dtype)
-    kept = bits >> beyond
-    cut = ((kept << beyond) != bits).astype(dtype)
-    return kept | cut, jnp.minimum(count, np.int32(last)).astype(dtype)
+    upper = bits >> beyond
+    cut = ((upper << beyond) != bits).astype(dtype)
+    return upper | cut, jnp.minimum(count, np.int32(last)).astype(dtype)
 
 
 def _scaled(rest: jax.Array, count: jax.Array, bits: int) -> jax.Array:

@@ -32,11 +32,11 @@ from qtoolkit.casts._floats import (
     upper_part,
 )
 from qtoolkit.casts._integers import (
-    adds,
-    codes_by_addition,
+    addition_rounds_to,
     codes_of_integers,
     int_codes,
     integers_by_addition,
+    low_bits,
 )
 from qtoolkit.casts._modes import Stochastic
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, Projection
@@ -113,8 +113,8 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "dtype") and (hasattr(x, "__array__") or hasattr(x, "__jax_array__"))
 
 
-def shown_number(name: str, value: float) -> str:
-    """`name=value` for messages; Python does not print integers of any length."""
+def number_text(name: str, value: float) -> str:
+    """`name=value` for messages; Python refuses to print very long integers."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"{name}, an integer of {value.bit_length()} bits,"
     return f"{name}={value}"
@@ -154,8 +154,9 @@ def check_differentiable(
 def check_unnarrowed(
     where: str, x: ArrayLike, name: str = "x", *, wide: bool = True
 ) -> jax.Array | np.ndarray:
-    """As `check_differentiable`; float64 of NumPy and Python's floats, which JAX would narrow where
-    its 64-bit types are off, as an array of NumPy, to be rounded from its exact values.
+    """As `check_differentiable`, but float64 of NumPy and Python stays float64, on the host.
+
+    Where its 64-bit types are off, JAX would narrow such numbers before they are rounded.
     """
     on_host = isinstance(x, float | np.ndarray | np.generic) and not x64_enabled()
     if on_host and np.asarray(x).dtype.newbyteorder("=") == np.float64:
@@ -164,9 +165,7 @@ def check_unnarrowed(
 
 
 def kept_dtype(x: jax.Array | np.ndarray) -> np.dtype:
-    """The dtype of results that keep that of `x`; for an array of NumPy, which has 64 bits that
-    JAX has not, the same kind of 32.
-    """
+    """The dtype of results that keep the dtype of `x`: 32 bits for 64-bit arrays of NumPy."""
     return x.dtype if isinstance(x, jax.Array) else np.dtype(x.dtype.name.replace("64", "32"))
 
 
@@ -190,12 +189,13 @@ def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax
         return table_codes(_as_float(x), fmt, projection)
     by_pattern = holds(format(x.dtype), np.float32)
     if isinstance(fmt, IntFormat):
-        if by_pattern and adds(fmt, projection.saturation):
-            return codes_by_addition(pattern(x), fmt, projection)
+        if by_pattern and addition_rounds_to(fmt, projection):
+            integers = integers_by_addition(pattern(x), fmt, projection)
+            return low_bits(integers.astype(fmt.code_dtype), fmt)
         return int_codes(_exact(x, normalized=False), fmt, projection)
     if _is_upper_part_of_float16(fmt, x.dtype, projection):
         bits = lax.bitcast_convert_type(x, jnp.uint16)
-        codes = upper_part(bits, fmt, FLOAT16, projection) >> np.uint16(16 - fmt.bits)
+        codes = upper_part(bits, fmt, FLOAT16, projection)
     elif by_pattern and not needs_64_bits(fmt):
         codes = float_codes(pattern(x), fmt, projection)
     else:
@@ -207,18 +207,16 @@ def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax
 
 @elementwise
 def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax.Array:
-    """`x` rounded once to the values of `fmt`, in its own dtype, which must hold them.
-
-    Without checks and without a derivative: what the differentiable casts are built on.
-    """
+    """`x` rounded once to the values of `fmt`, in its own dtype, which must hold them."""
     if _is_upper_part_of_float16(fmt, x.dtype, projection):
         bits = lax.bitcast_convert_type(x, jnp.uint16)
-        return lax.bitcast_convert_type(upper_part(bits, fmt, FLOAT16, projection), jnp.float16)
+        bits = upper_part(bits, fmt, FLOAT16, projection) << np.uint16(16 - fmt.bits)
+        return lax.bitcast_convert_type(bits, jnp.float16)
     by_pattern = x.dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
     if by_pattern and isinstance(fmt, FloatFormat) and holds(fmt, np.float32):
         bits = float_values(pattern(x), fmt, projection)
         return from_pattern(bits, x.dtype)
-    if by_pattern and isinstance(fmt, IntFormat) and adds(fmt, projection.saturation):
+    if by_pattern and isinstance(fmt, IntFormat) and addition_rounds_to(fmt, projection):
         return integers_by_addition(pattern(x), fmt, projection).astype(x.dtype)
     return values_of(codes_of(x, fmt, projection), fmt, x.dtype)
 
@@ -226,9 +224,8 @@ def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) ->
 def _is_upper_part_of_float16(
     fmt: Format, dtype: DTypeLike, projection: Projection
 ) -> TypeGuard[FloatFormat]:
-    """Whether float16 is rounded as it is, without widening: to E5M2, 16 bits instead of 32 go
-    through every operation. Stochastic rounding may take more random bits than 16.
-    """
+    """Whether float16 is rounded to E5M2 on 16 bits, twice as fast as on 32."""
+    # Stochastic rounding may take more random bits than 16.
     if dtype != jnp.float16 or isinstance(projection.rounding, Stochastic):
         return False
     return isinstance(fmt, FloatFormat) and is_upper_part(fmt, FLOAT16)
@@ -290,14 +287,14 @@ def _exact(x: jax.Array, *, normalized: bool = True, wide: bool = False, spare: 
 
 
 def _as_float(x: jax.Array) -> jax.Array:
-    """`x` as float32 or float64, which lies between the same values of a table as `x` does."""
+    """`x` as float32 or float64; the result lies between the same values of a table."""
     source = format(x.dtype)
     if x.dtype == jnp.float64:
         return x
     if holds(source, np.float32):
         return lax.bitcast_convert_type(pattern(x), jnp.float32)
-    # Integers up to 2**24 (2**53) are exact floats. Larger ones lie beyond every table that
-    # `check_table` lets through, and so does what they are clipped to.
+    # Integers up to 2**24 (2**53) are exact floats. Larger ones may be clipped, because
+    # `check_table` refuses tables that reach further.
     wide = jnp.float64 if x64_enabled() else jnp.float32
     limit = 2 ** (53 if wide == jnp.float64 else FLOAT32.mantissa_bits + 1)
     info = jnp.iinfo(x.dtype)

@@ -1,7 +1,7 @@
-"""Narrows float32 to other dtypes and widens it again by bit patterns.
+"""Conversions of float32 to other dtypes and back, by bit patterns.
 
-With `astype` XLA may remove a narrowing that is followed by a widening, so that a number is never
-rounded. Operations on patterns are safe from that.
+With `astype` XLA may remove a narrowing and the widening that follows it, so that a number is never
+rounded. XLA does not do that to operations on patterns.
 """
 
 import jax
@@ -23,10 +23,7 @@ from qtoolkit.formats import FLOAT32, FloatFormat, format
 
 
 def in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """float32 rounded to nearest even to float16, bfloat16 or float32; infinite on overflow.
-
-    float64 is left as it is.
-    """
+    """Round float32 to nearest even to float16 or bfloat16, infinite on overflow; keep float64."""
     return x if dtype == x.dtype else from_pattern(pattern(rounded_to(x, dtype)), dtype)
 
 
@@ -53,7 +50,7 @@ def positive_to_stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
 
 
 def from_stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """The float32 values, subnormals included, of what `to_stored` gave."""
+    """The float32 values, subnormals included, of a result of `to_stored`."""
     if fmt == FLOAT32:
         return x
     codes = x if fmt.dtype is None else codes_from_dtype(x, fmt)

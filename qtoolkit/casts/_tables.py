@@ -1,9 +1,9 @@
 """Rounding to table formats, by counting the thresholds that a number has reached.
 
-The threshold between two neighbours is the least number that is rounded to the upper one, so every
-deterministic mode is a list of thresholds, made here with exact numbers. Numbers are compared by
-integer keys in their order: patterns, with the sign turned into that of the integer. Stochastic
-rounding finds the two neighbours in the same way and measures where between them a number lies.
+The threshold between two neighbours is the least number that is rounded to the upper one. So every
+deterministic mode is a list of thresholds, computed here exactly. Numbers are compared by integer
+keys: their patterns, with the sign of the number as the sign of the integer. Stochastic rounding
+looks up the two neighbours in the same way and measures where between them a number lies.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jax import lax
 from qtoolkit.casts._affine import quotient, settled
 from qtoolkit.casts._bits import holds
 from qtoolkit.casts._elementwise import look_up
-from qtoolkit.casts._modes import Stochastic
+from qtoolkit.casts._modes import MODES, Mode, Stochastic, goes_up, stays_finite
 from qtoolkit.casts._projection import Projection
 from qtoolkit.formats import FLOAT32, Overflow, TableFormat
 
@@ -55,10 +55,7 @@ def table_values(codes: jax.Array, fmt: TableFormat, dtype: np.dtype) -> jax.Arr
 def _stochastic_codes(
     x: jax.Array, key: jax.Array, fmt: TableFormat, projection: Projection
 ) -> jax.Array:
-    """Codes of `x`, rounded away from zero with a probability that grows linearly between values.
-
-    The fraction v of the distance between two values is an IEEE difference divided by one.
-    """
+    """Codes of `x`; the probability of rounding up grows linearly between two magnitudes."""
     assert isinstance(projection.rounding, Stochastic)
     assert projection.random is not None
     thresholds, gaps = _gaps(fmt, projection.saturation, np.dtype(x.dtype))
@@ -74,12 +71,12 @@ def _stochastic_codes(
 
 
 class _Gaps(NamedTuple):
-    """The gaps between neighbouring values, and one at each end, in which nothing is rounded.
+    """The gaps between neighbouring values, and one beyond each end, where both codes are the same.
 
     Attributes:
-      start: The value at the end of the gap that is nearer to zero, as the dtype of the numbers.
-      width: The distance to the other.
-      toward, away: The codes of the two.
+      start: The end of the gap that is nearer to zero.
+      width: The distance to the other end.
+      toward, away: The codes of the two ends.
     """
 
     start: np.ndarray
@@ -90,7 +87,7 @@ class _Gaps(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _gaps(fmt: TableFormat, saturation: str, dtype: np.dtype) -> tuple[np.ndarray, _Gaps]:
-    """The keys at which gaps begin, but for the first, and the gaps in rising order."""
+    """The keys at which gaps after the first begin, and the gaps, in rising order."""
     values, codes, _, _ = _line(fmt, "stochastic", saturation)
     gaps = [(values[0], Fraction(1), codes[0], codes[0])]
     for (lower, upper), (low, high) in zip(
@@ -110,7 +107,7 @@ def _gaps(fmt: TableFormat, saturation: str, dtype: np.dtype) -> tuple[np.ndarra
 
 
 def check_stochastic(where: str, fmt: TableFormat) -> None:
-    """ValueError where float32 cannot measure how far a number lies between two values."""
+    """ValueError if float32 cannot measure how far a number lies between two values."""
     values = [Fraction(value) for value in fmt.finite]
     least = min(upper - lower for lower, upper in itertools.pairwise(values))
     largest = max(fmt.max_finite, -fmt.lowest, Fraction(fmt.beyond or 0))
@@ -163,23 +160,25 @@ def _ladder(
 def _line(
     fmt: TableFormat, rounding: str, saturation: str
 ) -> tuple[list[Fraction], list[int], list[int], list[Fraction]]:
-    """What numbers may become, in rising order: values, their codes, what makes these even or odd,
-    and the ties between neighbours.
+    """The values that numbers may become, in rising order, and for each its code and its parity.
+
+    Also the ties between neighbours.
     """
     values, codes = [Fraction(value) for value in fmt.finite], list(fmt.codes)
-    # Codes that are even or odd decide ties. `beyond` has no code in the format, so it counts as
-    # the code after the largest: after 0x7E it is odd, and a tie between the two goes down.
+    # A tie goes to the even code. In HIFLOAT8 40,960 is the tie between 32,768, code 0x6E, and
+    # `beyond`, 49,152. `beyond` has no code, so it counts as the next one, 0x6F, which is odd: the
+    # tie goes down.
     parities = list(codes)
     ties = [Fraction(tie) for tie in fmt.ties or ()]
     ties = ties or [(a + b) / 2 for a, b in itertools.pairwise(values)]
     if fmt.beyond is not None and saturation == "none" and fmt.overflow is not Overflow.MAX:
         beyond = Fraction(fmt.beyond)
-        if not _stays(fmt, rounding, positive=True):
+        if not stays_finite(rounding, False, largest_is_odd=fmt.codes[-1] % 2 == 1):
             ties.append((values[-1] + beyond) / 2)
             values.append(beyond)
             parities.append(parities[-1] + 1)
             codes.append(_overflow(fmt, np.inf))
-        if fmt.signed and not _stays(fmt, rounding, positive=False):
+        if fmt.signed and not stays_finite(rounding, True, largest_is_odd=fmt.codes[0] % 2 == 1):
             ties.insert(0, (values[0] - beyond) / 2)
             values.insert(0, -beyond)
             parities.insert(0, parities[0] + 1)
@@ -197,34 +196,23 @@ def _threshold(
     """Key of the least number that is rounded to the upper one of two neighbours.
 
     Args:
-      values, codes: Those of the lower neighbour, then those of the upper one.
-      tie: The number halfway between them, or the one that the format has instead.
+      values, codes: Of the lower neighbour, then of the upper one.
+      tie: The number halfway between them, or the format's own.
     """
     lower, upper = values
-    # `up`: whether the tie, or in directed modes all between the neighbours, goes to the upper one.
-    odd_up = codes[0] % 2 == 0 and codes[1] % 2 == 1
-    even_up = codes[0] % 2 == 1 and codes[1] % 2 == 0
-    positive = lower >= 0
-    match rounding:
-        case "nearest_even" | "nearest_away":
-            up = even_up if rounding == "nearest_even" else positive
-            if tie in values:  # a value of the format is rounded to itself
-                up = tie == upper
-            return _key_of(tie, dtype, included=up)
-        case "to_odd":
-            up = odd_up
-        case "toward_zero":
-            up = not positive
-        case _:
-            up = rounding == "toward_positive"
-    return _key_of(lower, dtype, included=False) if up else _key_of(upper, dtype, included=True)
-
-
-def _stays(fmt: TableFormat, rounding: str, *, positive: bool) -> bool:
-    """Whether, with saturation "none", finite overflow is rounded down to the largest magnitude."""
-    if rounding == "to_odd":
-        return fmt.codes[-1 if positive else 0] % 2 == 1
-    return rounding in ("toward_zero", "toward_negative" if positive else "toward_positive")
+    negative = lower < 0
+    smaller = int(negative)  # the neighbour nearer to zero
+    mode = MODES[rounding]
+    if (codes[0] - codes[1]) % 2 == 0:  # both even or both odd: the lower one is taken
+        mode = Mode(*("negative" if when in ("odd", "even") else when for when in mode))
+    below, at, above = (goes_up(when, negative, codes[smaller] % 2 == 1) for when in mode)
+    if tie in values:  # a value of the format is rounded to itself
+        at = tie == values[1 - smaller]
+    if negative:  # to the larger magnitude is to the lower neighbour
+        below, at, above = not above, not at, not below
+    if below:
+        return _key_of(lower, dtype, included=False)
+    return _key_of(tie, dtype, included=at) if above else _key_of(upper, dtype, included=True)
 
 
 def _overflow(fmt: TableFormat, end: float) -> int:

@@ -76,7 +76,7 @@ def cast_tree(
     results = list(leaves)
     for members in calls.values():
         lost = [i for i in members if donate and _may_be_deleted(leaves[i], counts)]
-        # XLA reuses memory for a result as wide; other memory is freed when the call is done.
+        # XLA reuses the memory of a leaf for a result of its size, and frees other memory.
         reused = [i for i in lost if format(leaves[i].dtype).bits == targets[i].bits]
         members = reused + [i for i in members if i not in set(reused)]
         keys = _leaf_keys(key, [paths[i] for i in members])
@@ -115,16 +115,16 @@ def _cast_leaves(
 
 
 def _leaf_keys(key: jax.Array | None, paths: list[str]) -> list[jax.Array | None]:
-    """A key for each leaf, arrays of their own: slices of one would take XLA four times as long."""
     if key is None:
         return [None] * len(paths)
     hashes = np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)
     folded = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, hashes)
+    # Separate arrays: slices of one would take XLA four times as long.
     return list(jax.random.key_data(folded))
 
 
 def leaf_path(keys: tuple[Any, ...]) -> str:
-    """As in "a/0/kernel". Boxes that hold one array, such as Flax's variables, add nothing."""
+    """A path such as "a/0/kernel". Boxes of one array, such as Flax's variables, add nothing."""
     if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -136,13 +136,13 @@ def _targets(
     """The format of each leaf, None where it stays."""
 
     def with_dtype(spec: FormatLike) -> Format:
-        found = format(spec)
-        if found.dtype is None:
+        target = format(spec)
+        if target.dtype is None:
             raise TypeError(
-                f"cast_tree: format {found.name} has no numpy or JAX dtype, expected one that has; "
-                "use jax.tree.map and encode for its codes"
+                f"cast_tree: format {target.name} has no numpy or JAX dtype, expected one that "
+                "has; use jax.tree.map and encode for its codes"
             )
-        return found
+        return target
 
     if not isinstance(fmt, Rules):
         target = with_dtype(fmt)
@@ -175,7 +175,7 @@ def _checked_sources(
     saturation: str,
     key: Any,
 ) -> dict[int, jax.Array | np.ndarray]:
-    """What is to be cast, without what is abstract. Raises whatever `cast` would."""
+    """The leaves to be cast that are not abstract. Raises what `cast` would raise."""
     sources = {}
     known = set()
     for index, target in targets.items():
@@ -191,7 +191,7 @@ def _checked_sources(
 
 
 def _placement(source: jax.Array | np.ndarray) -> Any:
-    """What the arguments of one compiled call must have in common."""
+    """A key that the arguments of one compiled call must share."""
     if isinstance(source, np.ndarray):
         return "64 bits that JAX would cut"
     if isinstance(source, jax.core.Tracer) or not source.committed:

@@ -1,6 +1,4 @@
-"""Changes of width, products and quotients that are rounded whatever XLA fuses, and so are their
-derivatives.
-"""
+"""Casts, products and quotients that survive fusion by XLA, with derivatives that do, too."""
 
 import functools
 from typing import Any
@@ -17,7 +15,7 @@ from qtoolkit.casts._storage import in_dtype
 
 
 def differentiable_widened(x: jax.Array) -> jax.Array:
-    """`x` as float32, float64 as it is."""
+    """`x` as float32; float64 stays float64."""
     return _widened(x) if x.dtype.itemsize < 4 else x
 
 
@@ -49,8 +47,8 @@ def _in_dtype_jvp(dtype: DTypeLike, primals: Any, tangents: Any) -> tuple[jax.Ar
 
 @jax.custom_jvp
 def differentiable_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a * b` rounded once to the dtype of `b`; `a` may be wider. Both of one shape."""
-    # b first: that `product` settles. XLA would merge a uniform coefficient with what makes b.
+    """`a * b` rounded once to the dtype of `b`; `a` may be wider. Both have one shape."""
+    # b first, which `product` protects: XLA would merge a uniform coefficient with what makes b.
     return in_dtype(product(widened(b), widened(a)), b.dtype)
 
 
@@ -64,13 +62,13 @@ def _differentiable_product_jvp(primals: Any, tangents: Any) -> tuple[jax.Array,
 def linear_product(coefficient: jax.Array, x: jax.Array, *, zero_absorbs: bool = True) -> jax.Array:
     """`coefficient * x` in the dtype of `x`. It and its transpose are rounded whatever XLA fuses.
 
-    Where `x`, a tangent or a cotangent, is 0, the product is 0 whatever the coefficient: a NaN in
-    an element that the loss does not see leaves the gradient of a scale alone.
+    Where `x`, a tangent or a cotangent, is 0, the product is 0 whatever the coefficient. So a NaN
+    in an element that the loss does not see does not reach the gradient of a scale.
 
     Args:
       coefficient: Broadcasts to the shape of `x`.
-      zero_absorbs: Whether a coefficient of 0 makes 0 of infinities and NaNs, too, as slopes have
-        it: what is cut off has no gradient. Otherwise the product is NaN.
+      zero_absorbs: Whether the product of a coefficient of 0 and an infinity or NaN is 0, as for
+        slopes: a clamped element has no gradient. Otherwise it is NaN.
     """
     coefficient = jnp.broadcast_to(coefficient, x.shape)
     multiply = _absorbing_product if zero_absorbs else _product_or_zero

@@ -41,8 +41,10 @@ from qtoolkit.casts._elementwise import (
     varying_alike,
 )
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
-from qtoolkit.casts._modes import Rounding, check_rounding
+from qtoolkit.casts._modes import MODES, Rounding, check_rounding
 from qtoolkit.casts._order import (
+    bucket,
+    bucket_edge,
     from_magnitude_ordinal,
     from_ordinal,
     infinity_ordinal,

@@ -1,4 +1,4 @@
-"""`qtoolkit demo`: FP8-aware training beside float32 and `astype`, then a converted checkpoint."""
+"""`qtoolkit demo`: FP8-aware training compared with float32 and `astype`, then a conversion."""
 
 import contextlib
 import importlib.util

@@ -44,7 +44,7 @@ class Corpus(NamedTuple):
 def load_corpus() -> Corpus:
     """CPython's help topics; every tenth topic is kept apart for validation.
 
-    Topics quote one another, so training leaves out every paragraph that has a line of more than 30
+    Topics quote one another, so training excludes every paragraph that has a line of more than 30
     characters in common with a validation topic.
     """
     try:
@@ -145,7 +145,7 @@ class TrainingRun:
 
     @property
     def step_seconds(self) -> float:
-        """The median step, the first one, which compiles, left out where there are others."""
+        """The median step, without the first one, which compiles, if there are others."""
         return float(np.median(self.seconds[1:] or self.seconds))
 
     @property

@@ -61,7 +61,7 @@ class BlockFormat:
         point map the range of the block, widened to include 0, to that of the integers: -1 to 4.1
         in uint8 has the scale 5.1 / 255 = 0.02 and the zero point 50.
       element_exponent: An element stands for q * 2**element_exponent: -6 for MXINT8.
-      narrow_range: Whether integers leave their lowest value out: MXINT8 has no -128.
+      narrow_range: Whether integers do not use their lowest value: MXINT8 has no -128.
       amax_epsilon: Replaces a smaller amax: with 1e-4 in E4M3FN no scale is below 1e-4 / 448.
 
     The rules, and the scales of blocks of E4M3FN (`largest` is 448) whose amax is 300, 460 and 500:
@@ -210,7 +210,7 @@ class BlockFormat:
 
     @property
     def largest_scale(self) -> Fraction:
-        """What the scale of a block with the amax of the tensor becomes beside a second scale."""
+        """With a second scale, the scale of the block that has the amax of the tensor."""
         assert self.scale is not None
         # 256 and 1.5 * 256 are both in E4M3: the block may be divided by 6 or by 4.
         return Fraction(256) if self.rule == "four_over_six" else self.scale.max_finite
@@ -238,14 +238,14 @@ class BlockFormat:
                 f"reshape it, or use {self.element.name!r}, which has one scale for the tensor"
             )
         lengths: list[int | None] = [self.other_axes] * rank
-        taken = set()
+        used = set()
         for axis, length in zip(axes, self.block, strict=True):
-            if not -rank <= axis < rank or axis % rank in taken:
+            if not -rank <= axis < rank or axis % rank in used:
                 raise ValueError(
                     f"{self.name}: blocks along axes {axes} of an array of shape {shape}, expected "
                     f"different axes from {-rank} to {rank - 1}; choose them with .along(...)"
                 )
-            taken.add(axis % rank)
+            used.add(axis % rank)
             if length is not None and self._is_longer(length, axis, shape):
                 raise ValueError(
                     f"{self.name}: a block has {length} elements along axis {axis}, and shape "
@@ -331,12 +331,12 @@ class BlockFormat:
         scale = getattr(self, field)
         if scale is None:
             return
-        wanted = "expected a float format with a NaN that float32 holds, e.g. float32 or e8m0fnu"
+        expected = "expected a float format with a NaN that float32 holds, e.g. float32 or e8m0fnu"
         if not isinstance(scale, FloatFormat) or not scale.has_nan:
-            raise self._error(f"{field}={scale.name} cannot be a scale; {wanted}")
+            raise self._error(f"{field}={scale.name} cannot be a scale; {expected}")
         fits = scale.max_finite <= FLOAT32.max_finite and scale.mantissa_bits <= 23
         if not fits or scale.min_positive < FLOAT32.min_positive:
-            raise self._error(f"{field}={scale.name} is wider than float32; {wanted}")
+            raise self._error(f"{field}={scale.name} is wider than float32; {expected}")
 
     def _check_rule(self) -> None:
         if self.rule is None:
@@ -366,7 +366,8 @@ class BlockFormat:
             raise self._error(
                 "tensor_scale needs a scale with rule='amax', 'four_over_six' or a function"
             )
-        if self.rule == "four_over_six" and not self._has_four_and_six():
+        reaches_384 = self.scale is not None and self.scale.max_finite >= 384
+        if self.rule == "four_over_six" and not (self.element == E2M1FN and reaches_384):
             raise self._error(
                 "rule='four_over_six' needs elements of e2m1fn, whose largest two are 4 and 6, and "
                 "scales that reach 384, as those of nvfp4"
@@ -379,9 +380,6 @@ class BlockFormat:
         is_number = isinstance(self.amax_epsilon, int | float)
         if not is_number or not 0 <= self.amax_epsilon <= FLOAT32.max_finite:
             raise self._error(f"amax_epsilon={self.amax_epsilon!r}, expected a float32 from 0 up")
-
-    def _has_four_and_six(self) -> bool:
-        return self.element == E2M1FN and self.scale is not None and self.scale.max_finite >= 384
 
     def _check_function(self) -> None:
         try:

@@ -338,8 +338,8 @@ class FloatFormat:
     def needs_scale(self) -> bool:
         """Whether values are scaled into its range before they are rounded to it.
 
-        float16 and bfloat16 hold what float32 programs compute as it is; scaled up to their largest
-        value, products of them would overflow float32.
+        float16 and bfloat16 need no scale to hold what float32 programs compute; scaled up to their
+        largest value, products of them would overflow float32.
         """
         return self.bits <= 8
 
@@ -366,7 +366,7 @@ _FIELD_TYPES = {
 
 
 def plain_number(value: Any) -> Any:
-    """A number of NumPy as Python's, whose powers do not overflow; anything else as it is."""
+    """Convert a number of NumPy to Python's, whose powers do not overflow."""
     return value.item() if isinstance(value, np.integer | np.floating) else value
 
 

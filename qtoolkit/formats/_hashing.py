@@ -11,18 +11,18 @@ def hashed_once(cls: Class) -> Class:
     Formats and recipes are static arguments of `jax.jit`, which hashes them at every call, and a
     recipe holds six operands with formats of their own.
     """
-    found: Any = cls.__hash__
+    computed: Any = cls.__hash__
 
-    def kept(self: Any) -> int:
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = found(self)
-        return known
+    def hash_once(self: Any) -> int:
+        cached: int | None = self.__dict__.get("_hash")
+        if cached is None:
+            cached = self.__dict__["_hash"] = computed(self)
+        return cached
 
     # For pickles: hashes of strings differ by process.
     def without_hash(self: Any) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    for name, method in (("__hash__", kept), ("__getstate__", without_hash)):
+    for name, method in (("__hash__", hash_once), ("__getstate__", without_hash)):
         setattr(cls, name, method)
     return cls

@@ -23,8 +23,8 @@ _MEANT = dict.fromkeys(("fp4", "float4"), ("e2m1fn", "mxfp4", "nvfp4"))
 
 def not_found(where: str, spec: Any) -> ValueError | TypeError:
     """The exception that `where` ("format" or "spec") raises if it cannot resolve `spec`."""
-    block = _block_format(spec)
-    if block is not None:  # `where` is "format": "spec" resolves it
+    block = BLOCKS.get(spec.lower()) if isinstance(spec, str) else spec
+    if isinstance(block, BlockFormat):  # `where` is "format": "spec" resolves it
         kind = ValueError if isinstance(spec, str) else TypeError
         return kind(
             f"{where}: {block.name!r} is a block format; use qtoolkit.quantize or fake_quantize "
@@ -38,7 +38,10 @@ def not_found(where: str, spec: Any) -> ValueError | TypeError:
             "jnp.float8_e4m3fn"
         )
     if name.lower() in _AMBIGUOUS:
-        choices = map(_with_largest, _AMBIGUOUS[name.lower()])
+        choices = (
+            f"{choice!r} (largest value {float(format(choice).max_finite):g})"
+            for choice in _AMBIGUOUS[name.lower()]
+        )
         return ValueError(f"{where}: {name!r} is ambiguous, expected {' or '.join(choices)}")
     return ValueError(
         f"{where}: unknown format {name!r}; {_question(closest(name), where == 'format')}"
@@ -47,7 +50,7 @@ def not_found(where: str, spec: Any) -> ValueError | TypeError:
 
 
 def closest(name: str) -> tuple[str, ...]:
-    """Names of up to three formats or block formats that may be meant, the likest first.
+    """Names of up to three formats or block formats that may be meant, the closest first.
 
     "mxfp8" gives those that begin with it, mxfp8_e4m3 and mxfp8_e5m2; "e4m3fm" those that are
     spelled alike, e4m3fn before others.
@@ -66,18 +69,8 @@ def closest(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
 
 
-def _block_format(spec: Any) -> BlockFormat | None:
-    if isinstance(spec, str):
-        return BLOCKS.get(spec.lower())
-    return spec if isinstance(spec, BlockFormat) else None
-
-
-def _with_largest(name: str) -> str:
-    return f"{name!r} (largest value {float(format(name).max_finite):g})"
-
-
 def _question(names: tuple[str, ...], mark_blocks: bool) -> str:
-    """Whether one of `names` was meant; block formats come last, and are called so, in a cast."""
+    """Ask whether one of `names` was meant; with `mark_blocks` block formats come last."""
     blocks = [repr(name) for name in names if name in BLOCKS and mark_blocks]
     parts = [repr(name) for name in names if repr(name) not in blocks]
     if blocks:

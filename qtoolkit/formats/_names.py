@@ -176,6 +176,7 @@ BY_SPELLING = {
     for spelling in (fmt.name, getattr(fmt, "dtype_name", None), *fmt.spellings)
     if spelling is not None
 }
+_INTEGER = re.compile(r"(int|uint|i|u)([1-9]\d?)", re.IGNORECASE)  # of any width
 _BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS if fmt.dtype is not None}
 
 
@@ -202,7 +203,7 @@ def format(spec: FormatLike) -> Format:
       >>> float(fmt.max_finite), fmt.min_positive, fmt.dtype
       (448.0, Fraction(1, 512), dtype(float8_e4m3fn))
     """
-    fmt = found(spec)
+    fmt = find(spec)
     if fmt is None:
         # Imported late: hints name block formats, too, whose elements are resolved by `format`.
         from qtoolkit.formats._hints import not_found
@@ -211,7 +212,7 @@ def format(spec: FormatLike) -> Format:
     return fmt
 
 
-def found(spec: Any) -> Format | None:
+def find(spec: Any) -> Format | None:
     """The format that `spec` names, or None. ValueError as from `p3109` and `posit`."""
     if isinstance(spec, FloatFormat | IntFormat | TableFormat):
         return spec
@@ -221,15 +222,19 @@ def found(spec: Any) -> Format | None:
     if name is None:
         return None
     name = name.removeprefix("torch.")  # `str` of a dtype of PyTorch
-    return BY_SPELLING.get(name.lower()) or _family_member(name)
+    if name.lower() in BY_SPELLING:
+        return BY_SPELLING[name.lower()]
+    integer = _INTEGER.fullmatch(name)
+    if integer and int(integer[2]) <= 64:
+        return _integer(int(integer[2]), integer[1].lower() in ("int", "i"))
+    return posit_from_name(name) or from_name(name)
 
 
 def name_of(spec: Any) -> str | None:
     """`spec` itself if it is a string, the name of a dtype, None for anything else."""
     if isinstance(spec, str):
         return spec
-    # numpy reads None as float64 and lists as fields, and arrays and numbers have a dtype without
-    # being one.
+    # NumPy reads None as float64, lists as fields, and arrays and numbers as their dtype.
     is_value = hasattr(spec, "__array__") and not isinstance(spec, type)
     if spec is None or is_value or isinstance(spec, list | tuple | dict):
         return None
@@ -237,14 +242,3 @@ def name_of(spec: Any) -> str | None:
         return np.dtype(spec).name
     except (TypeError, ValueError):
         return None
-
-
-_INTEGER = re.compile(r"(int|uint|i|u)([1-9]\d?)", re.IGNORECASE)
-
-
-def _family_member(name: str) -> Format | None:
-    """What `name` spells in the families that are too large to list."""
-    integer = _INTEGER.fullmatch(name)
-    if integer and int(integer[2]) <= 64:
-        return _integer(int(integer[2]), integer[1].lower() in ("int", "i"))
-    return posit_from_name(name) or from_name(name)

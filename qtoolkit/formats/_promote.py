@@ -1,4 +1,4 @@
-"""The smallest format that holds every value of others: exact, from what they hold."""
+"""Type promotion: the smallest format that holds every value of others."""
 
 import functools
 from collections.abc import Iterator
@@ -74,15 +74,15 @@ def _promoted(formats: frozenset[Format]) -> Format:
         return same
     integers = all(isinstance(fmt, IntFormat) for fmt in formats)
     wider = INTEGERS if integers else FLOATS
-    found = next((w for w in wider if all(_holds(w, fmt) for fmt in formats)), None)
-    if found is None:
+    common = next((w for w in wider if all(_holds(w, fmt) for fmt in formats)), None)
+    if common is None:
         names = sorted(fmt.name for fmt in formats)
         raise ValueError(
             f"promote: no {'integer' if integers else 'float'} format with a JAX dtype holds every "
             f"value of {', '.join(names[:-1])} and {names[-1]}; choose which of them may be "
             "rounded, and cast it first"
         )
-    return found
+    return common
 
 
 @functools.lru_cache(maxsize=2**12)

@@ -1,4 +1,4 @@
-"""`Rules`: what goes where in a tree of names. No JAX here."""
+"""`Rules`: which value applies to which path or class. No JAX here."""
 
 import dataclasses
 import json
@@ -19,14 +19,14 @@ Pairs = Mapping[Any, Value | None] | Iterable[tuple[Key, Value | None]]
 class Rules(Generic[Value]):
     """An ordered list of rules, of which the first that matches decides. Frozen, hashable data.
 
-    What the values are is up to who asks: formats for `cast_tree` and checkpoint conversion,
-    recipes for `nnx.wrap`. None leaves alone what its rule matches.
+    The values are formats for `cast_tree` and checkpoint conversion, recipes for `nnx.wrap`. With
+    the value None a rule excludes what it matches.
 
         Rules({"(^|/)head/": None, "mlp/.*kernel$": "e4m3fn", nnx.Conv: "e5m2"}, default="bfloat16")
 
     Attributes:
       rules: (key, value) pairs. A string is a regular expression that is searched in paths such as
-        "blocks/0/mlp/kernel"; a class matches what is of that class or of a subclass.
+        "blocks/0/mlp/kernel"; a class matches its instances and those of subclasses.
       default: The value where no rule matches.
 
     Examples:
@@ -51,9 +51,11 @@ class Rules(Generic[Value]):
         pairs = _pairs(rules)
         keys = [key for key, _ in pairs]
         for key, value in pairs:
-            _check_hashable(_shown(key), value)
+            _check_hashable(_key_text(key), value)
             if keys.count(key) > 1:
-                raise ValueError(f"Rules: {_shown(key)} comes twice; the second would never decide")
+                raise ValueError(
+                    f"Rules: {_key_text(key)} comes twice; the second would never decide"
+                )
         _check_hashable("default", default)
         object.__setattr__(self, "rules", pairs)
         object.__setattr__(self, "default", default)
@@ -65,8 +67,8 @@ class Rules(Generic[Value]):
         """Position of the first rule that matches, None where none does.
 
         Args:
-          path: The path; or all paths of something that is shared, of which one must match.
-          kind: The type of what lies there; or several, of which one must match.
+          path: The path; or all paths of a shared object, of which one must match.
+          kind: The type of the object; or several, of which one must match.
         """
         thing = _thing(path, kind)
         for position in range(len(self.rules)):
@@ -91,10 +93,11 @@ class Rules(Generic[Value]):
         A rule counts as used where it matches, even if an earlier one decides.
 
         Args:
-          paths: Of everything there is, each as in `match_index`.
-          kinds: The types of the same things, in the same order; None where types do not matter.
+          paths: All paths, each as in `match_index`.
+          kinds: The types of the same objects, in the same order; None if types do not matter.
         """
-        things = [_thing(path, kind) for path, kind in _zipped(paths, kinds)]
+        pairs = ((p, None) for p in paths) if kinds is None else zip(paths, kinds, strict=True)
+        things = [_thing(path, kind) for path, kind in pairs]
         return tuple(
             key
             for position, (key, _) in enumerate(self.rules)
@@ -110,18 +113,18 @@ class Rules(Generic[Value]):
         """Raises ValueError with the keys of `unused`, if there are any.
 
         Args:
-          where: Who asks, for the message.
+          where: The calling function, for the message.
           paths, kinds: As in `unused`.
         """
         paths = list(paths)
         unused = self.unused(paths, kinds)
         if not unused:
             return
-        known = [path if isinstance(path, str) else path[0] for path in paths]
-        known = [path or "'' (the whole)" for path in known]
-        some = ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
+        names = [path if isinstance(path, str) else path[0] for path in paths]
+        names = [name or "'' (the whole)" for name in names]
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ValueError(
-            f"{where}: {', '.join(map(_shown, unused))} matches nothing, expected every rule to "
+            f"{where}: {', '.join(map(_key_text, unused))} matches nothing, expected every rule to "
             f"match something; there is {some or 'nothing'}"
         )
 
@@ -141,7 +144,7 @@ class Rules(Generic[Value]):
                 raise ValueError(f"Rules: {where}: {error}") from error
 
         return Rules(
-            [(key, mapped(_shown(key), value)) for key, value in self.rules],
+            [(key, mapped(_key_text(key), value)) for key, value in self.rules],
             mapped("default", self.default),
         )
 
@@ -158,15 +161,15 @@ class Rules(Generic[Value]):
         for key, _ in self.rules:
             if not isinstance(key, str):
                 raise TypeError(
-                    f"Rules: {_shown(key)} is a class, which JSON cannot hold; expected a regular "
-                    "expression"
+                    f"Rules: {_key_text(key)} is a class, which JSON cannot hold; expected a "
+                    "regular expression"
                 )
-        named = self.map(_format_name)
-        return json.dumps({"rules": named.rules, "default": named.default}, sort_keys=True)
+        names = self.map(_format_name)
+        return json.dumps({"rules": names.rules, "default": names.default}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str | bytes) -> "Rules[Format]":
-        """Rules of formats from text as `to_json` gives it; "default" may be left out.
+        """Rules of formats from text that `to_json` wrote; "default" is optional.
 
         Raises:
           ValueError: The text is something else, a regular expression is invalid, or no format has
@@ -243,36 +246,31 @@ def _compiled(key: Key) -> re.Pattern[str] | None:
         return re.compile(key)
     except re.error as error:
         raise ValueError(
-            f"Rules: {_shown(key)}: invalid regular expression ({error}), expected one such as "
+            f"Rules: {_key_text(key)}: invalid regular expression ({error}), expected one such as "
             r"'(^|/)head/'; write special characters with a backslash"
         ) from error
 
 
-def _shown(key: Key) -> str:
+def _key_text(key: Key) -> str:
     return f"rule {key.__name__ if isinstance(key, type) else ascii(key)}"
 
 
 def _thing(
     path: str | Sequence[str], kind: type | Sequence[type] | None
 ) -> tuple[Sequence[str], Sequence[type]]:
-    """All paths and all types of what `match_index` is asked for."""
     paths = (path,) if isinstance(path, str) else tuple(path)
     return paths, () if kind is None else (kind,) if isinstance(kind, type) else tuple(kind)
 
 
-def _zipped(paths: Iterable[Any], kinds: Iterable[Any] | None) -> Iterable[tuple[Any, Any]]:
-    return ((path, None) for path in paths) if kinds is None else zip(paths, kinds, strict=True)
-
-
 def _format_name(value: Any) -> str:
-    found = format(value)
+    fmt = format(value)
     try:
-        known = format(found.name) == found
+        round_trips = format(fmt.name) == fmt
     except ValueError:
-        known = False
-    if not known:
+        round_trips = False
+    if not round_trips:
         raise TypeError(
             f"{value!r} cannot be written as text: qtoolkit.format does not find it by its name "
-            f"{found.name!r}; expected a format that ships"
+            f"{fmt.name!r}; expected a format that ships"
         )
-    return found.name
+    return fmt.name

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from qtoolkit.formats._block import BlockFormat, is_wide
 from qtoolkit.formats._hints import BLOCKS, not_found
-from qtoolkit.formats._names import NF4, Format, FormatLike, found
+from qtoolkit.formats._names import NF4, Format, FormatLike, find
 from qtoolkit.formats._published import NF4_BLOCK64
 
 # What `spec` resolves: a block format, its name, or what `qtoolkit.format` resolves.
@@ -47,7 +47,7 @@ def spec(of: SpecLike) -> BlockFormat:
         return of
     if isinstance(of, str) and of.lower() in BLOCKS:
         return BLOCKS[of.lower()]
-    element = found(of)
+    element = find(of)
     if element is None:
         raise not_found("spec", of)
     if element == NF4:
@@ -67,7 +67,7 @@ def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
     """
     if scaling is not None and (not isinstance(scaling, str) or scaling not in _SHAPES):
         raise ValueError(f"{where}: scaling={scaling!r}, expected one of {', '.join(_SHAPES)}")
-    element = None if isinstance(of, BlockFormat) else found(of)
+    element = None if isinstance(of, BlockFormat) else find(of)
     if element is not None:
         return _SHAPES[scaling or "none"](element)
     resolved = spec(of)

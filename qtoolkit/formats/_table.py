@@ -72,9 +72,9 @@ class TableFormat:
             raise ValueError(f"{where}: NaN and each infinity must come at most once")
         if not isinstance(self.overflow, Overflow):
             raise TypeError(f"{where}: overflow={self.overflow!r}, expected an Overflow")
-        wanted = {Overflow.INF: math.inf, Overflow.NAN: math.nan}.get(self.overflow)
-        if wanted is not None and str(wanted) not in map(str, specials):
-            raise ValueError(f"{where}: overflow={self.overflow.name}, but no code is {wanted}")
+        special = {Overflow.INF: math.inf, Overflow.NAN: math.nan}.get(self.overflow)
+        if special is not None and str(special) not in map(str, specials):
+            raise ValueError(f"{where}: overflow={self.overflow.name}, but no code is {special}")
         if self.ties is not None and (
             len(self.ties) != len(finite) - 1
             or any(

@@ -30,12 +30,12 @@ def round_cotangent(
     index_offset: ArrayLike = 0,
     scaling: str | None = None,
 ) -> jax.Array:
-    """Returns `x`; the cotangent that flows back through it is rounded to `fmt`.
+    """Returns `x`, and rounds the cotangent that flows back through it to `fmt`.
 
     Args:
       x: float32, float16 or bfloat16, any shape, not empty.
       fmt: A format or any spelling of one, see `qtoolkit.format`; or a block format or the name of
-        one: "mxfp8_e5m2". The cotangent becomes what `fake_quantize` makes of an array.
+        one: "mxfp8_e5m2". The cotangent is then rounded as by `fake_quantize`.
       rounding, saturation, key, random_bits, index_offset: As in `round_to_format`.
       scaling: Which scales divide the cotangent before it is rounded: "none", "tensor", "channel"
         (one for each index of the last axis) or "token" (one for each vector along it), short for
@@ -46,8 +46,8 @@ def round_cotangent(
       `x`, unchanged.
 
     Raises:
-      TypeError, ValueError: As `fake_quantize`; or `scaling` is unknown, or given beside a block
-        format.
+      TypeError, ValueError: As `fake_quantize`; or `scaling` is unknown, or given together with a
+        block format.
 
     Gradient: a linear identity. Tangents pass unchanged; cotangents are rounded.
 

@@ -1,4 +1,4 @@
-"""Straight-through estimators: what stands for the derivative of a rounding."""
+"""Straight-through estimators: slopes that replace the derivative of a rounding."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -151,12 +151,10 @@ def times_slope(slope: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def slope_times_tangent(rule: Estimator, slope: jax.Array, x_dot: jax.Array) -> jax.Array:
-    """`times_slope` of a tangent, in its dtype; linear in it.
-
-    With slopes of 0 and 1 there is nothing to round. With others the product is rounded here, there
-    and back: XLA would leave out the rounding of a bfloat16 product that is widened in the same
-    `jit`, and contract a float32 one with an addition.
-    """
+    """`times_slope` of a tangent, in its dtype; linear in it."""
+    # Slopes of 0 and 1 need no rounding. With others `linear_product` rounds the product and its
+    # transpose: XLA would skip the rounding of a bfloat16 product that is widened in the same
+    # `jit`, and contract a float32 one with an addition.
     if isinstance(rule, Identity | Clipped | Zero | CotangentEstimator):
         slope = slope if slope.dtype == x_dot.dtype else slope.astype(x_dot.dtype)
         return times_slope(slope, x_dot)
@@ -173,11 +171,11 @@ def tangent(
 ) -> jax.Array:
     """The tangent of `q`, the rounding of `x` to `fmt`, for the tangent `x_dot` of `x`.
 
-    Linear in `x_dot`; what its transpose does is up to the estimator.
+    Linear in `x_dot`; the estimator defines its transpose.
 
     Args:
-      x_dot: Of the dtype of `x`, or for float32 `x` a narrower one; so is the result.
-      ends: Of the range; None for those of `fmt`.
+      x_dot: In the dtype of `x`, or for float32 `x` in a narrower one, which the result has, too.
+      ends: The ends of the range; None for those of `fmt`.
     """
     d = slope(rule, x, fmt, ends)
     if not isinstance(rule, CotangentEstimator):

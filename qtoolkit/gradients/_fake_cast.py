@@ -38,9 +38,9 @@ def fake_cast(
       x: float32, float16, bfloat16 or float64, any shape; already divided by its scale.
       fmt: A format or any spelling of one, see `qtoolkit.format`.
       rounding, saturation, key, random_bits, index_offset: As in `round_to_format`.
-      gradient: The slope that stands for the rounding's derivative: "clipped" (1 within the finite
-        range of `fmt`, else 0, also at infinities and NaN), "identity", "zero", or an object such
-        as `qtoolkit.gradients.DSQ()`, see `qtoolkit.gradients.Estimator`.
+      gradient: The slope that replaces the derivative of the rounding: "clipped" (1 within the
+        finite range of `fmt`, else 0, also at infinities and NaN), "identity", "zero", or an object
+        such as `qtoolkit.gradients.DSQ()`, see `qtoolkit.gradients.Estimator`.
 
     Returns:
       Shape and dtype of `x`. Where JAX has 64-bit types off, NumPy's float64 and Python's floats
@@ -69,7 +69,7 @@ def fake_cast(
     )
     check_holds("fake_cast", fmt, kept_dtype(x))
     rule = estimator("fake_cast", gradient)
-    if not isinstance(x, jax.Array):  # a constant, of 64 bits that JAX has not
+    if not isinstance(x, jax.Array):  # a constant of 64 bits, which are off in JAX
         return rounded(x, projection, fmt)
     return _fake_cast_jitted(x, projection, fmt, rule)
 

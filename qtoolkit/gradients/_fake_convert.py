@@ -71,7 +71,7 @@ def fake_convert(
         their exact values.
       scale: A finite number other than zero, or an array of the dtype of `x` that broadcasts to its
         shape. Arrays are not checked: zeros, infinities and NaNs follow IEEE.
-      shift: None, a finite number, or an array as for `scale`. None leaves the addition out, so
+      shift: None, a finite number, or an array as for `scale`. With None nothing is added, so
         that -0 keeps its sign.
       fmt: A format or any spelling of one, see `qtoolkit.format`.
       rounding, saturation, key, random_bits, index_offset, gradient: As in `fake_cast`.
@@ -86,8 +86,8 @@ def fake_convert(
 
     Gradient: with u = x * scale - shift, y the result and D the estimator's slope at u:
     dy/dx = D, dy/dscale = (D * x - y) / scale, dy/dshift = (1 - D) / scale. Those of scale and
-    shift are computed and summed in float32, for float64 in float64. What a NaN or infinite element
-    adds to them is 0 where its cotangent is 0: a masked loss.
+    shift are computed and summed in float32, for float64 in float64. Where a cotangent is 0, as
+    under a masked loss, a NaN or infinite element adds 0 to them.
 
     Data, scales and values of `fmt` that are subnormal in float32 (the least of E8M0 is) may count
     as zero.
@@ -115,8 +115,8 @@ def fake_convert(
 
 
 def _in_float32(x: np.ndarray, fmt: Format) -> jax.Array:
-    """float64 as float32, which is rounded to `fmt` as the exact number is."""
-    # To odd: two bits beyond those of `fmt` tell on which side of a tie the number lies.
+    """float64 as float32, such that a later rounding to `fmt` equals that of the exact number."""
+    # To odd: two more bits than `fmt` has tell on which side of a tie the number lies.
     to_odd = fmt.mantissa_bits + 2 <= FLOAT32.mantissa_bits
     projection = Projection("to_odd" if to_odd else "nearest_even", "propagate")
     return cast_for("fake_convert", x, FLOAT32, projection)
@@ -124,11 +124,10 @@ def _in_float32(x: np.ndarray, fmt: Format) -> jax.Array:
 
 @jax.custom_jvp
 def _argument(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
-    """What is converted, x * scale - shift, in the dtype of `x` and rounded to it after each step.
-
-    float32 has at least 2p + 2 significand bits for the p of float16 and bfloat16, so rounding its
-    sums, products and quotients once more is as rounding the exact ones (Figueroa, 1995).
-    """
+    """`x * scale - shift`, rounded to the dtype of `x` after each step."""
+    # float32 has at least 2p + 2 significand bits for the p bits of float16 and bfloat16. So a
+    # result that is rounded to float32 first and then to p bits equals the exact result rounded
+    # once (Figueroa, 1995).
     u = product(widened(x), widened(scale))
     if shift is not None:
         u = rounded_to(u, x.dtype) - widened(shift)
@@ -176,13 +175,16 @@ def _fake_convert_jvp(
     y = _fake_convert(x, scale, shift, projection, fmt, rule)
     wide_y, wide_scale = differentiable_widened(y), differentiable_widened(scale)
     if isinstance(rule, CotangentEstimator):
-        # Its cotangents are those of the rounding itself, so all terms pass it in one sum: of at
-        # least float32, for the gradient by the scale is a small difference of two large sums.
-        dots: list[Any] = [
-            None if primal is None else linear_in_dtype(_instantiated(primal, dot), wide_y.dtype)
-            for primal, dot in zip((x, scale, shift), tangents[:3], strict=True)
-        ]
-        x_dot, scale_dot, shift_dot = dots
+        # The estimator acts on the cotangent of the rounding itself, so all terms go through it in
+        # one sum, of float32 or float64: the gradient by the scale is a small difference of two
+        # large sums.
+        def wide(primal: jax.Array, dot: Any) -> jax.Array:
+            dot = jnp.zeros_like(primal) if isinstance(dot, SymbolicZero) else dot
+            return linear_in_dtype(dot, wide_y.dtype)
+
+        x_dot, scale_dot = wide(x, x_dot), wide(scale, scale_dot)
+        if shift is not None:
+            shift_dot = wide(shift, shift_dot)
         u = differentiable_widened(_argument(x, scale, shift))
         q = round_values(lax.stop_gradient(u), fmt, projection.drawn(x.shape))
         u_dot = _argument_dot(differentiable_widened(x), scale, x_dot, scale_dot, shift_dot)
@@ -198,17 +200,13 @@ def _fake_convert_jvp(
     if not isinstance(x_dot, SymbolicZero):
         y_dot += slope_times_tangent(rule, d, x_dot)
     if not isinstance(scale_dot, SymbolicZero):
-        kept = linear_product(wide_d, differentiable_widened(x))
-        by_scale = differentiable_quotient(kept - wide_y, wide_scale)
+        by_x = linear_product(wide_d, differentiable_widened(x))
+        by_scale = differentiable_quotient(by_x - wide_y, wide_scale)
         y_dot += broadcast_product(by_scale, scale_dot, y.dtype)
     if shift is not None and not isinstance(shift_dot, SymbolicZero):
         by_shift = differentiable_quotient(jnp.broadcast_to(1 - wide_d, x.shape), wide_scale)
         y_dot += broadcast_product(by_shift, shift_dot, y.dtype)
     return y, y_dot
-
-
-def _instantiated(primal: jax.Array, dot: Any) -> jax.Array:
-    return jnp.zeros_like(primal) if isinstance(dot, SymbolicZero) else dot
 
 
 _fake_convert.defjvp(_fake_convert_jvp, symbolic_zeros=True)

@@ -22,8 +22,8 @@ from qtoolkit.scaling.internal import (
     dequantized,
     element_values,
     find_scales,
-    kept_range,
     scaled_values,
+    unclamped_range,
 )
 
 
@@ -48,20 +48,20 @@ def fake_quantize(
     Args:
       x, spec, scale, tensor_scale, zero_point, rounding, saturation, key, random_bits,
         index_offset: As in `quantize`.
-      gradient: The slope that stands for the rounding's derivative, see `fake_cast`; it is taken at
+      gradient: The slope that replaces the derivative of the rounding, see `fake_cast`, at
         x / scale + zero point. Numbers up to half a step beyond the range of the elements count as
-        its end: if the scale was rounded down, the largest element of a block lies there, and
-        clamping it is just rounding.
+        inside: if the scale was rounded down, the largest element of a block lies there, and
+        clamping it is only rounding.
 
     Returns:
-      Shape and dtype of `x`. Where a rounded number lies beyond the largest of that dtype, it is
-      that largest one: 65,504 in float16, which MXFP4 rounds to 65,536.
+      Shape and dtype of `x`. A rounded number that overflows the dtype becomes its largest number:
+      MXFP4 rounds 65,504 to 65,536, which float16 does not have.
 
     Raises:
       TypeError, ValueError: As `quantize`; unknown `gradient`.
 
-    Gradient: the tangent times the estimator's slope, by `custom_jvp`. Scales, those that `x` gives
-    and given ones, count as constants; `qtoolkit.gradients.lsq` learns them.
+    Gradient: the tangent times the estimator's slope, by `custom_jvp`. Scales count as constants,
+    also those that are computed from `x`; `qtoolkit.gradients.lsq` learns them.
 
     Examples:
       >>> x = jnp.asarray([0.1, -0.7, 0.3, 2.5])
@@ -120,7 +120,7 @@ def _scaled(x: jax.Array, scales: Scales, spec: BlockFormat) -> jax.Array:
 
 @_scaled.defjvp
 def _scaled_jvp(spec: BlockFormat, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Of second derivatives, through slopes that depend on `x`. Scales are constants."""
+    # For second derivatives, through slopes that depend on `x`. Scales are constants.
     x, scales = primals
     one, zero = (scaled_values(jnp.full_like(x, number), spec, scales) for number in (1, 0))
     factor = lax.stop_gradient(one - zero)  # 1 / scale, whether there are zero points or not
@@ -129,9 +129,9 @@ def _scaled_jvp(spec: BlockFormat, primals: Any, tangents: Any) -> tuple[jax.Arr
 
 
 def _unclamped(u: jax.Array, spec: BlockFormat, ends: tuple[float, float]) -> jax.Array:
-    """Scaled values; those that rounding brings back to an end of the range become that end."""
+    """Scaled values; those that are rounded to an end of the range become that end."""
     lowest, largest = map(np.float32, ends)
-    first, last = map(np.float32, kept_range(spec))
+    first, last = map(np.float32, unclamped_range(spec))
     u = jnp.where((u < lowest) & (u >= first), lowest, u)
     return jnp.where((u > largest) & (u <= last), largest, u)
 

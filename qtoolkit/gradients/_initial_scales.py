@@ -24,7 +24,7 @@ def lsq_scale(x: ArrayLike, fmt: FormatLike, axis: int | Sequence[int] | None = 
 
     Args:
       x: float32, float16 or bfloat16, any shape: initial weights, or a first batch of activations.
-        Infinities and NaNs are left out.
+        Infinities and NaNs do not count.
       fmt: As in `lsq`, with the largest value Qp.
       axis: The axes that share a scale; None for all.
 
@@ -119,16 +119,16 @@ class _Finite:
         self.count = jnp.maximum(count, np.float32(1))
 
     def mean(self, of: jax.Array) -> jax.Array:
-        kept = jnp.where(self.is_finite, of, jnp.zeros_like(of))
-        return jnp.sum(kept, self.axis, keepdims=self.keepdims) / self.count
+        x = jnp.where(self.is_finite, of, jnp.zeros_like(of))
+        return jnp.sum(x, self.axis, keepdims=self.keepdims) / self.count
 
     def least(self) -> jax.Array:
-        kept = jnp.where(self.is_finite, self.values, np.float32(np.inf))
-        return _or_zero(jnp.min(kept, self.axis, keepdims=self.keepdims))
+        x = jnp.where(self.is_finite, self.values, np.float32(np.inf))
+        return _or_zero(jnp.min(x, self.axis, keepdims=self.keepdims))
 
     def largest(self) -> jax.Array:
-        kept = jnp.where(self.is_finite, self.values, np.float32(-np.inf))
-        return _or_zero(jnp.max(kept, self.axis, keepdims=self.keepdims))
+        x = jnp.where(self.is_finite, self.values, np.float32(-np.inf))
+        return _or_zero(jnp.max(x, self.axis, keepdims=self.keepdims))
 
 
 def _or_zero(x: jax.Array) -> jax.Array:
@@ -169,8 +169,8 @@ def _of_activations(
     scale = _positive((largest - least) / (p - n), is_one)
     offset = jnp.where(is_one, least, least - n * scale)
 
-    def fit(_: int, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        scale, offset = found
+    def fit(_: int, old: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        scale, offset = old
         q = round_values((finite.values - offset) / scale, fmt)
         mean_q, mean_x = finite.mean(q), finite.mean(finite.values)
         variance = finite.mean(jnp.square(q - mean_q))

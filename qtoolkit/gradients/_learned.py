@@ -82,7 +82,7 @@ def lsq(
     derivatives: of the model with q - u and the choice of the branch held fixed, hence 0.
 
     A step of the optimizer can make a scale zero or negative. Traced scales are not checked: those
-    below 2**-126 count as 2**-126. All of x but zero then saturates, y all but vanishes, and the
+    below 2**-126 count as 2**-126. All of x but zero then saturates, y is almost zero, and the
     gradient stays as above, so that descent on an error makes the scale grow again. NaN and
     infinite scales give NaN.
 
@@ -180,9 +180,9 @@ def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
     Gradient: dy/dx = 1 where 0 <= x < alpha, else 0; dy/dalpha = 1 where x >= alpha, else 0; both 0
     at NaN. Second derivatives are 0.
 
-    A traced alpha that training has made zero or negative counts as (2**bits - 1) * 2**-126: y all
-    but vanishes, every x above it moves alpha, and descent on an error makes it grow again. NaN
-    and infinite ones give NaN.
+    A traced alpha that training has made zero or negative counts as (2**bits - 1) * 2**-126. Then y
+    is almost 0, every x above it moves alpha, and descent on an error makes alpha grow again. A NaN
+    or infinite alpha gives NaN.
 
     Source: arXiv:1805.06085, equations 1 and 2 (y) and 3 (alpha).
 
@@ -219,7 +219,7 @@ def _checked_data(where: str, x: ArrayLike) -> jax.Array:
 def _parameter(
     where: str, name: str, value: ArrayLike, x: jax.Array, domain: Domain = POSITIVE
 ) -> jax.Array:
-    """`value` as an array that broadcasts to `x`, checked as far as it is known."""
+    """`value` as an array that broadcasts to `x`; its numbers are checked unless it is traced."""
     array = jnp.asarray(parameter(where, name, value, x, domain, dtypes=("float32", x.dtype)))
     return array if array.dtype in FLOATS else array.astype(jnp.float32)
 
@@ -229,7 +229,8 @@ def _factor(
 ) -> float | None:
     """The factor of a gradient; None if the default depends on a symbolic size.
 
-    A model that is exported for batches of any size has one. Then only the derivative computes it.
+    Models that are exported for batches of any size have symbolic sizes. Then the derivative
+    computes the factor.
     """
     if value is None:
         count = x.size // parameter.size
@@ -251,12 +252,12 @@ def _rounded(
     wide, scale = exact_float32(x), exact_float32(scale)
     if offset is not None:
         offset = exact_float32(offset)
-        wide = settled(wide) - offset  # apart from a product that x may come from
+        wide = settled(wide) - offset  # not contracted with a product that makes x
     scale = jnp.where(scale < LEAST, LEAST, scale)  # keeps NaN
     u = quotient(wide, scale)
     q = round_values(u, fmt)
     y = product(q, scale)
-    # Settled, or XLA merges the offset with a number that is added next.
+    # Without `settled` XLA merges the offset with a number that is added next.
     return u, q, y if offset is None else settled(y + offset)
 
 
@@ -273,8 +274,7 @@ def _learned_jvp(
     x, scale, offset = primals
     x_dot, scale_dot, offset_dot = tangents
     y = _learned(x, scale, offset, fmt, factors)
-    held = lax.stop_gradient((x, scale, offset))
-    u, q, _ = _rounded(held[0], held[1], held[2], fmt)
+    u, q, _ = _rounded(*lax.stop_gradient((x, scale, offset)), fmt)
     is_number = u == u
     is_inside = inside(u, float(fmt.lowest), float(fmt.max_finite))
     y_dot = jnp.zeros_like(y)
@@ -282,14 +282,14 @@ def _learned_jvp(
         y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
     if not isinstance(scale_dot, SymbolicZero):
         slope = jnp.where(is_inside, q - u, jnp.where(is_number, q, jnp.zeros_like(q)))
-        y_dot += _times(slope, scale_dot, _known(factors[0], x, scale, fmt), y.dtype)
+        y_dot += _times(slope, scale_dot, _factor_of(factors[0], x, scale, fmt), y.dtype)
     if offset is not None and not isinstance(offset_dot, SymbolicZero):
         slope = (is_number & ~is_inside).astype(jnp.float32)
-        y_dot += _times(slope, offset_dot, _known(factors[1], x, offset, fmt), y.dtype)
+        y_dot += _times(slope, offset_dot, _factor_of(factors[1], x, offset, fmt), y.dtype)
     return y, y_dot
 
 
-def _known(factor: float | None, x: jax.Array, parameter: jax.Array, fmt: Format) -> Any:
+def _factor_of(factor: float | None, x: jax.Array, parameter: jax.Array, fmt: Format) -> Any:
     if factor is not None:
         return factor
     count = jnp.asarray(x.size // parameter.size).astype(jnp.float32)
@@ -299,10 +299,8 @@ def _known(factor: float | None, x: jax.Array, parameter: jax.Array, fmt: Format
 def _times(
     slope: jax.Array, dot: jax.Array, factor: float | jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-    """Their product in `dtype`; cotangents are multiplied and summed in float32.
-
-    Both multiplications round by themselves, or XLA would merge the factor with a neighbour's.
-    """
+    """Their product in `dtype`; cotangents are multiplied and summed in float32."""
+    # Both multiplications are rounded, so that XLA does not merge the factor with another one.
     by_factor = linear_product(jnp.asarray(factor, jnp.float32), linear_in_dtype(dot, jnp.float32))
     return linear_in_dtype(linear_product(slope, spread(by_factor, slope)), dtype)
 
@@ -334,8 +332,7 @@ def _bound(alpha: jax.Array, bits: int) -> jax.Array:
 def _pact_jvp(bits: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, alpha), (x_dot, alpha_dot) = primals, tangents
     y = _pact(x, alpha, bits)
-    held = lax.stop_gradient((x, _bound(alpha, bits)))
-    place, end = (ordinal(exact_float32(a)) for a in held)
+    place, end = (ordinal(exact_float32(lax.stop_gradient(a))) for a in (x, _bound(alpha, bits)))
     y_dot = jnp.zeros_like(y)
     if not isinstance(x_dot, SymbolicZero):
         is_inside = (place >= 0) & (place < end)

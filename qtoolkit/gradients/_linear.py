@@ -1,4 +1,4 @@
-"""Parameters that broadcast: products, linear in them, whose transposes sum in float32 or more."""
+"""Products with parameters that broadcast, whose transposes sum in float32 or float64."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ from qtoolkit.casts.internal import (
 
 
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`coefficient * x`, in its dtype and then in `dtype`; linear in `x`, which broadcasts.
+    """`coefficient * x`, rounded to `dtype`; linear in `x`, which broadcasts.
 
-    Its transpose sums in that of the coefficient. Where the cotangent is 0, it adds 0 even if the
-    coefficient is a NaN or an infinity, for which 0 * coefficient would be NaN.
+    Its transpose sums in the dtype of the coefficient. Where the cotangent is 0, it adds 0 even if
+    the coefficient is a NaN or an infinity, for which 0 * coefficient would be NaN.
 
     Args:
       coefficient: float32 or float64.
-      x: That or any narrower float dtype, of the rank of `coefficient`.
+      x: The same or a narrower float dtype, of the rank of `coefficient`.
     """
     sharding = jax.typeof(x).sharding
     explicit = sharding if sharding.mesh.explicit_axes else None

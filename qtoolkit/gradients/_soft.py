@@ -75,7 +75,7 @@ class DSQ:
     Q(x) = l + D/2 * (1 + s * tanh(k * (x - m))), s = 1 / (1 - alpha), k = log(2 / alpha - 1) / D,
     so that it meets the neighbours: s * tanh(k * D/2) = 1. Its slope D/2 * s * k * sech(...)**2 is
     largest at the midpoint. At every number of the format it is alpha * (2 - alpha) times that,
-    whatever the gaps beside the number.
+    whatever the gaps next to it.
 
     The tanh is centred on the midpoint for every rounding mode, also for "toward_zero" and others
     that jump elsewhere.
@@ -158,7 +158,7 @@ class EWGS:
         half_error = differentiable_widened(x) / 2 - differentiable_widened(q) / 2
         half_error = jnp.where(is_inside, half_error, jnp.zeros_like(half_error))
         change = self.delta * _over(half_error, upper / 2 - lower / 2)
-        # This clamp changes nothing; without it the compiler would fuse the product and the sum.
+        # The clamp changes no number. Without it the compiler contracts the product and the sum.
         wide = change.dtype
         change = lax.clamp(np.array(-self.delta, wide), change, np.array(self.delta, wide))
         scaled = differentiable_product(1 + jnp.sign(g).astype(wide) * change, g)
@@ -228,10 +228,8 @@ def _check(rule: Any, field: str, expected: str, holds: Any) -> None:
 
 
 def _over(x: jax.Array, length: float) -> jax.Array:
-    """`x / length` by two products: the reciprocal of a format's range may be subnormal.
-
-    The clamp between them, which changes only infinities, keeps a compiler from merging the two.
-    """
+    """`x / length` by two products, because the reciprocal of a format's range may be subnormal."""
+    # The clamp changes only infinities, and keeps a compiler from merging the two products.
     significand, exponent = math.frexp(length)
     first = exponent // 2
     largest = np.array(jnp.finfo(x.dtype).max, x.dtype)
@@ -262,7 +260,8 @@ def _position_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (x_dot,) = primals, tangents
     below, above = _neighbours(lax.stop_gradient(x), lower, upper, fmt)
-    # Gaps near the subnormals, which XLA may read as zeros, count as wider: no inf - inf follows.
+    # XLA may read gaps near the subnormals as zeros, which would lead to inf - inf. So they count
+    # as larger.
     gap = jnp.maximum(above - below, 2.0**26 * jnp.finfo(above.dtype).tiny)
     return _position(x, lower, upper, fmt), x_dot.astype(gap.dtype) * (2 / gap)
 
@@ -283,11 +282,10 @@ def _neighbours(
 
 
 def _rescaled(x: jax.Array, below: jax.Array, above: jax.Array) -> tuple[jax.Array, ...]:
-    """All three times one power of two, so that their differences neither vanish nor overflow.
-
-    Neighbours below 2**-64 are multiplied by 2**64: the gap of E4M3FN * 2**-120 would be subnormal,
-    which XLA reads as zero. All others are divided by 4: the gap from -3e38 to 3e38 is infinite.
-    """
+    """All three times one power of two: their differences neither underflow nor overflow."""
+    # Neighbours below 2**-64 are multiplied by 2**64: the gap of E4M3FN * 2**-120 would be
+    # subnormal, which XLA reads as zero. All others are divided by 4: the gap from -3e38 to 3e38
+    # would be infinite.
     info = jnp.finfo(x.dtype)
     limit = ordinal_of(2.0**-64, x.dtype)
     is_small = jnp.maximum(jnp.abs(ordinal(below)), jnp.abs(ordinal(above))) < limit

@@ -52,43 +52,43 @@ class Operator:
                 f"with opset {since}; expected {name}={default!r} or a newer opset"
             )
 
-    def check_type(self, name: str, found: DataType, types: Mapping[DataType, int]) -> None:
+    def check_type(self, name: str, dtype: DataType, types: Mapping[DataType, int]) -> None:
         """TypeError where the type came with a later opset, which `types` says, or is not in it."""
-        if types.get(found, LATEST_OPSET + 1) > self.opset:
-            since = f", which came with opset {types[found]}" if found in types else ""
+        if types.get(dtype, LATEST_OPSET + 1) > self.opset:
+            since = f", which came with opset {types[dtype]}" if dtype in types else ""
             allowed = sorted(t.name for t, first in types.items() if first <= self.opset)
             raise TypeError(
-                f"{self.name}: {name} is {found.name}{since}, with opset={self.opset}; expected "
+                f"{self.name}: {name} is {dtype.name}{since}, with opset={self.opset}; expected "
                 f"{', '.join(allowed)}"
             )
 
-    def check_64_bits(self, found: DataType) -> None:
+    def check_64_bits(self, dtype: DataType) -> None:
         """TypeError where JAX's 64-bit types are off and an array of that type needs them."""
-        if needs_x64(found):
+        if needs_x64(dtype):
             raise TypeError(
-                f"{self.name}: {found.name} is needed, and 64-bit types are off in JAX; enable "
+                f"{self.name}: {dtype.name} is needed, and 64-bit types are off in JAX; enable "
                 "them with jax.config.update('jax_enable_x64', True), or ask for a narrower type"
             )
 
     def data_type(self, name: str, value: Any) -> DataType:
         """The type that an attribute says by a number, a name, a dtype or a format."""
         try:
-            found = of_spec(value)
+            dtype = of_spec(value)
         except TypeError:
             raise TypeError(
                 f"{self.name}: {name} has type {type(value).__name__}, expected a number of "
                 "TensorProto.DataType, the name of a type, or a dtype"
             ) from None
-        if not found:  # None, or UNDEFINED, which is 0
-            shown = value.name if isinstance(value, Format) else value
+        if not dtype:  # None, or UNDEFINED, which is 0
+            value = value.name if isinstance(value, Format) else value
             raise ValueError(
-                f"{self.name}: {name}={shown!r} is no type of ONNX, expected a number from 1 to "
+                f"{self.name}: {name}={value!r} is no type of ONNX, expected a number from 1 to "
                 f"{max(DataType).value}, a name such as 'FLOAT8E4M3FN', or a dtype"
             )
-        return found
+        return dtype
 
     def optional_type(self, name: str, value: Any, since: int) -> DataType | None:
-        """As `data_type`, for an attribute that may be left out; None for None and 0."""
+        """As `data_type`, for an optional attribute; None for None and 0."""
         is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is None or (is_number and value == 0):
             return None
@@ -114,11 +114,11 @@ class Operator:
             )
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{self.name}: {name} is a masked array, expected one without a mask")
-        found = of_value(x)
-        if found is None:
+        dtype = of_value(x)
+        if dtype is None:
             has_dtype = getattr(x, "dtype", None) is not None
             got = f"dtype {x.dtype}" if has_dtype else f"type {type(x).__name__}"
             raise TypeError(f"{self.name}: {name} has {got}, expected an array of a type of ONNX")
         if types is not None:
-            self.check_type(name, found, types)
-        return found
+            self.check_type(name, dtype, types)
+        return dtype

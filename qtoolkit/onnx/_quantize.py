@@ -126,9 +126,9 @@ def quantize_linear(
     division = operator.optional_type("precision", precision, since=23)
     if division is not None:
         operator.check_type("precision", division, dict.fromkeys(_FLOATS, 23))
-    given = (x, y_scale, y_zero_point)
+    tensors = (x, y_scale, y_zero_point)
     types = (_DATA, {**_SCALES, _T.INT32: 19})
-    operands = _operands(operator, "y", given, types, axis, block_size)
+    operands = _operands(operator, "y", tensors, types, axis, block_size)
     source, scale_type, zero_type = operands.types
     if 19 <= opset < 23 and scale_type is not source:
         raise TypeError(
@@ -205,9 +205,9 @@ def dequantize_linear(
     """
     operator = Operator("onnx.dequantize_linear", opset, first=10)
     target = operator.optional_type("output_dtype", output_dtype, since=23)
-    given = (x, x_scale, x_zero_point)
+    tensors = (x, x_scale, x_zero_point)
     types = ({**_QUANTIZED, _T.INT32: 10}, _SCALES)
-    operands = _operands(operator, "x", given, types, axis, block_size)
+    operands = _operands(operator, "x", tensors, types, axis, block_size)
     source, scale_type, zero_type = operands.types
     target = target or scale_type
     operator.check_type("the output", target, {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10})

@@ -71,30 +71,30 @@ def range(
     operator.check_since("stash_type", stash, _T.FLOAT, 27)
     arguments = {"start": start, "limit": limit, "delta": delta}
     types = {name: operator.type_of(name, value) for name, value in arguments.items()}
-    found = types["start"]
+    dtype = types["start"]
     if len(set(types.values())) > 1:
         got = ", ".join(f"{name} {t.name}" for name, t in types.items())
         raise TypeError(
             f"{operator.name}: got {got}, expected one type; convert them first, e.g. "
             "jnp.float32(0)"
         )
-    operator.check_type("start", found, _TYPES)
-    operator.check_64_bits(found)
+    operator.check_type("start", dtype, _TYPES)
+    operator.check_64_bits(dtype)
     first, end, step = (_number(operator, name, value) for name, value in arguments.items())
     if step == 0:
         raise ValueError(f"{operator.name}: delta is zero, expected another number")
     count = max(math.ceil((end - first) / step), 0)
     if count >= 2**32:
         raise ValueError(f"{operator.name}: {count} numbers, expected fewer than 2**32 = {2**32}")
-    fmt = FORMATS[found]
+    fmt = FORMATS[dtype]
     if isinstance(fmt, IntFormat):  # no number lies beyond the limit, so none overflows
         numbers = int(first) + int(step) * np.arange(count, dtype=np.int64)
-        return jnp.asarray(numbers.astype(DTYPES[found]))
-    if found is _T.DOUBLE or (stash is _T.DOUBLE and found is not _T.FLOAT):
+        return jnp.asarray(numbers.astype(DTYPES[dtype]))
+    if dtype is _T.DOUBLE or (stash is _T.DOUBLE and dtype is not _T.FLOAT):
         return casts.cast(_numbers(first, step, count, odd=False), fmt, saturation="none")
     numbers = _numbers(first, step, count, odd=True)
     stashed = casts.cast(numbers, FLOAT32, saturation="none")
-    return stashed if found is _T.FLOAT else casts.cast(stashed, fmt, saturation="none")
+    return stashed if dtype is _T.FLOAT else casts.cast(stashed, fmt, saturation="none")
 
 
 def _number(operator: Operator, name: str, value: Any) -> Fraction:

@@ -86,10 +86,10 @@ def _each(where: str, x: np.ndarray, dtype: np.dtype, convert: Callable[[str], A
     for index in np.ndindex(x.shape):
         text = str(x[index]).strip()
         if not _NUMBER.fullmatch(text) and text.lower() not in _WORDS:
-            shown = repr(text if len(text) <= 60 else text[:57] + "...")
+            excerpt = repr(text if len(text) <= 60 else text[:57] + "...")
             raise ValueError(
-                f"{where}: {_named(index)} is {shown}, expected a number such as '3.14' or '1e-5', "
-                "'INF', '+INF', '-INF' or 'NaN'"
+                f"{where}: {_named(index)} is {excerpt}, expected a number such as '3.14' or "
+                "'1e-5', 'INF', '+INF', '-INF' or 'NaN'"
             )
         result[index] = convert(text)
     return result
@@ -110,10 +110,10 @@ def _odd(text: str) -> float:
 
 def to_odd(near: float, exact: Decimal | Fraction) -> float:
     """`exact` rounded to odd in float64; `near` is the float64 number nearest to it."""
-    known = type(exact)(near) if math.isfinite(near) else near
-    if exact == known or int(np.float64(near).view(np.uint64)) & 1:
+    rounded = type(exact)(near) if math.isfinite(near) else near
+    if exact == rounded or int(np.float64(near).view(np.uint64)) & 1:
         return near
-    return math.nextafter(near, math.inf if exact > known else -math.inf)
+    return math.nextafter(near, math.inf if exact > rounded else -math.inf)
 
 
 def _decimal(text: str) -> Decimal:

@@ -158,9 +158,9 @@ def of_value(x: Any) -> DataType | None:
     return next((t for kind, t in _BY_CLASS.items() if isinstance(x, kind)), None)
 
 
-def needs_x64(found: DataType) -> bool:
+def needs_x64(dtype: DataType) -> bool:
     """Whether JAX's 64-bit types are off and an array of that type needs them."""
-    return found in _64_BITS and not jax.config.read("jax_enable_x64")
+    return dtype in _64_BITS and not jax.config.read("jax_enable_x64")
 
 
 def is_traced(x: Any) -> bool:

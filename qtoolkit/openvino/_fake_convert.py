@@ -116,16 +116,16 @@ def _arguments(
     data: ArrayLike, scale: ArrayLike, shift: ArrayLike | None
 ) -> tuple[jax.Array, Parameter, Parameter | None]:
     """Types, then shapes, in the order of the operator's own checks."""
-    given = {"data": data, "scale": scale} | ({} if shift is None else {"shift": shift})
+    arrays = {"data": data, "scale": scale} | ({} if shift is None else {"shift": shift})
     types = {
         name: element_type_of(_WHERE, name, x)
-        for name, x in given.items()
+        for name, x in arrays.items()
         if name == "data" or not _is_number(x)  # a number has the type of the data
     }
     if len(set(types.values())) > 1:
-        listed = ", ".join(f"{name} is {got}" for name, got in types.items())
+        text = ", ".join(f"{name} is {got}" for name, got in types.items())
         raise TypeError(
-            f"{_WHERE}: mixed input types are not supported: {listed}; expected one type, e.g. "
+            f"{_WHERE}: mixed input types are not supported: {text}; expected one type, e.g. "
             "scale.astype(data.dtype)"
         )
     if types["data"] not in _TYPES:

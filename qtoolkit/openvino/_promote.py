@@ -99,8 +99,8 @@ def convert_promote_types(
 ) -> tuple[jax.Array, jax.Array]:
     """Both arrays in the element type that `promoted_type` names.
 
-    Values follow `convert`, exactly: one rounding, no saturation, integers modulo 2**N. Shapes stay
-    as they are and need not fit each other.
+    Values follow `convert`, exactly: one rounding, no saturation, integers modulo 2**N. The shapes
+    do not change and need not broadcast.
 
     Args:
       x0, x1: Arrays of any dtype that the operator supports, any shapes; or Python's numbers, which
@@ -210,11 +210,11 @@ def _of_float_and_integer(floating: str, integer: str, flags: _Flags) -> str:
 
 
 def _of_array_and_scalar(array: str, scalar: str, flags: _Flags) -> str:
-    to, given = _format(array), _format(scalar)
-    if to.signed == given.signed:
-        is_safe = to.bits >= given.bits
+    to, scalar_format = _format(array), _format(scalar)
+    if to.signed == scalar_format.signed:
+        is_safe = to.bits >= scalar_format.bits
     else:
-        is_safe = to.signed and 2 * to.bits >= given.bits
+        is_safe = to.signed and 2 * to.bits >= scalar_format.bits
     if not flags.promote_unsafe and not is_safe:
         raise _UnsafeError(
             f"scalar input of {scalar} cannot be PyTorch-like promoted to {array} using safe "

@@ -48,7 +48,7 @@ def range(
     output_type: FormatLike,
     length: int | None = None,
 ) -> jax.Array:
-    """Numbers from `start` to `stop`, which is left out, in steps of `step`.
+    """Numbers from `start` up to, but without, `stop` in steps of `step`.
 
     The arguments are read as float64, whatever their dtypes; for an integer output type they are
     truncated toward zero. Their number of elements is max(ceil((stop - start) / step), 0) in

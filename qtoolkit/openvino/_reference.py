@@ -1,7 +1,7 @@
 """Convert and FakeConvert, bit for bit as OpenVINO's core, also where its documentation differs.
 
-The core's classes of narrow floats do not all round to nearest even; their defects are kept here.
-Values of narrow types are held in float32. The core is that of OpenVINO's wheel 2026.4.1.
+The core's classes of narrow floats do not all round to nearest even; this module has the same
+defects. It holds values of narrow types in float32. The core is that of OpenVINO's wheel 2026.4.1.
 """
 
 from collections.abc import Callable
@@ -49,10 +49,10 @@ def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     elif fmt == E4M3FN:
         wide = round_values(wide, FLOAT16, UNCLAMPED)
     elif fmt == E5M2:
-        # The core keeps the sign, the exponent and the upper two mantissa bits of a NaN; where
-        # these two are 0, what is left is the pattern of an infinity.
-        kept = _float(_with_payloads(x, wide) & np.uint32(0xFFE00000))
-        wide = jnp.where(wide == wide, _to_float16(wide), kept)
+        # The core keeps the sign, the exponent and the upper two mantissa bits of a NaN. If these
+        # two are 0, the result is an infinity.
+        rounded = _float(_with_payloads(x, wide) & np.uint32(0xFFE00000))
+        wide = jnp.where(wide == wide, _to_float16(wide), rounded)
     return to_stored(wide, fmt, UNCLAMPED)
 
 
@@ -69,7 +69,7 @@ def fake_convert(
     p = p if z is None else rounded(p - z)
     h = p if data.dtype == jnp.float16 else _to_float16(p)
     q = round_values(h, E5M2) if fmt == E5M2 else _to_f8e4m3(h, _nan_is_negative(x, s, z))
-    # Without a shift the core adds zeros: -0 becomes 0. Not q + 0, which XLA may leave out.
+    # Without a shift the core adds zeros, so -0 becomes 0. XLA may remove q + 0, so select.
     q = jnp.where(q == 0, jnp.zeros_like(q), q) if z is None else rounded(q + z)
     return rounded(quotient(q, s)).astype(data.dtype)
 

@@ -148,13 +148,13 @@ def loss_scale(state: Any) -> jax.Array:
       Array(65536., dtype=float32)
     """
     nodes = jax.tree.leaves(state, is_leaf=_is_scaler)
-    found = [node for node in nodes if _is_scaler(node)]
-    if len(found) != 1:
+    scalers = [node for node in nodes if _is_scaler(node)]
+    if len(scalers) != 1:
         raise ValueError(
-            f"loss_scale: the state holds {len(found)} states of dynamic_loss_scale, expected one: "
-            "put dynamic_loss_scale(...) around the whole optimizer"
+            f"loss_scale: the state holds {len(scalers)} states of dynamic_loss_scale, expected "
+            "one: put dynamic_loss_scale(...) around the whole optimizer"
         )
-    (scale,) = jax.tree.leaves(found[0].scale)  # inside a Variable where Flax keeps the state
+    (scale,) = jax.tree.leaves(scalers[0].scale)  # inside a Variable where Flax keeps the state
     return scale
 
 

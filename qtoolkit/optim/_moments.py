@@ -13,7 +13,6 @@ from qtoolkit.casts.internal import FLOATS, leaf_path
 from qtoolkit.formats import (
     BlockFormat,
     FloatFormat,
-    Format,
     IntFormat,
     Rules,
     Specials,
@@ -76,8 +75,8 @@ class SecondMoment:
     spec: SpecLike
 
     def __post_init__(self) -> None:
-        found = unsigned(block_format("SecondMoment", self.spec))
-        object.__setattr__(self, "spec", found)
+        arrays = unsigned(block_format("SecondMoment", self.spec))
+        object.__setattr__(self, "spec", arrays)
 
 
 MomentLike: TypeAlias = SpecLike | SecondMoment
@@ -98,18 +97,15 @@ def block_format(where: str, of: SpecLike) -> BlockFormat:
             f"{where}: {element.name} has {element.bits} bits, expected at most {_MAX_BITS}, "
             "e.g. 'e4m3fn'; None in Rules leaves an array as it is"
         )
-    if not _has_zero(element):
+    has_zero = isinstance(element, IntFormat) or (
+        0 in element.finite if isinstance(element, TableFormat) else element.has_zero
+    )
+    if not has_zero:
         raise ValueError(
             f"{where}: {element.name} has no zero, with which every moment begins; expected a "
             "format that has one, e.g. 'e4m3fn'"
         )
     return fmt
-
-
-def _has_zero(element: Format) -> bool:
-    if isinstance(element, TableFormat):
-        return 0 in element.finite
-    return isinstance(element, IntFormat) or element.has_zero
 
 
 def unsigned(fmt: BlockFormat) -> BlockFormat:
@@ -134,7 +130,7 @@ def unsigned(fmt: BlockFormat) -> BlockFormat:
 
 
 class Leaf(NamedTuple):
-    """An array of an optimizer's state: where it is, and which of the kinds above it is."""
+    """An array of an optimizer's state, with its path and its kind, see above."""
 
     path: str
     value: Any
@@ -142,7 +138,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(state: Any) -> list[Leaf]:
-    """The leaves of a state in the order of `jax.tree.leaves`, quantized arrays being leaves."""
+    """The leaves of a state in the order of `jax.tree.leaves`; a `QArray` is one leaf."""
     return list(_leaves(state, (), None))
 
 
@@ -166,7 +162,7 @@ def _is_named_tuple(node: Any) -> bool:
 
 
 def checked_rules(of: MomentLike | Rules[Any]) -> Rules[Any]:
-    """What `quantize_state` was asked for, as rules whose values are block formats."""
+    """The argument of `quantize_state` as rules whose values are block formats."""
     if isinstance(of, Rules):
         return of.map(_checked)
     if isinstance(of, SecondMoment):
@@ -191,11 +187,11 @@ def _checked(value: MomentLike) -> BlockFormat | SecondMoment:
 
 
 def formats(state: Any, rules: Rules[Any], min_size: int) -> list[BlockFormat | None]:
-    """For each of `leaves(state)` the blocks it is cut into, None where it stays as it is."""
-    found = leaves(state)
-    floats = [leaf for leaf in found if is_float(leaf.value)]
+    """The format of each of `leaves(state)`; None for leaves that stay unquantized."""
+    arrays = leaves(state)
+    floats = [leaf for leaf in arrays if is_float(leaf.value)]
     rules.check_used("quantize_state", [leaf.path for leaf in floats])
-    return [_format(leaf, rules, min_size) if is_float(leaf.value) else None for leaf in found]
+    return [_format(leaf, rules, min_size) if is_float(leaf.value) else None for leaf in arrays]
 
 
 def is_float(value: Any) -> bool:
@@ -219,11 +215,11 @@ def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
 
 
 def _fitted(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
-    """`fmt` with blocks that fit an array of this shape. The result depends on no mesh.
+    """`fmt` with blocks that fit an array of this shape, whatever its mesh.
 
-    Blocks of a given number of elements run along the last axis, and over the axes before it where
-    that is short: of [4096, 3] blocks of 128 are [42, 3]. Axes that are no multiple of a block are
-    cut evenly: 300 into three times 100.
+    Blocks run along the last axis, and also along the axes before it if that is short: blocks of
+    128 elements in an array of shape [4096, 3] are [42, 3]. Axes that are no multiple of a block
+    are cut evenly: 300 into three times 100.
     """
     if fmt.axes is not None or None in fmt.block or fmt.block == ():
         fmt.block_lengths(shape)  # raises where they do not fit

@@ -102,47 +102,47 @@ def quantize_state(
             )
         words, step = jnp.uint32(seed), jnp.uint32(0)
         cut = formats(inner, rules, min_size)
-        # To nearest: zeros, or constants, that every block holds; half the time to compile.
+        # To nearest, which compiles in half the time: initial moments are constants, and exact.
         return QuantizedState(words, step, _with_moments(inner, cut, "nearest_even", words, step))
 
     def update(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
-        kept = leaves(state.inner)
-        is_narrow = any(_is_narrow(leaf.value) for leaf in kept)
-        given, params = _unboxed(updates), _unboxed(params)
-        wide = _like(state.inner, [_number(leaf.value) for leaf in kept])
-        # Moments are given in float32. Where the transform holds them in fewer bits, all else that
-        # it is given is float32, too: of two branches of `lax.cond` one may return a moment or an
-        # update and the other zeros like a gradient, and both must have one dtype.
-        operands = given, wide, params
+        old = leaves(state.inner)
+        is_narrow = any(
+            isinstance(leaf.value, QArray) and leaf.value.dtype != jnp.float32 for leaf in old
+        )
+        unboxed, params = _unboxed(updates), _unboxed(params)
+        wide = _like(state.inner, [_number(leaf.value) for leaf in old])
+        # The transform gets moments in float32. If its own moments have fewer bits, it gets all
+        # other arrays in float32, too: of two branches of `lax.cond` one may return a moment and
+        # the other zeros like a gradient, and both must have one dtype.
+        operands = unboxed, wide, params
         if is_narrow:
             operands = jax.tree.map(lambda x: exact_float32(x) if is_float(x) else x, operands)
-        found, inner = extended.update(*operands, **extra)
+        changes, inner = extended.update(*operands, **extra)
         if is_narrow:
-            declared = _like(state.inner, [_declared(leaf.value) for leaf in kept])
-            of = jax.eval_shape(lambda *a: extended.update(*a, **extra), given, declared, params)
-            found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, of[0])
+            declared = _like(state.inner, [_declared(leaf.value) for leaf in old])
+            of = jax.eval_shape(lambda *a: extended.update(*a, **extra), unboxed, declared, params)
+            changes = jax.tree.map(lambda x, like: x.astype(like.dtype), changes, of[0])
         # Into the boxes again. `optax.lookahead` gives pairs, which no gradient is.
         boxes: Any = jax.tree.structure(updates)
-        numbers = jax.tree.leaves(found)
+        numbers = jax.tree.leaves(changes)
         if boxes.num_leaves == len(numbers):
-            found = jax.tree.unflatten(boxes, numbers)
-        cut = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in kept]
+            changes = jax.tree.unflatten(boxes, numbers)
+        specs = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in old]
         step = state.step + jnp.uint32(1)
-        dtypes = [getattr(leaf.value, "dtype", None) for leaf in kept]
-        stored = _with_moments(inner, cut, rounding, state.seed, step, dtypes)
-        return found, QuantizedState(state.seed, step, stored)
+        dtypes = [getattr(leaf.value, "dtype", None) for leaf in old]
+        stored = _with_moments(inner, specs, rounding, state.seed, step, dtypes)
+        return changes, QuantizedState(state.seed, step, stored)
 
     return GradientTransformationExtraArgs(init, update)
 
 
 def _unboxed(tree: Any) -> Any:
-    """`tree` with arrays in place of the Variables of `nnx`, each a box that holds one array.
-
-    `nnx.Optimizer` takes the boxes off for an update but not for `init`, and would keep the parts
-    of a QArray in one that was in a box.
-    """
+    """Replace the Variables of `nnx`, boxes of one array each, by their arrays."""
+    # `nnx.Optimizer` removes the boxes before an update but not before `init`, and would put all
+    # parts of a QArray into one box.
 
     def is_box(node: Any) -> bool:
         return hasattr(node, "get_value")
@@ -167,19 +167,19 @@ def _with_moments(
     """A state with its moments quantized.
 
     Args:
-      cut: For each leaf the format to which it is quantized; None: it stays as it is.
+      cut: For each leaf the format to which it is quantized; None for leaves that stay unquantized.
       seed, step: They determine the random bits, together with the path of each leaf.
       dtypes: The dtypes of the state before the update, e.g. bfloat16: the `QArray`s keep them, and
         other floats are rounded to them. None: the dtypes of the leaves.
     """
-    found = leaves(state)
-    if len(found) != len(cut):
+    new = leaves(state)
+    if len(new) != len(cut):
         raise ValueError(
-            f"quantize_state: the state of the transform has {len(found)} arrays after its update, "
+            f"quantize_state: the state of the transform has {len(new)} arrays after its update, "
             f"expected the {len(cut)} of its init"
         )
     values = []
-    for (path, x, _), fmt, dtype in zip(found, cut, dtypes or [None] * len(cut), strict=True):
+    for (path, x, _), fmt, dtype in zip(new, cut, dtypes or [None] * len(cut), strict=True):
         if fmt is not None:
             is_random = isinstance(rounding, Stochastic)
             key = key_words(seed, step, path) if is_random else None
@@ -193,42 +193,33 @@ def _with_moments(
 def _quantized(
     x: jax.Array, fmt: BlockFormat, rounding: str | Stochastic, key: jax.Array | None, dtype: Any
 ) -> QArray:
-    """A moment as codes and scales; of a second moment, by an unsigned format, its root.
-
-    An infinity is stored as NaN: saturated, it would come back as a finite number, and nothing
-    would say that the moment overflowed. A positive second moment never becomes 0, by which the
-    update would divide.
-    """
+    """A moment as codes and scales. Of a second moment, in an unsigned format, the square root."""
+    # An infinity is stored as NaN. If it saturated, the overflow of the moment would go unnoticed.
+    # A positive second moment never becomes 0, because the update divides by it.
     wide = exact_float32(x)
     wide = jnp.where(jnp.isfinite(wide), wide, np.float32(np.nan))
     is_second = not fmt.element.signed
     if is_second:
         wide = jnp.sqrt(wide)  # NaN of a negative number
-    kept = quantize(wide, fmt, rounding=rounding, key=key)
-    codes = kept.codes
+    q = quantize(wide, fmt, rounding=rounding, key=key)
+    codes = q.codes
     if is_second:  # code 1 is the smallest positive value
         codes = jnp.where((codes == 0) & (wide > 0), np.ones((), codes.dtype), codes)
-    return QArray(codes, kept.scale, fmt, kept.tensor_scale, None, dtype, kept.lengths)
+    return QArray(codes, q.scale, fmt, q.tensor_scale, None, dtype, q.lengths)
 
 
 def _number(value: Any) -> Any:
-    """A leaf of the state as numbers: a `QArray` is dequantized to float32.
-
-    Not to the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step would be rounded
-    back to where it was, before it could be rounded stochastically.
-    """
+    """A leaf of the state as numbers: a `QArray` is dequantized to float32."""
+    # Not to the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step would be
+    # rounded back to its old value, before it could be rounded stochastically.
     if not isinstance(value, QArray):
         return value
     x = value.dequantize(jnp.float32)
     return x if value.spec.element.signed else x * x
 
 
-def _is_narrow(value: Any) -> bool:
-    return isinstance(value, QArray) and value.dtype != jnp.float32
-
-
 def _declared(value: Any) -> Any:
-    """Shape and dtype of what the transform itself would hold where the state has a `QArray`."""
+    """Shape and dtype of the transform's own array in place of a `QArray`."""
     is_stored = isinstance(value, QArray)
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_stored else value
 

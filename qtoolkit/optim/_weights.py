@@ -1,4 +1,4 @@
-"""Weights of few bits: rounded stochastically, or beside float32 copies in the state."""
+"""Weights of few bits: rounded stochastically, or with float32 copies in the state."""
 
 from typing import Any, NamedTuple
 
@@ -39,8 +39,8 @@ def stochastic_round_updates(
 
     `optax.apply_updates(params, updates)` gives `round_to_format(p + u, fmt,
     rounding="stochastic")` bit for bit, where u is the update in float32 and p + u their float32
-    sum: the difference to p is exact, or so small beside the result that it rounds to it. Numbers
-    below 2**-126, which XLA's addition flushes, are 0. Infinities and NaN stay what they are.
+    sum: the difference to p is exact, or so small that it rounds away. Numbers below 2**-126, which
+    XLA's addition flushes, are 0. Infinities and NaN stay unchanged.
 
     Args:
       fmt: What weights are rounded to, a format or any spelling of one that their dtype holds: with
@@ -83,14 +83,14 @@ def stochastic_round_updates(
         step = state.step + jnp.uint32(1)
 
         def rounded(path: Any, u: jax.Array, p: jax.Array) -> jax.Array:
-            found = _target(where, path, p, target)
-            if found is None:
+            param_fmt = _target(where, path, p, target)
+            if param_fmt is None:
                 return u
             old = exact_float32(p)
             new = old + exact_float32(u.astype(jnp.float32) if u.dtype not in FLOATS else u)
             key = key_words(state.seed, step, leaf_path(path))
-            drawn = round_to_format(new, found, rounding="stochastic", key=key)
-            return _difference(jnp.where(jnp.isfinite(new), drawn, new), old)
+            weight = round_to_format(new, param_fmt, rounding="stochastic", key=key)
+            return _difference(jnp.where(jnp.isfinite(new), weight, new), old)
 
         updates = jax.tree.map_with_path(rounded, updates, params)
         return updates, StochasticRoundState(state.seed, step)

@@ -78,7 +78,7 @@ def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title
 
 def _figure(width: float, height: float, panels: int = 1):  # type: ignore[no-untyped-def]
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # no window system, and pyplot's global state stays as it is
+    FigureCanvasAgg(figure)  # no window system, and no global state of pyplot
     ratios = [2, *[1] * (panels - 1)]
     column = figure.subplots(panels, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     for axes in column:

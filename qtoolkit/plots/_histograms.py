@@ -45,8 +45,8 @@ def code_histogram(x: ArrayLike, spec: SpecLike, *, axes: Any = None, **how: Any
             f"code_histogram: {spec.name} has elements of {spec.element.bits} bits, expected at "
             "most 8"
         )
-    found = metrics(x, spec, **how)
-    counts = np.asarray(found.histogram, np.float64)
+    errors = metrics(x, spec, **how)
+    counts = np.asarray(errors.histogram, np.float64)
     percent = 100 * counts / counts.sum()
     values = spec.element.values()
     codes = np.lexsort((~np.signbit(values), values))  # -0 before 0
@@ -70,8 +70,8 @@ def code_histogram(x: ArrayLike, spec: SpecLike, *, axes: Any = None, **how: Any
     axes.set_xlabel(f"value of the code, {spec.element.name}")
     axes.set_ylabel("% of elements")
     axes.set_title(
-        f"{spec.name}: {100 * float(found.saturated):.3g} % saturated, "
-        f"{100 * float(found.flushed):.3g} % became zero, SQNR {float(found.sqnr_db):.1f} dB",
+        f"{spec.name}: {100 * float(errors.saturated):.3g} % saturated, "
+        f"{100 * float(errors.flushed):.3g} % became zero, SQNR {float(errors.sqnr_db):.1f} dB",
         fontsize=10,
     )
     return axes

@@ -52,8 +52,8 @@ def numerics_map(numerics: Any, path: str | PathLike[str]) -> None:
         layout="constrained",
     )
     FigureCanvasAgg(figure)
-    drawn = zip(figure.subplots(1, 3, sharey=True), panels, norms, strict=True)
-    for place, (axes, (title, colours, value), norm) in enumerate(drawn):
+    subplots = zip(figure.subplots(1, 3, sharey=True), panels, norms, strict=True)
+    for place, (axes, (title, colours, value), norm) in enumerate(subplots):
         cells = np.full((len(layers), len(columns)), np.nan)
         for row in rows:
             if float(row.tally.uses):
@@ -77,12 +77,12 @@ def _draw(figure: Figure, axes: Any, cells: np.ndarray, colours: str, norm: Any)
             red, green, blue, _ = image.cmap(norm(finite[i, j]))
             is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
             axes.text(
-                j, i, _shown(value), ha="center", va="center", fontsize=7,
+                j, i, _cell(value), ha="center", va="center", fontsize=7,
                 color="white" if is_dark else "black",
             )  # fmt: skip
 
 
-def _shown(value: float) -> str:
+def _cell(value: float) -> str:
     return f"{value:.1f}" if math.isinf(value) or value >= 10 else f"{value:.2g}"
 
 

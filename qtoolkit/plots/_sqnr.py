@@ -30,17 +30,17 @@ def sqnr_by_tensor(decibels: Mapping[str, float], *, axes: Any = None) -> Any:
     """
     if not decibels:
         raise ValueError("sqnr_by_tensor: no tensors, expected one or more")
-    kept = set(sorted(decibels, key=lambda name: decibels[name])[:_MOST])
-    drawn = {name: value for name, value in decibels.items() if name in kept}
+    lowest = set(sorted(decibels, key=lambda name: decibels[name])[:_MOST])
+    points = {name: value for name, value in decibels.items() if name in lowest}
     if axes is None:
-        _, (axes,) = _figure(8.0, 1.4 + 0.22 * len(drawn))
-    places = list(range(len(drawn)))
-    axes.plot(list(drawn.values()), places, "o", color=_STYLES[0][0], markersize=4.5)
-    axes.set_yticks(places, [_short(name) for name in drawn], fontsize=7)
-    axes.set_ylim(len(drawn) - 0.5, -0.5)  # the first one on top
+        _, (axes,) = _figure(8.0, 1.4 + 0.22 * len(points))
+    places = list(range(len(points)))
+    axes.plot(list(points.values()), places, "o", color=_STYLES[0][0], markersize=4.5)
+    axes.set_yticks(places, [_short(name) for name in points], fontsize=7)
+    axes.set_ylim(len(points) - 0.5, -0.5)  # the first one on top
     axes.set_xlabel("SQNR in dB")
-    left_out = len(decibels) - len(drawn)
-    axes.set_title(f"The {len(drawn)} lowest of {len(decibels)} tensors" if left_out else "")
+    rest = len(decibels) - len(points)
+    axes.set_title(f"The {len(points)} lowest of {len(decibels)} tensors" if rest else "")
     return axes
 
 

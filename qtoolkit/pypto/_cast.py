@@ -259,22 +259,22 @@ def _formats(
     target = _format_of(dtype)
     if target is None:
         is_text = isinstance(dtype, str)
-        shown = f"dtype={dtype!r}" if is_text else f"dtype has type {type(dtype).__name__}"
+        got_dtype = f"dtype={dtype!r}" if is_text else f"dtype has type {type(dtype).__name__}"
         raise (ValueError if is_text else TypeError)(
-            f"{_WHERE}: {shown}, expected from {NAMES[source]} one of {_listed(pairs[source])}, or "
-            "another spelling of one of them"
+            f"{_WHERE}: {got_dtype}, expected from {NAMES[source]} one of "
+            f"{_listed(pairs[source])}, or another spelling of one of them"
         )
     if target == source or target in pairs[source]:
         return source, target
-    known = not extended and target in EXTENDED_PAIRS[source]
+    has_pair = not extended and target in EXTENDED_PAIRS[source]
     raise TypeError(
         f"{_WHERE}: no cast from {NAMES[source]} to {NAMES.get(target, target.name)}; from "
-        f"{NAMES[source]}, expected one of {_listed(pairs[source])}" + _more(known)
+        f"{NAMES[source]}, expected one of {_listed(pairs[source])}" + _more(has_pair)
     )
 
 
-def _more(known: bool) -> str:
-    return "; extended=True takes it" if known else ""
+def _more(has_pair: bool) -> str:
+    return "; extended=True takes it" if has_pair else ""
 
 
 def _listed(formats: Any) -> str:

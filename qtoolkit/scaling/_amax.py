@@ -12,7 +12,7 @@ from qtoolkit.scaling._blocks import magnitude_max
 
 
 def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
-    """The largest finite |x|: infinities and NaNs are left out.
+    """The largest finite |x|. Infinities and NaNs do not count.
 
     Args:
       x: float32, float16 or bfloat16, any shape; empty ones have amax 0. Subnormals count.
@@ -36,8 +36,8 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
     """
     x = lax.stop_gradient(check_differentiable("amax", x, wide=False))
     axes = check_axes("amax", axis, x.ndim)
-    found = magnitude_max(x, tuple(range(x.ndim)) if axes is None else axes, nan_wins=False)
-    return exact_float32(found.reshape(()) if axes is None else found)
+    magnitude = magnitude_max(x, tuple(range(x.ndim)) if axes is None else axes, nan_wins=False)
+    return exact_float32(magnitude.reshape(()) if axes is None else magnitude)
 
 
 def check_axes(where: str, axis: Any, ndim: int) -> tuple[int, ...] | None:

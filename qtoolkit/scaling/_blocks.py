@@ -20,7 +20,7 @@ from qtoolkit.casts.internal import (
 )
 
 _STAGE = 32  # XLA for CPUs fuses a reduction of at most so many elements with their computation
-_VECTOR = 8  # neighbours that should remain beside each other, so that the loop is vectorized
+_VECTOR = 8  # neighbours that must stay adjacent, so that the loop is vectorized
 _SMALL = 2**20  # elements that one core reduces about as fast as two
 
 
@@ -145,17 +145,17 @@ def check_shards(where: str, x: jax.Array, axis: int, length: int) -> None:
         return
     names = _names(sharded[axis])
     other = _roomy_axis(x, axis, length)
-    moved = [None if place == axis else entry for place, entry in enumerate(sharded)]
+    new_spec = [None if place == axis else entry for place, entry in enumerate(sharded)]
     if other is None:
         advice = f"keep the axis whole, as no other one holds whole blocks in {shards} shards"
     else:
         both = (*_names(sharded[other]), *names)
-        moved[other] = both if len(both) > 1 else both[0]
+        new_spec[other] = both if len(both) > 1 else both[0]
         advice = f"move {' and '.join(map(repr, names))} to axis {other}"
     raise TornBlocksError(
         f"{where}: axis {axis} has {n} elements in {shards} shards over mesh axes {names}, "
         f"expected whole blocks of {length} in each, got {n / shards / length:g}; {advice}: x of "
-        f"shape {x.shape} becomes jax.sharding.reshard(x, P({', '.join(map(repr, moved))})); or "
+        f"shape {x.shape} becomes jax.sharding.reshard(x, P({', '.join(map(repr, new_spec))})); or "
         f"make the axis {-(-n // (shards * length)) * shards * length} long, or use an Auto mesh"
     )
 
@@ -254,14 +254,11 @@ def _finite(view: jax.Array, nan_wins: bool) -> jax.Array:
 
 
 def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.Array:
-    """The maximum over `axes`, in two steps with a barrier between them.
-
-    XLA for CPUs fuses the computation of the elements into a short reduction, over axes of at most
-    `_STAGE` elements; before a long one it writes them to memory. So the first step is short. If
-    the second step is short, too, XLA fuses both to one loop over columns on one core. That
-    compiles in half the time and is as fast for small arrays; for others the second step is made
-    long.
-    """
+    """The maximum over `axes`, in two steps with a barrier between them."""
+    # XLA for CPUs fuses the computation of the elements into a reduction over at most `_STAGE`
+    # elements; before a longer one it writes the elements to memory. So the first step is short. If
+    # the second step is short, too, XLA fuses both into one loop over columns on one core, which
+    # compiles in half the time and is as fast for small arrays. For others the second step is long.
     if not axes:
         return x
     shape = tuple(1 if axis in axes else n for axis, n in enumerate(x.shape))

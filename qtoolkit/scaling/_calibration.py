@@ -65,7 +65,7 @@ class AbsMax(Observer):
         fields = start("AbsMax.of", spec, shape, zero_point=False)
         return cls(**fields, magnitude=jnp.zeros(fields["shape"], jnp.uint32))
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         return from_bits(self.magnitude)
 
     def _after_summary(self, amax: Array, counts: Array | None) -> Self:
@@ -121,7 +121,7 @@ class MovingAverage(Observer):
         total, weight = (jnp.zeros(s, jnp.float32) for s in (fields["shape"], ()))
         return cls(**fields, decay=float(decay), total=total, weight=weight)
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         weight = jnp.where(self.weight > 0, self.weight, jnp.ones_like(self.weight))
         average = quotient(self.total, jnp.broadcast_to(weight, self.total.shape))
         return jnp.minimum(average, _LARGEST)
@@ -174,7 +174,7 @@ class MinMax(Observer):
         below, above = (jnp.zeros(fields["shape"], jnp.uint32) for _ in range(2))
         return cls(**fields, below=below, above=above)
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         return from_bits(jnp.maximum(self.below, self.above))
 
     def range(self) -> tuple[Array, Array]:

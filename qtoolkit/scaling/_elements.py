@@ -1,11 +1,11 @@
 """What is computed for the elements of blocks, and how the scale of its block is applied to each.
 
-A computation takes elements, a format and two functions, `divide` and `multiply`, that apply the
-scales. `of_elements` makes it one elementwise operation, by the way that suits the scales.
+A computation takes elements, a block format, and an object that divides and multiplies by the
+scales. `of_elements` makes it one elementwise operation, with the object that suits the scales.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import (
+    MODES,
     codes_from_dtype,
     codes_of,
     elementwise,
@@ -54,17 +55,16 @@ from qtoolkit.scaling._scales import (
 )
 
 Array = jax.Array
-Map = Callable[[Array], Array]
 Made = TypeVar("Made")  # an array or several
 # Integers are rounded to this format before the zero point is added: the sum fits as well.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
 # Roundings that do not make every tiny number 0: toward_positive rounds 2**-140 up to 2**-9, the
 # least value of E4M3FN.
-_DIRECTED = ("toward_positive", "toward_negative", "to_odd")
+_DIRECTED = tuple(name for name, mode in MODES.items() if mode.below_middle != "never")
 
 
 class Scales(NamedTuple):
-    """What a block format stores beside codes; None for what the format does not have.
+    """The arrays that a block format stores with its codes; None for those that it does not have.
 
     Attributes:
       scale: One for each block, as stored: the dtype of the scale format, or its codes.
@@ -80,7 +80,7 @@ class Scales(NamedTuple):
 def element_codes(
     u: Array, spec: BlockFormat, projection: Projection, zero_point: Array | None
 ) -> Array:
-    """The codes of scaled values, as `element.code_dtype`; the projection is drawn for them."""
+    """The codes of scaled values, as `element.code_dtype`."""
     element = spec.element
     if zero_point is not None:
         return codes_of(_with_zero_point(u, spec, projection, zero_point), element)
@@ -96,8 +96,8 @@ def element_values(
 ) -> Array:
     """The values of those codes, float32, less the zero point."""
     if zero_point is not None:
-        moved = _with_zero_point(u, spec, projection, zero_point)
-        return moved - zero_point.astype(jnp.float32)
+        integers = _with_zero_point(u, spec, projection, zero_point)
+        return integers - zero_point.astype(jnp.float32)
     q = round_values(u, spec.element, projection)
     if not spec.narrow_range:
         return q
@@ -110,17 +110,17 @@ def _with_zero_point(
     """Rounded to integers, moved by the zero point, clamped to the element format."""
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
     clamping = Projection(projection.rounding, "finite", projection.draw)
-    moved = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(u.dtype)
-    return jnp.clip(moved, u.dtype.type(first), u.dtype.type(last))
+    integers = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(u.dtype)
+    return jnp.clip(integers, u.dtype.type(first), u.dtype.type(last))
 
 
 class Elements(NamedTuple):
-    """Arrays in the shape of the view of blocks, or, the zero point, in one that broadcasts to it.
+    """The elements of blocks, and what is computed from them.
 
     Attributes:
-      view: The numbers, or their codes.
-      projection: The projection; a stochastic one with random bits for each element.
-      zero_point: int32, or None.
+      view: Numbers or codes, in the shape of the view of blocks.
+      projection: If it is stochastic, it has random bits for each element.
+      zero_point: int32, in a shape that broadcasts to the view; or None.
       dtype: The dtype of the results.
     """
 
@@ -143,30 +143,39 @@ def elements_of(
     return Elements(view, projection, zero_point, np.dtype(dtype))
 
 
-# What is computed for elements. `divide` and `multiply` apply the scale of their block.
+class Scaling(Protocol):
+    """Applies to elements the scales of their blocks."""
+
+    def divide(self, x: Array) -> Array: ...
+
+    def multiply(self, q: Array) -> Array: ...
 
 
-def to_codes(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    return element_codes(_scaled(x, divide), spec, x.projection, x.zero_point)
+# What is computed for elements.
 
 
-def to_values(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    q = element_values(_scaled(x, divide), spec, x.projection, x.zero_point)
-    return _saturated(multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
+def to_codes(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    return element_codes(_scaled(x, scaling), spec, x.projection, x.zero_point)
 
 
-def to_operands(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    q, wide = element_values(_scaled(x, divide), spec, x.projection, None), exact_float32(x.view)
+def to_values(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    q = element_values(_scaled(x, scaling), spec, x.projection, x.zero_point)
+    return _saturated(scaling.multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
+
+
+def to_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    q, wide = element_values(_scaled(x, scaling), spec, x.projection, None), exact_float32(x.view)
     return jnp.where(jnp.isfinite(wide), q, wide).astype(x.view.dtype)
 
 
 def never_overflows(spec: BlockFormat) -> bool:
-    """Whether no element that is divided by the scale of its own block is rounded to more than the
-    largest value of the format: to nearest, and by `unlimited_values`.
+    """Whether elements divided by the scale of their own block never overflow the format.
 
-    amax / (amax / 448), both quotients rounded, is at most 448 and two units of float32's last
-    place, which round to 448. So does what a power of two leaves that is `amax / 448` rounded up.
+    They are rounded to nearest, by `unlimited_values`.
     """
+    # A power of two that is `amax / 448` rounded up leaves at most 448. Otherwise amax / (amax /
+    # 448), with both quotients rounded, exceeds 448 by at most two units in float32's last place,
+    # which are rounded away.
     if spec.rule in ("rceil", "ceil") and has_normal_powers(spec):
         return True
     is_exact = spec.scale == FLOAT32 and spec.tensor_scale is None and not spec.element_exponent
@@ -174,26 +183,26 @@ def never_overflows(spec: BlockFormat) -> bool:
     return is_exact and is_finite and spec.rule == "amax" and has_unlimited_values(spec.element)
 
 
-def to_unlimited_operands(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+def to_unlimited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     assert isinstance(spec.element, FloatFormat)
-    return unlimited_values(_scaled(x, divide), spec.element).astype(x.view.dtype)
+    return unlimited_values(_scaled(x, scaling), spec.element).astype(x.view.dtype)
 
 
-def to_limited_operands(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+def to_limited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     assert isinstance(spec.element, FloatFormat)
     wide, largest = exact_float32(x.view), np.float32(float(spec.element.max_finite))
-    limited = lax.clamp(-largest, divide(wide), largest)
+    limited = lax.clamp(-largest, scaling.divide(wide), largest)
     limited = jnp.where(lax.is_finite(wide), limited, wide)
     return unlimited_values(limited, spec.element).astype(x.view.dtype)
 
 
-def to_unscaled(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+def to_unscaled(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     q = exact_float32(x.view)
-    y = multiply(q)
+    y = scaling.multiply(q)
     if may_overflow(spec, x.dtype):
         largest = np.float32(ml_dtypes.finfo(x.dtype).max)
         y = jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
-    return y.astype(x.dtype)  # exact: it does not matter whether XLA leaves the narrowing out
+    return y.astype(x.dtype)  # exact, so XLA may skip it
 
 
 def may_overflow(spec: BlockFormat, dtype: DTypeLike) -> bool:
@@ -208,28 +217,28 @@ def may_overflow(spec: BlockFormat, dtype: DTypeLike) -> bool:
 
 
 def to_scaled_and_unscaled(
-    views: tuple[Array, Array], spec: BlockFormat, divide: Map, multiply: Map
+    views: tuple[Array, Array], spec: BlockFormat, scaling: Scaling
 ) -> tuple[Array, Array]:
     x, q = views
-    return divide(exact_float32(x)), multiply(exact_float32(q))
+    return scaling.divide(exact_float32(x)), scaling.multiply(exact_float32(q))
 
 
-def to_unrounded(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    u = divide(widened(x.view))
+def to_unrounded(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    u = scaling.divide(widened(x.view))
     return u if x.zero_point is None else u + x.zero_point.astype(u.dtype)
 
 
-def to_dequantized(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+def to_dequantized(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     q = values_of(x.view, spec.element, jnp.float32)
     q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
-    return _saturated(multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
+    return _saturated(scaling.multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
 
 
 def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False) -> Array:
     """The products `y` of the elements `q` and their scales, rounded to `dtype`.
 
-    The last values of a block may lie beyond the largest number of its dtype: float16's 65,504 is
-    rounded to 4 * 2**14 in MXFP4. They become that number; only an infinite element is infinite.
+    They may overflow: 65,504, the largest float16 number, becomes 4 * 2**14 in MXFP4. Overflow
+    becomes the largest number of `dtype`, and only an infinite element is infinite.
     """
     rounded = in_dtype(y, dtype)
     overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would flush subnormals
@@ -239,20 +248,18 @@ def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False)
     return jnp.where(overflows, jnp.where(y > 0, largest, -largest), rounded)
 
 
-def _scaled(x: Elements, divide: Map) -> Array:
-    """Elements divided by their scales, ready to be rounded.
-
-    XLA may take a subnormal quotient for 0. Directed roundings must not: 1e-45 / 448, rounded
-    toward positive, is E4M3FN's least value, 2**-9.
-    """
+def _scaled(x: Elements, scaling: Scaling) -> Array:
+    """Elements divided by their scales, ready to be rounded."""
+    # XLA may read a subnormal quotient as 0. For directed roundings that would be wrong: 1e-45 /
+    # 448, rounded toward positive, is the least value of E4M3FN, 2**-9.
     wide = widened(x.view)
-    u = divide(wide)
-    may_vanish = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
-    return kept_from_zero(u, wide) if may_vanish else u
+    u = scaling.divide(wide)
+    is_directed = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
+    return kept_from_zero(u, wide) if is_directed else u
 
 
 def of_elements(
-    compute: Callable[[Any, BlockFormat, Map, Map], Made],
+    compute: Callable[[Any, BlockFormat, Scaling], Made],
     elements: Any,
     spec: BlockFormat,
     scales: Scales,
@@ -262,86 +269,111 @@ def of_elements(
     is_short: bool = False,
     is_own: bool = False,
 ) -> Made:
-    """`compute(elements, spec, divide, multiply)`, with functions that apply the blocks' scales.
+    """`compute(elements, spec, scaling)` as one elementwise operation.
 
-    It is one elementwise operation. If scales are powers of two, there are two ways to apply them:
-    one multiplication by 2**e, exact if no subnormal number occurs; or several operations that are
-    exact for subnormals, too. On CPUs a branch chooses. XLA writes to memory what enters and leaves
-    a branch, so `compute` takes the elements in their own dtype and returns the result's: with
-    float32 on both sides MXFP8 of bfloat16 took 4.7 times as long. Products use only the second way
-    (`is_short`): with both, an MXFP8 product with its derivatives compiled in 2.5 s instead of
-    1.2 s (d = 64, two cores) and ran no faster.
+    There are two ways to apply scales that are powers of two: one multiplication by 2**e, exact if
+    no subnormal number occurs; or several operations that are exact for subnormals, too. On CPUs a
+    branch chooses.
 
     Args:
       elements: A pytree of arrays in the shape of the view.
       nonzero: As from `find_scales`: scales of blocks of zeros need not be exact.
-      is_short: Whether a short program matters more than a fast one.
-      is_own: Whether the scales were made from these elements, whose subnormal numbers do not
+      is_short: Whether a short program matters more than a fast one; it uses the second way. With
+        both, an MXFP8 product with its derivatives compiled in 2.5 s instead of 1.2 s (d = 64, two
+        cores) and ran no faster.
+      is_own: Whether the scales were made from these elements, whose subnormal numbers then do not
         matter.
     """
+    # XLA writes to memory what enters and leaves a branch. So `compute` takes the elements in their
+    # own dtype and returns the dtype of the result: with float32 on both sides MXFP8 of bfloat16
+    # took 4.7 times as long.
 
-    def by(way: Callable[..., Made], *factors: Array) -> Made:
-        factors = tuple(factor.reshape(()) if is_one(factor) else factor for factor in factors)
-        return way(compute, elements, spec, *factors)
+    def by(scaling: Scaling) -> Made:
+        scaling = jax.tree.map(lambda x: x.reshape(()) if is_one(x) else x, scaling)
+        return _computed(compute, elements, spec, scaling)
 
     if scales.scale is None:
-        return by(_unchanged)
+        return by(_Unscaled())
     if not spec.has_powers:
         scale = effective(scales.scale, scales.tensor_scale, spec, is_own=is_own)
-        return by(_by_scale, blocks.spread(scale))
+        digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2  # type: ignore[union-attr]
+        is_exact = not spec.tensor_scale and digits <= 24
+        return by((_ByExactScale if is_exact else _ByScale)(blocks.spread(scale)))
     if is_own and has_normal_powers(spec):
-        return by(_by_e8m0, codes_from_dtype(blocks.spread(scales.scale), E8M0FNU))
+        return by(_ByE8M0(codes_from_dtype(blocks.spread(scales.scale), E8M0FNU)))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
     if is_short or is_sharded(jax.tree.leaves(elements)[0]):
-        return by(_by_exponent, exponent, is_nan)
+        return by(_ByExponent(exponent, is_nan))
     down, up = factors(exponent, is_nan)
     safe = are_safe(exponent, spec) | is_nan
     all_safe = jnp.all(safe if nonzero is None else safe | ~nonzero)
     return lax.cond(
         on_cpu() & all_safe,
-        lambda: by(_by_factors, down, up),
-        lambda: by(_by_exponent, exponent, is_nan),
+        lambda: by(_ByFactors(down, up)),
+        lambda: by(_ByExponent(exponent, is_nan)),
     )
 
 
 @elementwise
-def _unchanged(compute: Any, elements: Any, spec: BlockFormat) -> Any:
-    return compute(elements, spec, lambda x: x, lambda q: q)
+def _computed(compute: Any, elements: Any, spec: BlockFormat, scaling: Scaling) -> Any:
+    return compute(elements, spec, scaling)
 
 
-@elementwise
-def _by_scale(compute: Any, elements: Any, spec: BlockFormat, scale: Array) -> Any:
-    assert spec.scale is not None
-    digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2
-    multiply = product if spec.tensor_scale or digits > 24 else lax.mul  # which is exact
-    return compute(
-        elements,
-        spec,
-        lambda x: quotient(x, scale.astype(x.dtype)),
-        lambda q: multiply(q, scale),
-    )
+class _Unscaled(NamedTuple):
+    def divide(self, x: Array) -> Array:
+        return x
+
+    def multiply(self, q: Array) -> Array:
+        return q
 
 
-@elementwise
-def _by_e8m0(compute: Any, elements: Any, spec: BlockFormat, codes: Array) -> Any:
-    return compute(elements, spec, lambda x: over_e8m0(x, codes), lambda q: times_e8m0(q, codes))
+class _ByScale(NamedTuple):
+    scale: Array
+
+    def divide(self, x: Array) -> Array:
+        return quotient(x, self.scale.astype(x.dtype))
+
+    def multiply(self, q: Array) -> Array:
+        return product(q, self.scale)
 
 
-@elementwise
-def _by_factors(compute: Any, elements: Any, spec: BlockFormat, down: Array, up: Array) -> Any:
-    return compute(elements, spec, lambda x: x * down.astype(x.dtype), lambda q: q * up)
+class _ByExactScale(_ByScale):
+    """Float32 holds the products: to contract them to an FMA changes nothing."""
+
+    def multiply(self, q: Array) -> Array:
+        return q * self.scale
 
 
-@elementwise
-def _by_exponent(
-    compute: Any, elements: Any, spec: BlockFormat, exponent: Array, is_nan: Array
-) -> Any:
-    return compute(
-        elements,
-        spec,
-        lambda x: times_from_subnormal(x, -exponent, is_nan),
-        lambda q: times_to_subnormal(q, exponent, is_nan),
-    )
+class _ByE8M0(NamedTuple):
+    codes: Array
+
+    def divide(self, x: Array) -> Array:
+        return over_e8m0(x, self.codes)
+
+    def multiply(self, q: Array) -> Array:
+        return times_e8m0(q, self.codes)
+
+
+class _ByFactors(NamedTuple):
+    down: Array
+    up: Array
+
+    def divide(self, x: Array) -> Array:
+        return x * self.down.astype(x.dtype)
+
+    def multiply(self, q: Array) -> Array:
+        return q * self.up
+
+
+class _ByExponent(NamedTuple):
+    exponent: Array
+    is_nan: Array
+
+    def divide(self, x: Array) -> Array:
+        return times_from_subnormal(x, -self.exponent, self.is_nan)
+
+    def multiply(self, q: Array) -> Array:
+        return times_to_subnormal(q, self.exponent, self.is_nan)
 
 
 def is_one(x: Array) -> bool:

@@ -87,11 +87,11 @@ def find_scales(
       nonzero: bool, one for each block, in a shape that broadcasts to the view. None if scales were
         given, or the format has no scales or has zero points.
     """
-    scales, largest = _found(x, spec, given, holds_nan=spec.element.has_nan)
+    scales, largest = _scales_and_largest(x, spec, given, holds_nan=spec.element.has_nan)
     return scales, None if largest is None else _above_zero(largest)
 
 
-def _found(
+def _scales_and_largest(
     x: Array, spec: BlockFormat, given: Scales, *, holds_nan: bool
 ) -> tuple[Scales, Array | None]:
     """`find_scales`, with the `largest_ordinal` of each block in place of `nonzero`.
@@ -102,7 +102,7 @@ def _found(
     if spec.scale is None or given.scale is not None:
         return given, None
     if x.dtype == jnp.float64:
-        # To odd for powers of two: an amax above 448, by however little, is still above it then.
+        # To odd for powers of two: an amax just above 448 must stay above it.
         x = in_float32(x, "to_odd" if spec.has_powers else "nearest_even")
     blocks = blocks_of(x, spec)
     view = blocks.split(x)
@@ -113,15 +113,18 @@ def _found(
     amax = exact_float32(from_magnitude_ordinal(largest, view.dtype))
     tensor_scale = given.tensor_scale
     if spec.tensor_scale is not None and tensor_scale is None:
-        found = _amax_of_all(largest, x.dtype) if holds_nan else _tensor_amax(x, amax)
-        tensor_scale = tensor_scale_from(found, spec)
+        if holds_nan:  # then no block has the amax NaN
+            all_of_x = exact_float32(from_magnitude_ordinal(_max_of_all(largest), x.dtype))
+        else:
+            all_of_x = _tensor_amax(x, amax)
+        tensor_scale = tensor_scale_from(all_of_x, spec)
     scale = best_scale(view, blocks.places, amax, spec, tensor_scale)
     return Scales(blocks.gather(scale), tensor_scale), largest
 
 
 @elementwise
 def in_float32(x: Array, rounding: Rounding = "nearest_even") -> Array:
-    """float64, or a narrower float, as float32; what is beyond float32 becomes its largest."""
+    """Floats as float32; float64 beyond the range of float32 saturates."""
     if x.dtype != jnp.float64:
         return exact_float32(x)
     return values_of(codes_of(x, FLOAT32, Projection(rounding, "propagate")), FLOAT32, jnp.float32)
@@ -159,17 +162,23 @@ def block_values(
     nonzero: Array | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Array:
-    """The values of those codes times their scales: as `dtype`, in the shape of `x`."""
+    """The codes of `block_codes`, dequantized to `dtype`."""
     blocks = blocks_of(x, spec)
     if spec.has_powers and nonzero is not None:
-        # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity there
-        # becomes 448 * 2**-127: such a block is not one of zeros.
+        # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity becomes
+        # 448 * 2**-127. So a block with an infinity does not count as zeros.
         if is_sharded(x):
             nonzero |= jnp.any(jnp.isinf(x))
         else:
-            # On a GPU always check: waiting for this condition takes longer than the check.
+            # On a GPU always check: waiting for this condition takes longer than the check. `False`
+            # is made from x, so that in `shard_map` it varies over the same mesh axes.
             need_not_look = on_cpu() & jnp.all(nonzero)
-            nonzero |= lax.cond(need_not_look, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
+            nonzero |= lax.cond(
+                need_not_look,
+                lambda x: jnp.zeros_like(x, dtype=bool, shape=()),
+                lambda x: jnp.any(jnp.isinf(x)),
+                x,
+            )
     elements = elements_of(x, blocks, projection, scales, dtype)
     return blocks.join(of_elements(to_values, elements, spec, scales, blocks, nonzero))
 
@@ -190,7 +199,7 @@ def operand_values(
       q: Shape and dtype of `x`.
       scales: As stored.
     """
-    scales, largest = _found(x, spec, given, holds_nan=True)
+    scales, largest = _scales_and_largest(x, spec, given, holds_nan=True)
     blocks = blocks_of(x, spec)
     is_own = given.scale is None and given.tensor_scale is None
     compute = to_operands
@@ -203,19 +212,20 @@ def operand_values(
             of_elements(compute, elements, spec, scales, blocks, is_short=True, is_own=is_own)
         )
 
-    # Without a scale nothing is divided. Sharded arrays must not enter a branch, see `is_sharded`.
-    # Operands by blocks are multiplied by their scales before the product, in the loop that rounds:
-    # nothing is read twice, and with a branch MXFP8 compiled in half again the time.
+    # A branch, see below, is of no use without a scale, because nothing is divided. Sharded arrays
+    # must not enter a branch, see `is_sharded`. Operands by blocks are multiplied by their scales
+    # before the product, in the loop that rounds, so nothing is read twice; with a branch MXFP8
+    # took 1.5 times as long to compile.
     if scales.scale is None or is_sharded(x) or spec.block:
         return everything(), scales
     if largest is None:
         largest = magnitude_ordinal(effective(scales.scale, scales.tensor_scale, spec))
-    # On CPUs the rounding stays inside of a branch, whose result XLA writes to memory once.
-    # Otherwise XLA would fuse the rounding into every product and every transposed copy that reads
-    # q, and so repeat it; the division, which it does not repeat, would go through memory. (A
-    # training step at d = 512 read and wrote 2.27 GB that way, 2.05 GB with a branch, 1.45 GB
-    # unrounded.) A barrier does not help, since XLA for CPUs removes it before it fuses. The
-    # other branch is taken only if all finite elements are zero, and gives the same result then.
+    # On CPUs the rounding stays inside a branch, because XLA writes the result of a branch to
+    # memory once. Otherwise XLA repeats the rounding in every product and every transposed copy
+    # that reads q, and writes the quotient, which it does not repeat, to memory. (A training step
+    # at d = 512 reads and writes 2.27 GB that way, 2.05 GB with a branch, 1.45 GB unquantized.) A
+    # barrier does not help, because XLA for CPUs removes it before it fuses. The other branch runs
+    # only if all finite elements are zero, and gives the same result then.
     is_zero_on_cpu = on_cpu() & (_max_of_all(largest) == 0)
     return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), everything), scales
 
@@ -246,10 +256,10 @@ def unscaled_values(
     *,
     is_own: bool = False,
 ) -> Array:
-    """`q * scale`, finite where q is: the largest number of `dtype` for overflow.
+    """`q * scale`, finite where q is: overflow becomes the largest number of `dtype`.
 
     Args:
-      dtype: Of the result, in which every other product is exact.
+      dtype: Of the result. It must hold every product that does not overflow.
       is_own: Whether q and scales are results of `operand_values`, which takes fewer operations.
         Subnormal numbers of float32 may be zero then.
     """
@@ -263,7 +273,7 @@ def unscaled_values(
 def scaled_and_unscaled(
     x: Array, q: Array, spec: BlockFormat, scales: Scales
 ) -> tuple[Array, Array]:
-    """`scaled_values` of `x` and `unscaled_values` of `q`, by one spreading of the scales."""
+    """`scaled_values` of `x` and `unscaled_values` of `q`; the scales are broadcast once."""
     blocks = blocks_of(x, spec)
     views = blocks.split(x), blocks.split(q)
     u, y = of_elements(to_scaled_and_unscaled, views, spec, scales, blocks, is_short=True)
@@ -291,11 +301,6 @@ def dequantized(
     return blocks.join(of_elements(to_dequantized, elements, spec, scales, blocks))
 
 
-def _nowhere(x: Array) -> Array:
-    # Made from x, so that in `shard_map` it varies over the same mesh axes as x.
-    return jnp.zeros_like(x, dtype=bool, shape=())
-
-
 def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
     """The least and the largest finite element of each block and zero; NaN where one is NaN."""
     finite = jnp.where(jnp.isfinite(view), view, np.float32(0))
@@ -305,19 +310,11 @@ def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
     return lowest, largest
 
 
-def _amax_of_all(largest: Array, dtype: DTypeLike) -> Array:
-    """The largest amax, a float32 scalar, from the `largest_ordinal` of blocks, none a NaN."""
-    return exact_float32(from_magnitude_ordinal(_max_of_all(largest), dtype))
-
-
 def _tensor_amax(x: Array, amax: Array) -> Array:
-    """The largest finite |x| of all, from the amaxes of blocks.
-
-    The amax of a block with a NaN is NaN, though its finite elements count here: then `x` is read
-    once more.
-    """
+    """The largest finite |x| of all, from the amaxes of blocks."""
+    # The amax of a block with a NaN is NaN, but its finite elements count here. So if there is one,
+    # `x` is read once more.
     poisoned = jnp.isnan(amax)
-
     if is_sharded(x):
         return largest_magnitude(x)
     within = lax.cond(

@@ -88,7 +88,7 @@ def cross_layer_factors(
     """Factors that give two layers in a row the same range in each channel between them.
 
     For y = f(x @ w1 + b) @ w2 with f(s * t) = s * f(t) for s > 0, as ReLU has it:
-    `w1, w2 = equalize(w1, w2, factors)`, and b / factors, leave y as it is.
+    `w1, w2 = equalize(w1, w2, factors)` together with b / factors does not change y.
 
     Args:
       w1: [..., channels], the weights that write the channels; float32, float16 or bfloat16.

@@ -95,11 +95,9 @@ def random_signs(key: jax.Array, block: int) -> jax.Array:
 
 @contextlib.contextmanager
 def computed_now() -> Iterator[None]:
-    """In this context JAX computes eagerly, even inside of a trace.
-
-    It also hides the mesh: inside of `jax.shard_map` under `jax.set_mesh` JAX would give even
-    constants a sharding over the axes of the `shard_map`, and could not compute them outside of it.
-    """
+    """Compute eagerly in this context, even inside a trace."""
+    # Without a mesh: inside `jax.shard_map` under `jax.set_mesh` JAX would shard even constants
+    # over the axes of the `shard_map`, and could not compute them outside of it.
     nowhere = jax.sharding.AbstractMesh((), ())
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(nowhere):
         yield
@@ -126,7 +124,7 @@ def _transformed_jvp(
 
 @dataclasses.dataclass(frozen=True)
 class _Transform:
-    """Its transpose is its inverse: a Hadamard matrix is symmetric, and here orthogonal."""
+    # Its transpose is its inverse, because the matrix is symmetric and orthogonal.
 
     block: int
     axis: int

@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from qtoolkit.casts.internal import (
+    bucket,
     codes_of,
     exact_float32,
     floor_log2,
-    magnitude_ordinal,
+    is_zero,
     power_of_two,
     quotient,
     round_values,
@@ -99,12 +100,9 @@ class Bins:
 
         0 for zeros; what lies above all edges, infinities and NaNs are in the last bin.
         """
-        magnitude = magnitude_ordinal(x)
-        place = ((magnitude - np.uint32(1)) >> np.uint32(self._shift)).astype(jnp.int32)
-        index = jnp.clip(
-            place - np.int32(self._place(self.lowest)) + np.int32(2), 1, self.count - 1
-        )
-        return jnp.where(magnitude == 0, np.int32(0), index)
+        place = bucket(x, self.mantissa_bits, upper=True).astype(jnp.int32)
+        first = np.int32(self._place(self.lowest) - 2)
+        return jnp.where(is_zero(x), np.int32(0), jnp.clip(place - first, 1, self.count - 1))
 
     @property
     def _shift(self) -> int:
@@ -183,8 +181,8 @@ class Percentile(Histogram):
 
     Attributes:
       spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
-      fraction: The fraction of the magnitudes. The number of those left out is exact to a relative
-        2**-20.
+      fraction: The fraction of the magnitudes. The number of magnitudes beyond amax is exact to a
+        relative 2**-20.
 
     Source: arXiv:2004.09602, section on calibration, "percentile".
 
@@ -222,11 +220,11 @@ class Percentile(Histogram):
             raise ValueError(f"Percentile.of: fraction={fraction}, expected 0 < fraction <= 1")
         return cls(**_start("Percentile.of", spec, shape, bins or Bins()), fraction=float(fraction))
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         counts = self.counts.astype(jnp.float32)  # sums are exact below 2**24
         from_here = lax.cumsum(counts, counts.ndim - 1, reverse=True)
         beyond = jnp.concatenate([from_here[..., 1:], jnp.zeros_like(counts[..., :1])], axis=-1)
-        # How many may lie beyond the edge; a little more, since all three numbers are rounded.
+        # How many may lie beyond the edge; slightly more, because all three numbers are rounded.
         allowed = from_here[..., :1] * np.float32((1 - self.fraction) * (1 + 2**-21))
         edge = jnp.asarray(self.bins.edges)[jnp.argmax(beyond <= allowed, axis=-1)]
         largest = self._range()
@@ -282,7 +280,7 @@ class MSE(Histogram):
         fields = _start("MSE.of", spec, shape, bins or Bins())
         return cls(**fields, octaves=_checked("MSE.of", fields["spec"], octaves))
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         return _best(self, self.octaves, _squared_error)
 
 
@@ -299,7 +297,7 @@ class Entropy(Histogram):
     for all candidates, amax is taken.
 
     What differs from the published method: the bins here have different widths, so a value's
-    elements are spread over its bins in proportion to their widths. Exact zeros are left out,
+    elements are spread over its bins in proportion to their widths. Exact zeros do not count,
     because every scale keeps them. A bin is rounded as its centre is, by the format's own rounding,
     so that float formats work as integers do. The published search ends with 128 bins for 128
     values, a candidate whose rounding costs nothing; here every candidate has more bins than
@@ -330,7 +328,7 @@ class Entropy(Histogram):
         fields = _start("Entropy.of", spec, shape, bins or Bins())
         return cls(**fields, octaves=_checked("Entropy.of", fields["spec"], octaves))
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         return _best(self, self.octaves, _divergence)
 
 
@@ -354,10 +352,7 @@ def _checked(where: str, spec: BlockFormat, octaves: int) -> int:
 
 
 def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
-    """The amax of the candidate with the least cost; of equal ones the first.
-
-    Blocks are searched `_BLOCKS` at a time, so that memory stays bounded.
-    """
+    """The amax of the candidate with the least cost; of equal ones the first."""
     spec, second = state.spec, stored_tensor_scale(state)
 
     def search(block: tuple[Array, Array]) -> Array:
@@ -369,8 +364,8 @@ def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
         return candidates[jnp.argmin(costs)]
 
     counts = state.counts[..., 1:].astype(jnp.float32).reshape(-1, state.bins.count - 1)
-    found = lax.map(search, (counts, state._range().reshape(-1)), batch_size=_BLOCKS)
-    return found.reshape(state.shape)
+    best = lax.map(search, (counts, state._range().reshape(-1)), batch_size=_BLOCKS)
+    return best.reshape(state.shape)  # `_BLOCKS` at a time: memory stays bounded
 
 
 def _factors(spec: BlockFormat, octaves: int) -> np.ndarray:
@@ -388,7 +383,7 @@ def _squared_error(counts: Array, amax: Array, scale: Array, bins: Bins, element
     low, width = edges[:-1, None], np.diff(edges)[:, None]
     points = low + width * ((np.arange(_POINTS) + 0.5) / _POINTS)
     beyond = np.full((1, _POINTS), _LARGEST)  # above all bins: taken as the largest one
-    unit = _unit(amax)
+    unit = power_of_two(-jnp.clip(floor_log2(amax), -126, 126))
     x = jnp.minimum(np.concatenate([points, beyond]).astype(np.float32), amax) * unit
     step = scale * unit
     u = quotient(x, step)
@@ -396,27 +391,22 @@ def _squared_error(counts: Array, amax: Array, scale: Array, bins: Bins, element
     return jnp.sum(counts[:, None] * ((q - u) * step) ** 2)
 
 
-def _unit(amax: Array) -> Array:
-    """2**-E for amax in [2**E, 2 * 2**E), as far as that is normal."""
-    return power_of_two(-jnp.clip(floor_log2(amax), -126, 126))
-
-
 def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:
-    """The divergence of the clipped histogram from what quantizing leaves of it."""
+    """The divergence between the clipped histogram and the quantized one."""
     low, high = bins.edges[:-1], jnp.asarray(bins.edges[1:])
     high = high.at[-1].set(jnp.maximum(amax, low[-1]))
-    is_kept = low < scale * np.float32(float(element.max_finite))
-    kept = jnp.where(is_kept, counts, np.float32(0))
-    last = jnp.sum(is_kept.astype(jnp.int32)) - 1
-    reference = kept.at[last].add(jnp.sum(jnp.where(is_kept, np.float32(0), counts)))
+    is_inside = low < scale * np.float32(float(element.max_finite))
+    inside = jnp.where(is_inside, counts, np.float32(0))
+    last = jnp.sum(is_inside.astype(jnp.int32)) - 1
+    reference = inside.at[last].add(jnp.sum(jnp.where(is_inside, np.float32(0), counts)))
 
     centre = jnp.minimum((low + high) * np.float32(0.5), amax)
     code = codes_of(quotient(centre, scale), element).astype(jnp.int32)
     by_code = functools.partial(jax.ops.segment_sum, segment_ids=code, num_segments=2**element.bits)
-    filled = jnp.where(kept > 0, high - low, np.float32(0))
-    density = by_code(kept) / jnp.maximum(by_code(filled), _TINY)
-    left = filled * density[code]
+    filled = jnp.where(inside > 0, high - low, np.float32(0))
+    density = by_code(inside) / jnp.maximum(by_code(filled), _TINY)
+    quantized = filled * density[code]
 
-    p, q = reference / jnp.sum(reference), left / jnp.sum(left)
-    # The sum of q - p is zero; with it no term is negative, and errors of the norms do not matter.
+    p, q = reference / jnp.sum(reference), quantized / jnp.sum(quantized)
+    # The sum of q - p is zero. With it no term is negative, and errors of the norms do not matter.
     return jnp.sum(jnp.where(p > 0, p * jnp.log(p / q) + (q - p), q))

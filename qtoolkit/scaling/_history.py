@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import exact_float32, from_magnitude_ordinal, magnitude_ordinal
+from qtoolkit.casts.internal import bucket, bucket_edge, exact_float32, from_magnitude_ordinal
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._blocks import largest_magnitude
 from qtoolkit.scaling._observer import MAX, STATIC, Observer, from_bits, pytree, start
 
 Array = jax.Array
 
-BUCKETS = 2048  # by 8 exponent and 3 mantissa bits; the upper edge is at most 12.5 % above amax
+_BITS = 3  # the upper edge of a bucket is at most 12.5 % above amax
+BUCKETS = 256 << _BITS
 _BAD = BUCKETS - 1  # the bucket of arrays with an infinity or a NaN
-_FRACTION = 20  # pattern bits within a bucket
 _LARGEST = np.uint32(0x7F7FFFFF)
 
 
@@ -33,10 +33,10 @@ def histogram(amax: Array, is_bad: Array) -> Array:
     Args:
       is_bad: Whether the array held an infinity or a NaN.
     """
-    bucket = (magnitude_ordinal(amax) >> np.uint32(_FRACTION)).astype(jnp.int32)
+    at = bucket(amax, _BITS).astype(jnp.int32)
     places = lax.broadcasted_iota(jnp.int32, (BUCKETS,), 0)
-    found = (places == bucket) | (is_bad & (places == _BAD))
-    return found.astype(jnp.float32)
+    marks = (places == at) | (is_bad & (places == _BAD))
+    return marks.astype(jnp.float32)
 
 
 def amax_of(x: Array) -> tuple[Array, Array]:
@@ -49,7 +49,7 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
 
     Args:
       history: float32[..., arrays, steps]: amaxes, the newest first; 0 where there was none yet.
-      bad: uint32[...], the steps that were left out.
+      bad: uint32[...], the steps that were skipped.
       counts: float32[..., arrays, BUCKETS], the sum of histograms of the step.
 
     Returns:
@@ -59,11 +59,11 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     is_bad = jnp.any(counts[..., _BAD] != 0, axis=-1)
     buckets = lax.broadcasted_iota(jnp.uint32, counts.shape, counts.ndim - 1)
     top = jnp.max(jnp.where((counts != 0) & (buckets < _BAD), buckets, 0), axis=-1)
-    edge = jnp.minimum((top + np.uint32(1)) << np.uint32(_FRACTION), _LARGEST)
+    edge = jnp.minimum(bucket_edge(top + np.uint32(1), _BITS), _LARGEST)
     amax = from_magnitude_ordinal(edge, jnp.float32)
-    moved = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)
+    longer = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)
     is_good = (top > 0) & ~is_bad[..., None]
-    return jnp.where(is_good[..., None], moved, history), bad + is_bad.astype(jnp.uint32)
+    return jnp.where(is_good[..., None], longer, history), bad + is_bad.astype(jnp.uint32)
 
 
 @pytree
@@ -120,10 +120,10 @@ class AmaxHistory(Observer):
         return cls(**fields, margin=margin, history=zeros)
 
     def _after_summary(self, amax: Array, counts: Array | None) -> Self:
-        moved = jnp.concatenate([amax[None], self.history[:-1]])
+        longer = jnp.concatenate([amax[None], self.history[:-1]])
         # A batch of zeros says nothing about the next one: skip it.
-        kept = jnp.where(amax == 0, self.history, moved)
-        return dataclasses.replace(self, history=kept)
+        history = jnp.where(amax == 0, self.history, longer)
+        return dataclasses.replace(self, history=history)
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         return from_bits(jnp.max(self.history, axis=0)) * np.float32(2.0**self.margin)

@@ -39,7 +39,7 @@ from qtoolkit.scaling._engine import (
     scaled_values,
 )
 from qtoolkit.scaling._quantize import check_quantize
-from qtoolkit.scaling._scales import kept_range
+from qtoolkit.scaling._scales import unclamped_range
 
 _DECIBELS = 10 / math.log(10)  # of a power ratio, for one natural logarithm
 _LARGEST = float(np.finfo(np.float32).max)
@@ -117,7 +117,7 @@ def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
 
     Args:
       x: float32, float16 or bfloat16, any shape, not empty.
-      y: What became of it, in the shape of `x`; likewise.
+      y: The quantized version of `x`: same shape, one of these dtypes.
 
     Returns:
       float32 scalar, right to 1e-4 dB: see `metrics`. Over elements that are finite in both;
@@ -163,21 +163,21 @@ def _metrics(
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
     saturated = saturates(x, scaled_values(x, spec, scales), spec)
-    found = comparison(in_float32(x), y, saturated)
+    errors = comparison(in_float32(x), y, saturated)
     return Metrics(
-        sqnr_db=found.sqnr_db(),
-        max_error=found.max_error(),
-        cosine=found.cosine(),
-        saturated=_fraction(found.saturated, jnp.asarray(x.size, jnp.float32)),
-        flushed=_fraction(found.flushed, found.alive.astype(jnp.float32)),
-        nonfinite=found.nonfinite,
+        sqnr_db=errors.sqnr_db(),
+        max_error=errors.max_error(),
+        cosine=errors.cosine(),
+        saturated=_fraction(errors.saturated, jnp.asarray(x.size, jnp.float32)),
+        flushed=_fraction(errors.flushed, errors.alive.astype(jnp.float32)),
+        nonfinite=errors.nonfinite,
         histogram=occurrences(codes, 2**spec.element.bits) if spec.element.bits <= 8 else None,
     )
 
 
 def saturates(x: jax.Array, u: jax.Array, spec: BlockFormat) -> jax.Array:
     """Which elements of `x` rounding to nearest clamps; `u` are its `scaled_values`."""
-    lowest, highest = map(u.dtype.type, kept_range(spec))
+    lowest, highest = map(u.dtype.type, unclamped_range(spec))
     is_beyond = (u < lowest) | (u > highest)
     return is_beyond | jnp.isinf(x)
 
@@ -312,8 +312,8 @@ def _sums(
     counts = tuple(mask.astype(jnp.uint32) for mask in masks)
     pairs = tuple(array for term in terms for array in (term, jnp.zeros_like(term)))
     zeros = tuple(x.dtype.type(0) for x in (*counts, *pairs))
-    found = lax.reduce((*counts, *pairs), zeros, add, tuple(range(terms[0].ndim)))
-    return list(found[: len(masks)]), list(found[len(masks) :: 2])
+    totals = lax.reduce((*counts, *pairs), zeros, add, tuple(range(terms[0].ndim)))
+    return list(totals[: len(masks)]), list(totals[len(masks) :: 2])
 
 
 def occurrences(places: jax.Array, count: int) -> jax.Array:

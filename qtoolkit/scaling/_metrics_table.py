@@ -158,12 +158,12 @@ def metrics(
 
 def _names(specs: Sequence[SpecLike], scales: Mapping[str, ArrayLike | None]) -> tuple[str, ...]:
     """The rows of a table."""
-    given = [name for name, scale in scales.items() if scale is not None]
-    if given:
-        raise ValueError(
-            f"metrics: {given[0]} is given for several specs, expected one spec with it; call "
-            "metrics once for each"
-        )
+    for name, scale in scales.items():
+        if scale is not None:
+            raise ValueError(
+                f"metrics: {name} is given for several specs, expected one spec with it; call "
+                "metrics once for each"
+            )
     names = tuple(of if isinstance(of, str) else formats.spec(of).name for of in specs)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"metrics: specs {list(names)}, expected one or more, each once")

@@ -13,7 +13,7 @@ Under `jit` over sharded arrays `observe` sees the whole batch, and nothing is l
 each device or host has its own state, observe all batches first and merge once, at the end: counts
 add up, so a second merge would count earlier batches twice.
 
-How a field is merged is declared with the field; `merge` and `merge_across` both follow that.
+Each field declares how it is merged; `merge` and `merge_across` both follow that.
 """
 
 import dataclasses
@@ -75,8 +75,8 @@ class Merge(NamedTuple):
     across: Callable[[Array, AxisNames], Array]
 
 
-# Metadata of fields: static ones are configuration, in which states that merge agree; all others
-# are arrays.
+# Metadata of fields. Static ones are configuration, which states that are merged must share; all
+# others are arrays.
 STATIC = {"static": True}
 COUNT = {"merge": Merge(added, _added_across)}
 MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
@@ -91,24 +91,20 @@ def merged(state: Any, value: Callable[[Merge, str], Array]) -> Any:
 
 
 def pytree(kind: Kind) -> Kind:
-    """Registers a dataclass as a pytree whose structure is not that of any other class.
-
-    JAX (0.10 to 0.12) takes the structures of two classes from `jax.tree_util.register_dataclass`
-    for equal if their static fields are equal, as those of `MSE` and `Entropy` are. When their
-    hashes collided, `jax.jit` returned a state of the other class. Classes registered by
-    `jax.tree_util.register_pytree_with_keys` are told apart.
-
-    Other dataclasses use `register_dataclass`, which flattens in C++ and is dispatched faster. They
-    are safe: no two of them with equal static fields are arguments of one jitted function.
-    """
+    """Registers a dataclass as a pytree whose structure differs from that of any other class."""
+    # JAX (0.10 to 0.12) takes the structures of two classes from `jax.tree_util.register_dataclass`
+    # as equal if their static fields are equal, as those of `MSE` and `Entropy` are. When their
+    # hashes collided, `jax.jit` returned a state of the other class. It tells classes apart that
+    # `register_pytree_with_keys` registers. Other dataclasses use `register_dataclass`, which
+    # flattens in C++ and is faster; no two with equal static fields enter one jitted function.
     fields = dataclasses.fields(kind)
     static = tuple(f.name for f in fields if f.metadata.get("static"))
     arrays = tuple(f.name for f in fields if f.name not in static)
     keys = tuple(map(jax.tree_util.GetAttrKey, arrays))
 
     def flatten(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        found = (tuple(getattr(state, name) for name in names) for names in (arrays, static))
-        return next(found), next(found)
+        parts = (tuple(getattr(state, name) for name in names) for names in (arrays, static))
+        return next(parts), next(parts)
 
     def flatten_with_keys(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         children, known = flatten(state)
@@ -128,7 +124,7 @@ class Observer:
     Attributes:
       spec: The block format that scales are for.
       shape: The shape of the scales.
-      count: uint32 scalar, the batches that were observed, bad ones left out.
+      count: uint32 scalar, the batches that were observed, without bad ones.
       bad: uint32 scalar, the batches that held a NaN or an infinity. They changed nothing else.
         Both stay at 2**32 - 1 once there.
 
@@ -147,7 +143,7 @@ class Observer:
     bad: Array = dataclasses.field(metadata=COUNT)
 
     def __repr__(self) -> str:
-        count, bad = (_shown(number) for number in (self.count, self.bad))
+        count, bad = (_count_text(number) for number in (self.count, self.bad))
         scales = ",".join(map(str, self.shape))
         kind = type(self).__name__
         return f"{kind}({self.spec.name}, scales[{scales}]: {count} seen, {bad} bad)"
@@ -162,7 +158,7 @@ class Observer:
 
         Returns:
           A state of the same structure, shapes and dtypes. A batch that holds a NaN or an infinity
-          is left out as a whole, but for `bad`.
+          counts only in `bad`.
 
         Raises:
           TypeError: `x` has another dtype.
@@ -170,10 +166,10 @@ class Observer:
         """
         where = f"{type(self).__name__}.observe"
         batch = check_differentiable(where, x, wide=False)
-        found = scale_shape(where, self.spec, batch.shape)
-        if found != self.shape:
+        shape = scale_shape(where, self.spec, batch.shape)
+        if shape != self.shape:
             raise ValueError(
-                f"{where}: x of shape {batch.shape} has scales of shape {found}, expected "
+                f"{where}: x of shape {batch.shape} has scales of shape {shape}, expected "
                 f"{self.shape}; only axes of which a block is the whole may differ between batches"
             )
         return _on_any_mesh(self, lax.stop_gradient(batch))
@@ -229,16 +225,16 @@ class Observer:
         """
         return None if self.spec.tensor_scale is None else _tensor_scale(self)
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         """Computes `amax`; each observer has its own way."""
         raise NotImplementedError
 
     def _range(self) -> Array:
         """The amax of each block, from which the second scale is computed."""
-        return self._found()
+        return self._block_amax()
 
     def _after(self, x: Array) -> Self:
-        """The state after a good batch; its counters left as they are."""
+        """The state after a good batch, with the old counters."""
         return self._after_summary(amax_bits(x, self.spec), self._counted(x))
 
     def _counted(self, x: Array) -> Array | None:
@@ -255,12 +251,12 @@ State = TypeVar("State", bound=Observer)
 
 @jax.jit
 def _amax(state: Observer) -> Array:
-    return state._found()
+    return state._block_amax()
 
 
 @jax.jit
 def _scale(state: Observer) -> Array:
-    spec, amax = state.spec, state._found()
+    spec, amax = state.spec, state._block_amax()
     assert spec.scale is not None
     scale = scale_from(amax, spec, stored_tensor_scale(state))
     one = to_stored(jnp.ones_like(amax), spec.scale)
@@ -283,15 +279,12 @@ def stored_tensor_scale(state: Observer) -> Array | None:
 
 
 def _on_any_mesh(state: State, x: Array) -> State:
-    """`_observed`, on Explicit meshes too, where the compiler chooses the shardings within it.
-
-    The new state has the shardings of the old one.
-    """
+    """`_observed`, also on Explicit meshes. The new state has the shardings of the old one."""
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return _observed(state, x)
-    kept = jax.tree.map(lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), state)
-    return jax.sharding.auto_axes(_observed, out_sharding=kept)(state, x)
+    old = jax.tree.map(lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), state)
+    return jax.sharding.auto_axes(_observed, out_sharding=old)(state, x)
 
 
 @jax.jit
@@ -336,8 +329,8 @@ def start(
         )
     # Two separate arrays: JAX cannot donate a buffer that occurs twice.
     count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))
-    found = scale_shape(where, fmt, tuple(shape))
-    return {"spec": fmt, "shape": found, "count": count, "bad": bad}
+    scales = scale_shape(where, fmt, tuple(shape))
+    return {"spec": fmt, "shape": scales, "count": count, "bad": bad}
 
 
 def check_number(where: str, name: str, value: Any) -> None:
@@ -353,10 +346,10 @@ def amax_bits(x: Array, spec: BlockFormat) -> Array:
     return magnitude_ordinal(exact_float32(blocks.gather(amax)))
 
 
-def _shown(count: Any) -> str:
-    """A count as a number, or what it is where it has none, such as a tracer."""
-    known = isinstance(count, jax.Array | np.ndarray) and not isinstance(count, jax.core.Tracer)
-    return str(int(count)) if known and np.ndim(count) == 0 else str(count)
+def _count_text(count: Any) -> str:
+    """A count as a number, if its value is known."""
+    has_value = isinstance(count, jax.Array | np.ndarray) and not isinstance(count, jax.core.Tracer)
+    return str(int(count)) if has_value and np.ndim(count) == 0 else str(count)
 
 
 def from_bits(bits: Array) -> Array:

@@ -150,10 +150,10 @@ class QArray:
         Gradient: by float32, float16 and bfloat16 scales that of the product; other scales and
         codes have none.
         """
-        wanted = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
+        target = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
         plain = dataclasses.replace(self).unpack()  # `replace` checks it again
         scales = Scales(self.scale, self.tensor_scale, self.zero_point)
-        return dequantize(plain.codes, scales, self.blocks, self.spec, wanted)
+        return dequantize(plain.codes, scales, self.blocks, self.spec, target)
 
     def pack(self) -> "QArray":
         """The same array with several codes to a byte, for elements of 1, 2, 4 or 6 bits."""
@@ -272,8 +272,8 @@ class QArray:
                 f"QArray: lengths={lengths!r} for an array of shape {self.shape}, expected a tuple "
                 "of positive integers, and no empty axis"
             )
-        kept = self.blocks.lengths
-        if len(kept) != rank or any(b > n for b, n in zip(kept, self.shape, strict=True)):
+        whole = self.blocks.lengths
+        if len(whole) != rank or any(b > n for b, n in zip(whole, self.shape, strict=True)):
             raise ValueError(
                 f"QArray: blocks of {lengths} in an array of shape {self.shape}, expected none "
                 "longer than its axis"
@@ -281,10 +281,10 @@ class QArray:
 
     def _check_codes(self) -> None:
         element, got = self.spec.element, getattr(self.codes, "dtype", None)
-        wanted = np.dtype("uint8") if self.packed_size is not None else element.code_dtype
-        if got != wanted:
+        expected = np.dtype("uint8") if self.packed_size is not None else element.code_dtype
+        if got != expected:
             raise TypeError(
-                f"QArray: codes have {got or type(self.codes).__name__}, expected {wanted}, "
+                f"QArray: codes have {got or type(self.codes).__name__}, expected {expected}, "
                 f"{'packed ' * (self.packed_size is not None)}codes of {element.name}"
             )
         if self.packed_size is not None:
@@ -300,10 +300,10 @@ class QArray:
     def _check(self, name: str, dtype: np.dtype | None, shape: tuple[int, ...]) -> None:
         value = getattr(self, name)
         if (value is None) != (dtype is None):
-            wanted = "None" if dtype is None else f"an array of {dtype}"
+            expected = "None" if dtype is None else f"an array of {dtype}"
             raise ValueError(
                 f"QArray: {name} is {'None' if value is None else 'given'}, and {self.spec.name} "
-                f"needs {wanted}"
+                f"needs {expected}"
             )
         if value is None:
             return
@@ -321,15 +321,15 @@ class QArray:
 
 def _float_dtype(where: str, dtype: Any) -> np.dtype:
     try:
-        found = np.dtype(dtype)
+        resolved = np.dtype(dtype)
     except TypeError:
-        found = None
-    if dtype is None or found not in FLOATS:
+        resolved = None
+    if dtype is None or resolved not in FLOATS:
         raise TypeError(
-            f"{where}: dtype {found or dtype}, expected {', '.join(map(str, FLOATS[:-1]))} or "
+            f"{where}: dtype {resolved or dtype}, expected {', '.join(map(str, FLOATS[:-1]))} or "
             f"{FLOATS[-1]}"
         )
-    return found
+    return resolved
 
 
 def _stored_dtype(fmt: FloatFormat | None) -> np.dtype | None:

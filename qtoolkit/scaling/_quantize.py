@@ -52,7 +52,7 @@ def quantize(
     The scale is rounded to its format first, and it is the rounded one that divides: codes are
     `encode(x / scale)` with IEEE's float32 division, exact where scales are powers of two by their
     format (E8M0). The same bits eager, under `jit`, in any
-    fusion and on any mesh; float32 subnormals are exact beside E8M0 scales only.
+    fusion and on any mesh; float32 subnormals are exact only with E8M0 scales.
 
     A block of zeros gives exact zeros if the element format has a zero, and no scale is ever
     infinite or zero. Infinities do not count for the scale and follow `saturation`. NaN stays its
@@ -138,7 +138,7 @@ def check_quantize(
     random_bits: ArrayLike | None,
     index_offset: Any,
 ) -> tuple[jax.Array | np.ndarray, BlockFormat, Scales, Projection]:
-    """The arguments that `quantize` and its kin share, checked and resolved."""
+    """Check and resolve the arguments that `quantize`, `metrics` and `fake_quantize` share."""
     array = check_unnarrowed(where, x, wide=False)
     spec = formats.spec(spec)
     _, projection = check_arguments(
@@ -198,8 +198,8 @@ def _domain(name: str, fmt: FloatFormat, spec: BlockFormat) -> Domain:
         lowest = max(lowest, FLOAT32.min_normal / least_scale(spec.scale))
         largest = min(largest, FLOAT32.max_finite / spec.scale.max_finite)
     first, last = float(lowest), float(largest)
-    wanted = f"a positive number from {first:.3g} to {last:.3g}"
-    return Domain(wanted, lambda values: (values >= first) & (values <= last))
+    text = f"a positive number from {first:.3g} to {last:.3g}"
+    return Domain(text, lambda values: (values >= first) & (values <= last))
 
 
 def _given_zero_point(
@@ -212,9 +212,9 @@ def _given_zero_point(
     if (value is not None) and not spec.zero_point:
         raise ValueError(f"{where}: zero_point is given, and {spec.name} has none; leave it out")
     if (value is None) != (scale is None) and spec.zero_point:
-        given = "scale" if value is None else "zero_point"
+        name = "scale" if value is None else "zero_point"
         raise ValueError(
-            f"{where}: {given} alone is given for {spec.name}, expected scale and zero_point, or "
+            f"{where}: {name} alone is given for {spec.name}, expected scale and zero_point, or "
             "neither"
         )
     if value is None:

@@ -1,8 +1,8 @@
-"""Scales of blocks: how they follow from amax, how they are stored, and what data is divided by.
+"""Scales of blocks: how to compute them from amax, how to store them, and how to apply them.
 
 Data is divided and multiplied by scales as they are stored, that is after rounding to the scale
-format. Powers of two are handled as exponents, so that data, scales and results may be subnormal.
-All other scales are float32 numbers, used by IEEE division and multiplication.
+format. Powers of two are applied by their exponents, so that data, scales and results may be
+subnormal. All other scales are float32 numbers, applied by IEEE division and multiplication.
 """
 
 import math
@@ -58,7 +58,7 @@ def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
 
     Returns:
       Shape of `amax`, float32. 1 where `amax` is zero: zeros stay exact zeros, and infinities
-      beside them saturate to the largest finite value. Else at least 2**-126, float32's lowest
+      saturate to the largest finite value. Else at least 2**-126, float32's lowest
       normal number: XLA's CPU would take a smaller scale for zero and divide by that.
 
     Raises:
@@ -86,7 +86,7 @@ def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
-    """The scale of blocks with this amax, as it is stored: the first that the rule of `spec` gives.
+    """The scale of blocks with this amax, as it is stored. Of several candidates the first one.
 
     Args:
       amax: float32, finite, not negative, or NaN, which makes the scale NaN.
@@ -102,7 +102,7 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
 def candidate_scales(
     amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """All scales that the rule of `spec` gives, of which the elements decide: see `scale_from`."""
+    """All scales that the rule of `spec` gives; the elements decide among them."""
     if tensor_scale is None:
         return _candidates(amax, spec)
     assert spec.tensor_scale is not None
@@ -138,7 +138,6 @@ def _candidates(
 
 
 def _divisors(spec: BlockFormat) -> tuple[Fraction, ...]:
-    """What amax is divided by."""
     if spec.rule == "four_over_six":
         return Fraction(6), Fraction(4)
     if spec.rule == "range" and isinstance(spec.element, IntFormat):
@@ -147,11 +146,11 @@ def _divisors(spec: BlockFormat) -> tuple[Fraction, ...]:
 
 
 def _by_function(amax: jax.Array, spec: BlockFormat) -> list[jax.Array]:
-    """What a rule that is a function makes of amaxes; 1 for 0, NaN for NaN."""
+    """The scales of a rule that is a function; 1 for an amax of 0, NaN for NaN."""
     assert callable(spec.rule)
     is_one = is_zero(amax)
-    found = spec.rule(jnp.where(is_one, np.float32(1), amax), float(spec.largest))
-    scales = list(found) if isinstance(found, tuple | list) else [found]
+    result = spec.rule(jnp.where(is_one, np.float32(1), amax), float(spec.largest))
+    scales = list(result) if isinstance(result, tuple | list) else [result]
     for scale in scales:
         if getattr(scale, "dtype", None) != jnp.float32 or scale.shape != amax.shape:
             raise TypeError(
@@ -169,7 +168,7 @@ def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     assert spec.tensor_scale is not None
     if spec.tensor_scale_divides:
         return to_stored(_dividing_scale(amax, spec), spec.tensor_scale)
-    # Not less, so that its product with the least scale of a block is a normal number, too.
+    # At least this, so that its product with the least scale of a block is a normal number, too.
     least = _LEAST / least_scale(spec.scale)
     scale = _quotient_scale(amax, spec.largest * spec.largest_scale, least)
     return to_stored(scale, spec.tensor_scale)
@@ -177,19 +176,20 @@ def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
 
 @elementwise
 def _dividing_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
-    """A second scale by which results are divided, the reciprocal of `amax` times the largest
-    element and scale; 1 for zeros. Source: `generate_gparam` of compressed-tensors.
+    """Largest element * largest scale / amax, by which results are divided; 1 for zeros.
+
+    Source: `generate_gparam` of compressed-tensors.
     """
     assert spec.scale is not None
     largest = np.float32(float(spec.largest * spec.largest_scale))
     one = jnp.ones_like(amax)
-    # PyTorch divides a number by a tensor by multiplying with the reciprocal, which is rounded.
-    # Above 2**126 the reciprocal would be subnormal, which XLA's CPU takes for 0.
+    # PyTorch divides a number by a tensor by multiplying with the rounded reciprocal. Above 2**126
+    # the reciprocal would be subnormal, which XLA's CPU reads as 0.
     is_huge = amax > np.float32(2.0**120)
     divisor = jnp.where(is_zero(amax), largest, amax)
     scale = ieee_quotient(jnp.where(is_huge, largest, one), divisor)
     scale = product(scale, jnp.where(is_huge, one, largest))
-    # Not more, so that the least scale of a block divided by it is a normal number, too.
+    # At most this, so that the least scale of a block divided by it is a normal number, too.
     most = np.float32(float(least_scale(spec.scale) / _LEAST))
     return jnp.where(is_zero(amax), one, jnp.minimum(scale, most))
 
@@ -208,23 +208,23 @@ def asymmetric(
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
     half = largest * np.float32(0.5) - lowest * np.float32(0.5)  # the whole range may overflow
     scale = _quotient_scale(half, Fraction(last - first) / 2, least_scale(spec.scale))
-    kept = to_stored(scale, spec.scale)
-    place = jnp.round(quotient(lowest, from_stored(kept, spec.scale)))
+    stored = to_stored(scale, spec.scale)
+    place = jnp.round(quotient(lowest, from_stored(stored, spec.scale)))
     zero_point = jnp.clip(np.float32(first) - place, np.float32(first), np.float32(last))
-    return kept, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
+    return stored, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
 
 
 def effective(
     scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat, *, is_own: bool = False
 ) -> jax.Array:
-    """The number, as float32, by which a value of the element format is multiplied.
+    """The float32 number by which a value of the element format is multiplied.
 
-    It may be subnormal if scales are powers of two. Do not compute with it then: XLA's CPU would
-    read it as zero.
+    Do not compute with it if scales are powers of two: it may be subnormal, which XLA's CPU reads
+    as zero.
 
     Args:
-      is_own: Whether `scale` comes from `scale_from`: XLA cannot skip its rounding then, and a cast
-        widens it, one operation for 35.
+      is_own: Whether `scale` comes from `scale_from`. Then XLA cannot skip its rounding, and
+        `astype`, one operation, replaces 35.
     """
     assert spec.scale is not None
     is_narrow = is_own and spec.scale.bits == 8 and spec.scale.dtype is not None
@@ -252,25 +252,21 @@ def differentiable_scale(
 
 
 def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
-    """Numbers, one for each tensor of a batch, in a shape that broadcasts to `scales`."""
+    """Add trailing axes, so that one number for each tensor of a batch broadcasts to `scales`."""
     return tensor_scale.reshape(tensor_scale.shape + (1,) * (scales.ndim - tensor_scale.ndim))
 
 
 def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array]:
-    """For scales that are powers of two: e, where an element q stands for q * 2**e, and which of
-    them are NaN.
-    """
+    """For scales that are powers of two: e, such that x ~ q * 2**e, and whether they are NaN."""
     assert spec.scale is not None
     exponent, is_nan = power_from_stored(scale, spec.scale)
     return exponent + np.int32(spec.element_exponent), is_nan
 
 
 def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """2**-exponent and 2**exponent where `are_safe`, to multiply by; NaN where `is_nan`.
-
-    They are made by dividing 1, which is exact here: XLA's CPU computes a division once for each
-    block, but repeats shifts and selections for each element.
-    """
+    """2**-exponent and 2**exponent where `are_safe`, to multiply by; NaN where `is_nan`."""
+    # Divisions of 1, exact here: XLA's CPU divides once for each block, but repeats shifts and
+    # selections for each element.
     one = jnp.where(is_nan, np.float32(np.nan), np.float32(1))
     exponent = jnp.clip(exponent, -126, 126)
     return one / power_of_two(exponent), one / power_of_two(-exponent)
@@ -290,19 +286,17 @@ def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
 
 @elementwise
 def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.Array:
-    """`amax / largest`, at least `least`, a power of two; 1 where `amax` is zero.
-
-    The division comes last: XLA repeats what is cheap in every kernel that reads the scale, so that
-    a maximum after the division would be one more kernel to compile.
-    """
+    """`amax / largest`, but at least the power of two `least`; 1 where `amax` is zero."""
+    # The division comes last, because XLA repeats cheap operations in every kernel that reads the
+    # scale: a maximum after the division would be one more kernel to compile.
     divisor = np.float32(float(largest))
     bound = np.float32(float(max(least * Fraction(float(divisor)), _LEAST)))
     dividend = jnp.where(is_zero(amax), divisor, jnp.maximum(amax, bound))
     return ieee_quotient(dividend, jnp.full_like(amax, divisor))
 
 
-def kept_range(spec: BlockFormat) -> tuple[float, float]:
-    """The range that rounding to nearest does not clamp: half a step beyond the finite one."""
+def unclamped_range(spec: BlockFormat) -> tuple[float, float]:
+    """The range that rounding to nearest does not clamp: the finite one and half a step more."""
     element = spec.element
     lowest, highest = element.lowest + spec.narrow_range, element.max_finite
     first = last = Fraction(1)
@@ -331,8 +325,8 @@ def has_normal_powers(spec: BlockFormat) -> bool:
 
 
 def _least_carrying(spec: BlockFormat) -> int:
-    """The least fraction of an amax, in units of 2**-23, that makes the scale the next power of
-    two; 2**23 if none does.
+    """The least fraction of an amax, in units of 2**-23, for which the exponent of the scale is
+    one more; 2**23 if there is none.
     """
     significand = _binary(spec.largest)[1]
     match spec.rule:
@@ -354,13 +348,9 @@ def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     amax_exponent, fraction = binary_parts(amax)
     e = amax_exponent - np.int32(binade(spec.largest))
     e += (fraction >= np.uint32(_least_carrying(spec))).astype(jnp.int32)
-    lowest, highest = _power_range(spec.scale)
+    lowest = _binary(least_scale(spec.scale))[0]
+    highest = _binary(min(spec.scale.max_finite, FLOAT32.max_finite))[0]
     return jnp.where(is_zero(amax), np.int32(lowest), jnp.clip(e, lowest, highest))
-
-
-def _power_range(fmt: FloatFormat) -> tuple[int, int]:
-    """The exponents of the least and the largest scale of a format that is a power of two."""
-    return _binary(least_scale(fmt))[0], _binary(min(fmt.max_finite, FLOAT32.max_finite))[0]
 
 
 def _binary(value: Fraction) -> tuple[int, Fraction]:

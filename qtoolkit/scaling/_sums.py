@@ -1,4 +1,4 @@
-"""Sums that say how far an array is from what became of it, added up part by part."""
+"""Sums of the errors of a quantized array, added up part by part."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ _SAFE = 55  # magnitudes up to 2**55 have squares that float32 can add
 
 @dataclasses.dataclass
 class ErrorSums:
-    """Sums over the elements of an array x and of y, what became of it, in float64.
+    """Sums over the elements of an array x and its quantized version y, in float64.
 
     Attributes:
       signal, noise: Sums of x^2 and (x - y)^2 over the elements that are finite in both.
@@ -55,17 +55,17 @@ class ErrorSums:
 def error_sums(x: np.ndarray, y: np.ndarray, beyond: np.ndarray | None = None) -> ErrorSums:
     """The sums of two flat arrays, both float32 or both float64.
 
-    By NumPy, which on CPUs takes a tenth of the time of XLA's reductions for this.
+    NumPy takes a tenth of the time of XLA's reductions here.
 
     Args:
       beyond: Where x counts as clamped; None: nowhere.
     """
     size, saturated = x.size, 0 if beyond is None else int(np.count_nonzero(beyond))
     differing = int(np.count_nonzero(x != y))
-    known = np.isfinite(x) & np.isfinite(y)
-    if not known.all():
+    both_finite = np.isfinite(x) & np.isfinite(y)
+    if not both_finite.all():
         differing -= int(np.count_nonzero(np.isnan(x) & np.isnan(y)))
-        x, y = x[known], y[known]
+        x, y = x[both_finite], y[both_finite]
     top = max(float(np.max(np.abs(a), initial=0)) for a in (x, y))
     if top and not 2.0**-_SAFE < top < 2.0**_SAFE:  # squares of float32 could leave its range
         x, y = x.astype(np.float64), y.astype(np.float64)

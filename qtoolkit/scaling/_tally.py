@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 
 from qtoolkit.casts.internal import (
+    bucket,
+    bucket_edge,
     exact_float32,
     floor_log2,
     from_magnitude_ordinal,
@@ -31,7 +33,7 @@ LOWEST_EXPONENT = -149  # of float32's subnormals; the first bin of `exponents` 
 _BINS = 127 - LOWEST_EXPONENT + 2
 # A sum of products can be too large or too small for float32. So it is stored in one of ten slots,
 # which its size selects: slot i counts in units of 2**(64 * i - 384). Float32 holds the sums of any
-# arrays then. What it loses is small beside the other sums in the slot.
+# arrays then. Its rounding errors are small compared with the other sums in the slot.
 _SLOTS, _SLOT_BITS, _FIRST = 10, 6, -384
 _COUNTS = ("saturated", "alive", "flushed", "nonfinite", "compared")
 
@@ -145,15 +147,15 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
     if spec is not None:
         u, y = scaled_and_unscaled(x, q, spec, scales)
         saturated = saturates(x, u, spec)
-    found = comparison(wide, y, saturated)
-    extremes = [found.amax]
+    errors = comparison(wide, y, saturated)
+    extremes = [errors.amax]
     if spec is not None and scales.scale is not None:
-        extremes += _least_and_largest(_scales_in_use(x, spec, scales, found.amax))
-    counts = [np.float32(1), np.float32(x.size), *(getattr(found, name) for name in _COUNTS)]
+        extremes += _least_and_largest(_scales_in_use(x, spec, scales, errors.amax))
+    counts = [np.float32(1), np.float32(x.size), *(getattr(errors, name) for name in _COUNTS)]
     first = jnp.stack([jnp.asarray(n, jnp.float32) for n in counts])
     entries: list[tuple[Array, Array]] = [
         (jnp.arange(len(counts)), first),
-        _slots(found.sums, found.exponents),
+        _slots(errors.sums, errors.exponents),
         _marks(extremes),
     ]
     # One scatter: of a concatenation XLA would compile a loop for every piece.
@@ -206,8 +208,8 @@ def _slots(sums: Array, exponents: Array) -> tuple[Array, Array]:
 
 def _binade(x: Array) -> Array:
     """int32, the bin of `exponents` that each element belongs to; _BINS where it is not finite."""
-    found = jnp.where(is_zero(x), 0, floor_log2(x) - np.int32(LOWEST_EXPONENT - 1))
-    return jnp.where(jnp.isfinite(x), found, _BINS)
+    bins = jnp.where(is_zero(x), 0, floor_log2(x) - np.int32(LOWEST_EXPONENT - 1))
+    return jnp.where(jnp.isfinite(x), bins, _BINS)
 
 
 def _marks(extremes: list[Array]) -> tuple[Array, Array]:
@@ -220,13 +222,10 @@ def _marks(extremes: list[Array]) -> tuple[Array, Array]:
 
 def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
     """int32 [3, n] and float32 [3, n]: the places of n marks, and the marks."""
-    place, shift = magnitude_ordinal(values), np.uint32(23) - bits
-    bucket = place >> shift
-    within = (place - (bucket << shift)).astype(jnp.float32) * np.exp2(-shift.astype(np.float32))
+    at, step = bucket(values, bits), np.exp2(bits.astype(np.float32) - 23)
+    within = (magnitude_ordinal(values) - bucket_edge(at, bits)).astype(jnp.float32) * step
     rows = jnp.asarray(np.arange(3, dtype=np.int32)[:, None] * (256 << bits).astype(np.int32))
-    return rows + bucket.astype(jnp.int32)[None], jnp.stack(
-        [jnp.ones_like(within), within, within**2]
-    )
+    return rows + at.astype(jnp.int32)[None], jnp.stack([jnp.ones_like(within), within, within**2])
 
 
 def marked(value: Array, bits: int) -> Array:
@@ -258,11 +257,8 @@ def extreme(marks: Array, bits: int, *, lowest: bool) -> Array:
     count = jnp.maximum(counts[at], np.float32(1))
     mean = sums[at] / count
     spread = jnp.sqrt(jnp.maximum(squares[at] / count - mean * mean, 0) * (count - 1))
-    shift = 23 - bits
-    width = np.float32(2.0**shift)
+    width = np.float32(2.0 ** (23 - bits))
     within = jnp.clip(mean + (-spread if lowest else spread), 0, 1) * width
     within = jnp.minimum(jnp.round(within), width - 1).astype(jnp.uint32)
-    found = from_magnitude_ordinal(
-        (at.astype(jnp.uint32) << np.uint32(shift)) + within, jnp.float32
-    )
-    return jnp.where(jnp.any(counts > 0), found, np.float32(np.inf if lowest else 0))
+    value = from_magnitude_ordinal(bucket_edge(at.astype(jnp.uint32), bits) + within, jnp.float32)
+    return jnp.where(jnp.any(counts > 0), value, np.float32(np.inf if lowest else 0))

@@ -1,4 +1,4 @@
-"""Scales of which the elements of a block decide: each is tried, and the best one stays."""
+"""Choice among several candidate scales of a block, by the squared errors of its elements."""
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,9 @@ def best_scale(
 
     least = cost(best)
     for scale in others:
-        found = cost(scale)
-        best = jnp.where(found < least, scale, best)
-        least = jnp.minimum(found, least)
+        error = cost(scale)
+        best = jnp.where(error < least, scale, best)
+        least = jnp.minimum(error, least)
     return best
 
 
@@ -68,10 +68,8 @@ def _squared_errors(x: jax.Array, step: jax.Array, amax: jax.Array, spec: BlockF
 
 
 def _sum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The sum over `axes`, which keep length 1, in an order that does not depend on the program.
-
-    A reduction of XLA adds in any order: eager and under `jit` another scale would be the best.
-    """
+    """The sum over `axes`, which keep length 1, in an order that does not depend on the program."""
+    # A reduction of XLA adds in any order, so eager and under `jit` different scales could win.
     for axis in axes:
         if not isinstance(x.shape[axis], int) or explicit_spec(x)[axis] is not None:
             x = jnp.sum(x, axis=axis, keepdims=True)

@@ -39,10 +39,10 @@ def indexed(array: "QArray", index: Any) -> "QArray":
         codes.append(item)
         scale.append(item if length == 1 else (0 if isinstance(item, int) else slice(None)))
         if isinstance(item, slice):
-            kept = len(range(*item.indices(n)))
-            if not kept:
+            remaining = len(range(*item.indices(n)))
+            if not remaining:
                 raise IndexError(f"QArray: index {item} of axis {axis} leaves nothing of {n}")
-            lengths.append(length if 1 <= length < n else kept)
+            lengths.append(length if 1 <= length < n else remaining)
     return _view(
         array,
         array.codes[tuple(codes)],
@@ -80,21 +80,21 @@ def transposed(array: "QArray", axes: tuple[Any, ...]) -> "QArray":
 
 
 def reshaped(array: "QArray", shape: tuple[Any, ...]) -> "QArray":
-    wanted = _resolved(array, _flat("reshape", shape))
-    blocks = array.blocks.reshaped(wanted)
+    new_shape = _resolved(array, _flat("reshape", shape))
+    blocks = array.blocks.reshaped(new_shape)
     batch = getattr(array.tensor_scale, "ndim", 0)
-    if wanted[:batch] != array.shape[:batch]:
+    if new_shape[:batch] != array.shape[:batch]:
         raise ValueError(
-            f"QArray: reshape{wanted} of shape {array.shape} changes the first {batch} axes, "
+            f"QArray: reshape{new_shape} of shape {array.shape} changes the first {batch} axes, "
             "each index of which has a tensor scale of its own; dequantize() first"
         )
-    codes_shape = wanted
+    codes_shape = new_shape
     if array.packed_size is not None:
-        if not wanted or wanted[-1] != array.shape[-1]:
+        if not new_shape or new_shape[-1] != array.shape[-1]:
             raise ValueError(
-                f"QArray: reshape{wanted} changes the packed last axis; unpack() first"
+                f"QArray: reshape{new_shape} changes the packed last axis; unpack() first"
             )
-        codes_shape = (*wanted[:-1], array.codes.shape[-1])
+        codes_shape = (*new_shape[:-1], array.codes.shape[-1])
     return _view(
         array,
         array.codes.reshape(codes_shape),
@@ -172,14 +172,13 @@ def _resolved(array: "QArray", shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _flat(where: str, given: tuple[Any, ...]) -> tuple[int, ...]:
-    """Integers that were given one by one, or in one sequence."""
-    nested = (item if isinstance(item, Sequence) else (item,) for item in given)
+def _flat(where: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    nested = (item if isinstance(item, Sequence) else (item,) for item in arguments)
     try:
         return tuple(operator.index(n) for items in nested for n in items)
     except TypeError:
-        shown = ", ".join(map(repr, given))
-        raise TypeError(f"QArray: {where}({shown}), expected integers") from None
+        text = ", ".join(map(repr, arguments))
+        raise TypeError(f"QArray: {where}({text}), expected integers") from None
 
 
 def _view(
@@ -205,7 +204,7 @@ def _view(
 
 
 def _spec_of(spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]) -> BlockFormat:
-    """`spec` if it still gives these lengths; else with other axes, or with another block, too."""
+    """The smallest change of `spec` that gives `lengths`: of axes, else also of the block."""
     rank, plain = len(shape), dataclasses.replace(spec, axes=None)
     along = [spec.along(*axes) for axes in itertools.permutations(range(-rank, 0), len(spec.block))]
     # `channel` and `token` name their axis, published formats do not: q.T.T has the spec of q.

@@ -21,7 +21,7 @@ from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
 from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
-from qtoolkit.scaling._scales import effective, kept_range, scale_from, tensor_scale_from
+from qtoolkit.scaling._scales import effective, scale_from, tensor_scale_from, unclamped_range
 from qtoolkit.scaling._sums import ErrorSums, error_sums
 from qtoolkit.scaling._tally import (
     LOWEST_EXPONENT,

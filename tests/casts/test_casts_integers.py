@@ -60,7 +60,7 @@ SOME = [
 COMPILED = {*SHIPPED, "float32", "int32", "e8m0fnu", "e2m1fn", "hifloat8", "nf4", "binary16p3se"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float32-int64")
 @pytest.mark.parametrize("source", SOURCES_64)
 @pytest.mark.parametrize("name", TO)
 def test_64_bit_integers_with_and_without_x64(name, source):
@@ -76,7 +76,7 @@ def test_64_bit_integers_with_and_without_x64(name, source):
             assert_same_bits(got, row, x)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("float32-int32", "e4m3fn-uint16")
 @pytest.mark.parametrize(
     ("name", "source"),
     [
@@ -92,7 +92,7 @@ def test_integers_of_32_bits_and_less(name, source):
     assert_same_variants(run(qt.encode, name, SOME)(x), every_code(x, spec, SOME), x, SOME)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int4")
 @pytest.mark.parametrize("source", ["int4", "uint4", "int2", "uint2", "bool"])
 def test_integers_of_less_than_a_byte_as_sources(source):
     spec = SPECS[source]
@@ -135,7 +135,7 @@ def test_every_width_as_a_destination(source, signed):
             assert_same_bits(row, wanted, x)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample("int2", "int8", "int32", "uint2", "uint8", "bool")
 @pytest.mark.parametrize("name", [n for n in DTYPES if "int" in n and "64" not in n] + ["bool"])
 def test_cast_to_integers_has_their_dtype(name):
     """numpy's `astype` of the clipped and rounded input is the oracle."""
@@ -151,7 +151,7 @@ def test_cast_to_integers_has_their_dtype(name):
         np.testing.assert_array_equal(got.astype(np.int64), wide.astype(np.int64))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int2")
 @pytest.mark.parametrize(
     "name", ["int2", "uint2", "int4", "uint4", "int8", "uint8", "int5", "int16"]
 )
@@ -164,7 +164,7 @@ def test_encode_of_decode_gives_every_code_back(name):
         assert_same_bits(qt.encode(value, name, rounding=rounding), every, value)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int32-A")
 @pytest.mark.parametrize("variant", "ABC")
 @pytest.mark.parametrize("source", ["int32", "float32"])
 def test_stochastic_rounding_to_and_from_integers(source, variant):
@@ -185,7 +185,29 @@ def test_stochastic_rounding_to_and_from_integers(source, variant):
             assert_same_bits(got, expected, x)
 
 
-@pytest.mark.sample(21)
+@pytest.mark.sample(
+    "x32-4611686293305294848-float32-nearest_even-1585446912",
+    "x32-4611686293305294849-float32-nearest_even-1585446913",
+    "x32-4611686293305294847-float32-toward_positive-1585446913",
+    "x32-9223372036854775807-float32-nearest_even-1593835520",
+    "x32-9223372036854775807-float32-toward_zero-1593835519",
+    "x32-257-bfloat16-nearest_even-17280",
+    "x32-65519-float16-nearest_even-31743",
+    "x32-65520-float16-toward_negative-31743",
+    "x32-300-int8-nearest_even-127",
+    "x32--300-uint8-nearest_even-0",
+    "x32-9223372036854775807-int32-nearest_even-2147483647",
+    "x64-4611686293305294848-float32-nearest_even-1585446912",
+    "x64-4611686293305294847-float32-toward_positive-1585446913",
+    "x64--4611686293305294849-float32-nearest_even-3732930561",
+    "x64-9223372036854775807-float32-toward_zero-1593835519",
+    "x64-257-bfloat16-nearest_even-17280",
+    "x64-1103806595073-bfloat16-nearest_even-21377",
+    "x64-65520-float16-toward_negative-31743",
+    "x64-17-e4m3fn-nearest_away-89",
+    "x64-300-int8-nearest_even-127",
+    "x64--300-uint8-nearest_even-0",
+)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("x", "name", "rounding", "code"),

@@ -62,7 +62,7 @@ def _mesh(kind):
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn-float32")
 @pytest.mark.parametrize(("fmt", "dtype"), CASES)
 def test_eight_devices_give_what_one_gives(fmt, dtype):
     x = _inputs(dtype).astype(dtype)
@@ -83,7 +83,7 @@ def test_eight_devices_give_what_one_gives(fmt, dtype):
             np.testing.assert_array_equal(bits_of(got[name]), bits_of(wanted), err_msg=name)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn-AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("fmt", ["e4m3fn", "int8", "nf4"])
 def test_eager_calls_keep_the_sharding(kind, fmt):

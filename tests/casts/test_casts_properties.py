@@ -193,9 +193,7 @@ def test_any_format_that_can_be_made_is_cast_as_the_oracle_says(spec, rounding, 
 
 @settings(few, max_examples=12)
 @given(float_specs(), st.sampled_from("ABC"), st.integers(1, 24), saturations, arrays(2**12))
-def test_any_format_is_rounded_stochastically_as_the_oracle_says(
-    spec, variant, bits, saturation, x
-):
+def test_stochastic_rounding_of_any_format(spec, variant, bits, saturation, x):
     fmt = spec.as_format("drawn")
     x = np.concatenate([x, np.random.default_rng(bits).choice(float32_inputs(spec, 2**8), 2**12)])
     random = np.random.default_rng(1).integers(0, 2**bits, x.size, dtype=np.uint32)

@@ -16,7 +16,7 @@ def _input(shape, source):
     return np.asarray(x, np.float32).astype(SOURCES[source])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("float32-()", "bfloat16-(0,)")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_shape_of_numpy_and_jax_arrays(shape, source):
@@ -42,7 +42,7 @@ def test_numpy_scalars_and_views():
         assert_same_bits(qt.encode(view, "e5m2"), codes(view, SHIPPED["e5m2"], "finite"), view)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn-float32")
 @pytest.mark.parametrize(
     ("name", "source"), [("e4m3fn", "float32"), ("int8", "bfloat16"), ("e5m2fnuz", "float16")]
 )
@@ -94,7 +94,7 @@ def test_another_promotion_mode_or_x64_changes_nothing():
             assert_same_bits(value, qt.decode(qt.encode(x, name), name), x)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("float8_e5m2-()", "float16-(0,)")
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("source", [*DTYPES.values(), "float6_e2m3fn", "float6_e3m2fn"])
 def test_any_shape_of_any_dtype(shape, source):
@@ -117,7 +117,7 @@ def test_any_shape_of_any_dtype(shape, source):
         assert_same_bits(qt.encode(jnp.asarray(x), "e5m2"), expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("float64", "e8m0fnu")
 @pytest.mark.quick
 @pytest.mark.parametrize("fmt", SPECS)
 def test_any_shape_of_any_format(fmt):
@@ -177,7 +177,7 @@ def test_a_python_float_is_rounded_once():
     assert int(qt.encode(1.0625, "e4m3fn")) == 0x38
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("to_odd", "nearest_away")
 @pytest.mark.parametrize("rounding", ["to_odd", "toward_negative", "nearest_away"])
 def test_large_and_many_axes(rounding):
     x = _input((2, 1, 3, 1, 2, 1, 4), "float32")

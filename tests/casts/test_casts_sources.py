@@ -78,7 +78,7 @@ def _ties_of_wide_mantissas(spec) -> np.ndarray:
 COMPILED = {*SHIPPED, "e8m0fnu", "e2m1fn", "hifloat8", "nf4", "int4", "binary16p1se"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn")
 @pytest.mark.parametrize("name", FROM_FLOAT64)
 def test_float64_under_x64(name):
     """Ties +-1 ulp of float64 and of float32: a float32 in between would lose all of them."""
@@ -90,7 +90,7 @@ def test_float64_under_x64(name):
     assert_same_variants(got, every_code(x, spec, SOME), x, SOME)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn")
 @pytest.mark.parametrize("name", FROM_FLOAT64)
 def test_numpy_float64_without_x64(name):
     """On the host, before anything narrows it."""
@@ -103,7 +103,7 @@ def test_numpy_float64_without_x64(name):
         assert_same_bits(row, expected, x)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float64-float64")
 @pytest.mark.parametrize("name", ["float64", "int64", "uint64", "int33", "uint63"])
 @pytest.mark.parametrize("source", [np.float64, np.float32, np.int64, np.uint64, np.int32])
 def test_results_of_64_bits_under_x64(name, source):
@@ -145,7 +145,7 @@ def test_float64_is_rounded_from_its_exact_values(x64):
     assert_same_bits(got[number], expected[number], x[number])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("e4m3fn", "float16", "bfloat16")
 @pytest.mark.parametrize("name", ["e4m3fn", "float16", "bfloat16", "int8"])
 def test_cast_of_64_bit_inputs(name):
     x = _float64(SPECS[name])
@@ -160,7 +160,7 @@ NARROW_SOURCES = [name for name in DTYPES if name in FLOATS and FLOATS[name].bit
 TO = ["e4m3fn", "e5m2", "e8m0fnu", "e2m1fn", "float16", "bfloat16", "float32", "int8", "hifloat8"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e5m2")
 @pytest.mark.parametrize("source", NARROW_SOURCES)
 def test_every_code_of_every_narrow_float_as_a_source(source):
     """FNUZ's one NaN has no sign to keep."""
@@ -180,7 +180,7 @@ def test_every_code_of_every_narrow_float_as_a_source(source):
                 assert_same_bits(row, wanted, x)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("e5m2", "e4m3fnuz", "e4m3_ieee")
 @pytest.mark.parametrize("source", NARROW_SOURCES)
 def test_a_format_as_its_own_source_is_the_identity(source):
     spec = FLOATS[source]
@@ -195,7 +195,7 @@ def test_a_format_as_its_own_source_is_the_identity(source):
         assert np.isin(got[~number], spec.nan_codes).all()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample("e4m3fn", "e5m2", "e8m0fnu", "e2m1fn", "float16", "bfloat16", "float32", "int8")
 @pytest.mark.parametrize("name", TO)
 def test_bool_as_a_source(name):
     x = np.array([False, True])
@@ -210,7 +210,7 @@ SCALARS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("e4m3fn-x32", "float32-x64", "bool-x32")
 @pytest.mark.quick
 @pytest.mark.parametrize("enabled", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("name", ["e4m3fn", "bfloat16", "float32", "int8", "nf4", "bool"])
@@ -225,7 +225,7 @@ def test_python_scalars_are_64_bit_numbers(name, enabled):
                 assert_same_bits(got, expected, np.asarray(scalar))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("()-float64", "()-uint2", "(2, 3, 4)-float8_e4m3fn")
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -245,7 +245,7 @@ def test_shapes_and_numpy_scalars(shape, dtype):
             assert_same_bits(qt.encode(x[()], name), expected, x)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn")
 @pytest.mark.parametrize("name", ["e4m3fn", "float16", "int8", "posit8"])
 def test_strided_and_reversed_numpy_inputs(name):
     wide = _float64(SPECS[name])
@@ -288,7 +288,7 @@ def test_the_oracle_reads_every_source_exactly():
         np.testing.assert_array_equal(x.astype(np.float32)[finite], values64(spec)[finite])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn-A")
 @pytest.mark.parametrize("variant", ["A", "B", "C"])
 @pytest.mark.parametrize("name", ["e4m3fn", "e2m1fn", "bfloat16", "float16", "int8", "int32"])
 def test_stochastic_rounding_of_float64_far_below_one_step(name, variant):

@@ -200,7 +200,7 @@ def places(spec):
     return sorted(codes - ({last} if spec.overflow == "max" else set()))  # that one is clamped
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("e4m3fn-3", "e5m2-24", "binary8p1se-5")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "bits"),
@@ -254,7 +254,7 @@ def test_numbers_round_up_as_often_as_they_should(name, bits):
     assert np.max(np.abs(statistics)) < bound(len(statistics))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int8-finite")
 @pytest.mark.parametrize("saturation", ["finite", "propagate", "none"])
 @pytest.mark.parametrize("name", ["int8", "uint4", "int16"])
 def test_integers_round_up_as_often_as_they_should(name, saturation):
@@ -302,10 +302,19 @@ WIDE = [
 ]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(
+    "int32-float32-16-A",
+    "int32-float32-16-C",
+    "uint32-float32-24-C",
+    "int32-bfloat16-23-B",
+    "int64-float64-11-B",
+    "uint64-float64-24-A",
+    "uint64-float64-24-B",
+    "int64-float32-24-A",
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("source", "name", "bits"), WIDE)
-def test_integers_that_fill_their_words_round_up_exactly_as_often(source, name, bits, variant):
+def test_full_width_integers_round_up_with_the_right_odds(source, name, bits, variant):
     """Oracle: rational arithmetic, at the random numbers where the decision changes.
 
     Two bits of 2**31 + 1 that were cut off as one sticky bit made it round up four times as often.
@@ -357,7 +366,7 @@ def test_at_the_edge_finite_saturation_clamps_whatever_the_bits(variant):
     np.testing.assert_array_equal(codes, np.full(x.shape, spec.max_code, np.uint8))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn-A")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e3m2fn"])
 def test_the_mean_of_random_numbers_is_kept(name, variant):
@@ -394,7 +403,7 @@ def test_the_mean_of_random_numbers_is_kept(name, variant):
 # One key, one stream.
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["e4m3fn", "bfloat16", "int8", "e8m0fnu", "binary6p3se"])
 def test_key_and_random_bits_are_the_same_rounding(name):
@@ -409,7 +418,7 @@ def test_key_and_random_bits_are_the_same_rounding(name):
         assert_same_bits(given, expected, X)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("encode")
 @pytest.mark.quick
 @pytest.mark.parametrize("function", [qt.encode, qt.fake_cast])
 def test_the_same_bits_however_it_is_run(function):
@@ -444,7 +453,7 @@ def test_random_bits_do_not_change_what_the_format_holds():
         assert_same_bits(codes, np.arange(256, dtype=np.uint8))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("threefry2x32")
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_typed_keys_and_raw_ones_are_the_same(impl):
     typed = jax.random.key(11, impl=impl)
@@ -457,7 +466,7 @@ def test_typed_keys_and_raw_ones_are_the_same(impl):
     assert all(np.mean(np.asarray(other) != np.asarray(expected)) > 0.2 for other in others)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("encode")
 @pytest.mark.quick
 @pytest.mark.parametrize("function", [qt.encode, qt.fake_cast])
 def test_vmap_over_numbers_and_keys(function):
@@ -483,7 +492,7 @@ def test_vmap_over_numbers_and_keys(function):
     assert_same_bits(continued, np.asarray(run(X, KEY)))  # rows of one stream
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("0", "8589934585")
 @pytest.mark.parametrize(
     "start", [0, 5, 2**16, 2**32 - 3, 2**32, 2**33 - 7, 2**63 - 2, 2**64 - 300]
 )
@@ -506,7 +515,7 @@ def test_chunks_across_the_end_of_the_index_wrap():
     assert_same_bits(stochastic(qt.encode, x[4:], KEY), whole[4:])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("uint8", "int16", "int32")
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint32])
 def test_traced_offsets(dtype):
     x = X.ravel()
@@ -550,7 +559,7 @@ def test_other_sources_draw_the_same_bits():
 # Random bits of the caller's own.
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("uint8-()", "uint32-(1,)")
 @pytest.mark.quick
 @pytest.mark.parametrize("shape", [(), (1,), (35,), (6, 1), (1, 35), (6, 35)], ids=str)
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
@@ -595,7 +604,7 @@ def test_the_high_product_against_pythons_integers():
         np.testing.assert_array_equal(np.asarray(high_product(a, b)), expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("()", "(0,)", "(2, 0, 3)")
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (7,), (3, 5), (2, 0, 3), (2, 3, 4, 5)], ids=str)
 def test_small_arrays_are_counted_in_c_order(shape):
     low, high = element_index(shape)
@@ -635,7 +644,7 @@ def test_arrays_of_more_than_2_to_the_32_elements(shape, start, size):
     np.testing.assert_array_equal(high.astype(object) * 2**32 + low.astype(object), expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("(1048576, 1048576)-(1048574, 1048573)-(2, 3)")
 @pytest.mark.parametrize(("shape", "start", "size"), LARGE, ids=str)
 def test_large_arrays_are_rounded_as_their_chunks_are(shape, start, size):
     words = jax.random.key_data(KEY)
@@ -651,7 +660,7 @@ def test_large_arrays_are_rounded_as_their_chunks_are(shape, start, size):
 # With derivatives.
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("A")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fake_cast_has_the_clipped_slope_whatever_the_bits(variant):
     x = np.float32([-500, -448, 448, 449, 470, 0, -0.0, 1e-9, 3.3, np.inf, -np.inf, np.nan])
@@ -674,7 +683,7 @@ def test_fake_cast_has_the_clipped_slope_whatever_the_bits(variant):
     np.testing.assert_array_equal(jax.jit(jax.grad(total))(finite, KEY), expected[:9])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("None")
 @pytest.mark.parametrize("shift", [None, 3.0])
 def test_fake_convert_rounds_what_it_scaled_with_the_same_bits(shift):
     """Oracle: `round_to_format` of the scaled numbers; powers of two lose nothing."""
@@ -698,7 +707,7 @@ def test_fake_convert_rounds_what_it_scaled_with_the_same_bits(shift):
     np.testing.assert_allclose(ds, ((inside * X - expected) / scale).sum(), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("none")
 @pytest.mark.parametrize("scaling", ["none", "tensor"])
 def test_round_cotangent_rounds_with_the_key(scaling):
     """Oracle: `round_to_format` of the cotangent, scaled as documented, with the same key."""
@@ -773,7 +782,7 @@ def on_one_device():
 
 
 @pytest.mark.devices(8)
-@pytest.mark.sample(1)
+@pytest.mark.sample("AxisType.Auto")
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices_draw_what_one_draws(on_one_device, kind):
@@ -796,7 +805,7 @@ def test_eight_devices_draw_what_one_draws(on_one_device, kind):
 
 
 @pytest.mark.devices(8)
-@pytest.mark.sample(1)
+@pytest.mark.sample("AxisType.Auto")
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_the_offset_of_a_shard_continues_the_stream(on_one_device, kind):

@@ -59,7 +59,7 @@ def test_unlimited_values_are_whole_steps(name, wrap):
 
 
 @pytest.mark.parametrize("name", UNLIMITED)
-def test_an_amax_over_its_own_scale_is_rounded_to_the_largest_value(name):
+def test_amax_over_its_own_scale_becomes_the_largest_value(name):
     """For every significand of amax, with IEEE quotients by NumPy. Only its exponent is left."""
     fmt = qt.format(name)
     amax = np.float32(1) + np.arange(2**23, dtype=np.float32) * np.float32(2.0**-23)

@@ -96,7 +96,7 @@ def test_without_jit(dtype):
             assert_same_bits(np.asarray(function()), expected, name)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float32")
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_second_derivatives(dtype):
     def squares(x):

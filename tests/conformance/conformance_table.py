@@ -254,7 +254,7 @@ def marks(path, test, *names):
 
 
 def wide_integers():
-    test = "test_integers_keep_their_low_bits_and_floats_are_rounded_once"
+    test = "test_integers_keep_low_bits_and_floats_round_once"
     return [*marks(CAST, test, "source"), len(module(CAST).INTEGERS)]
 
 
@@ -334,7 +334,7 @@ def extended():
         "test_extended_small_floats",
         "test_extended_pairs_by_the_bit_rule",
         "test_extended_wraps_where_the_page_does_not",
-        "test_extended_int32_to_float16_is_as_torch_whatever_the_mode",
+        "test_extended_int32_to_float16_as_torch_in_all_modes",
         "test_extended_int4",
         "test_extended_float32_to_integral_float32",
     )
@@ -371,7 +371,7 @@ ROWS = {
         "floats to text": lambda: [texts_written()],
         '`arithmetic="reference"`': lambda: marks(
             CAST,
-            "test_reference_arithmetic_is_that_of_the_reference_evaluator",
+            "test_reference_arithmetic_equals_the_evaluator",
             "target",
             "source",
         ),
@@ -463,7 +463,7 @@ ROWS = {
             len(module(FORMATS).SMALL),
             combinations(
                 FORMATS,
-                "test_every_pair_of_shipped_formats_of_16_bits_and_less_by_enumeration",
+                "test_every_pair_of_formats_up_to_16_bits",
                 "combinations_with_replacement",
             ),
         ],

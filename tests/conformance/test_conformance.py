@@ -80,7 +80,7 @@ def test_numbers_are_put_in_their_place():
         ({**COUNTED, "every number": ([4], [])}, r"'3 types, 1,000 elements' has room for other"),
     ],
 )
-def test_other_rows_and_other_numbers_than_were_counted_are_named(found, message):
+def test_wrong_rows_and_wrong_counts_are_named(found, message):
     with pytest.raises(AssertionError, match=message):
         with_numbers(SHOWN, {"onnx.cast": found})
 

@@ -66,7 +66,7 @@ def expected():
     return jax.jit(_operators)(*_arguments())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("AxisType.Auto")
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices_give_what_one_gives(expected, kind):

@@ -367,7 +367,7 @@ def test_gfloat_agrees(name):
             np.testing.assert_array_equal(ours, fval)
 
 
-def test_magnitude_of_codes_above_the_largest_is_the_next_in_line():
+def test_magnitude_of_codes_above_the_largest():
     assert [qt.format("e4m3fn").magnitude(c) for c in (0, 1, 7, 8, 0x38, 0x7E, 0x7F)] == [
         *(0, Fraction(1, 512), Fraction(7, 512), Fraction(1, 64), 1, 448, 480)
     ]

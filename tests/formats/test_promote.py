@@ -101,7 +101,7 @@ def test_the_candidates_are_the_formats_with_a_jax_dtype():
             assert jnp.zeros((1,), fmt.dtype).dtype == fmt.dtype
 
 
-def test_every_pair_of_shipped_formats_of_16_bits_and_less_by_enumeration():
+def test_every_pair_of_formats_up_to_16_bits():
     pairs = list(itertools.combinations_with_replacement(SMALL, 2))
     assert len(pairs) == 27 * 28 // 2
     wrong = [(a.name, b.name) for a, b in pairs if promote(a, b) != expected(a, b)]

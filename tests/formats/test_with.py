@@ -28,7 +28,7 @@ def test_another_bias_scales_every_value():
     assert qt.format("e4m3fn") != fmt
 
 
-def test_what_changes_no_value_keeps_the_dtype_and_no_change_the_format():
+def test_with_keeps_the_dtype_where_values_stay():
     fmt = qt.format("e4m3fn")
     assert fmt.with_(bias=7) is fmt
     clamping = fmt.with_(overflow=Overflow.MAX)

@@ -44,7 +44,12 @@ def bits(x):
     return x.view(f"uint{8 * x.dtype.itemsize}")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(
+    "e4m3fn-float16-finite",
+    "e4m3fn-bfloat16-none",
+    "e4m3fnuz-float16-propagate",
+    "int8-float16-none",
+)
 @pytest.mark.quick
 @pytest.mark.parametrize("saturation", ["finite", "propagate", "none"])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -69,7 +74,7 @@ COMPILED = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "bfloat16", "float16", "in
 COMPILED += ["e8m0fnu", "ue4m3", "e2m1fn", "int4", "bool", "nf4", "hifloat8", "float32"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("float32", "e2m3fn")
 @pytest.mark.quick
 @pytest.mark.parametrize("fmt", EVERY, ids=lambda fmt: fmt.name)
 def test_every_format_and_mode_equals_decode_of_encode(fmt):
@@ -95,7 +100,7 @@ def test_every_format_and_mode_equals_decode_of_encode(fmt):
         np.testing.assert_array_equal(bits(got), bits(expected), err_msg=str(h))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn")
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e8m0fnu", "bool", "nf4", "float32"])
 def test_float64(fmt):
     """Rounded once from float64; the slope's limits are float64's as well."""
@@ -124,7 +129,7 @@ def test_a_python_float_is_a_float64(fmt):
         assert jax.grad(lambda x: fake_cast(x, fmt))(1.3) == 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("e4m3fn-nearest_even", "e4m3fn-to_odd", "e5m2-toward_positive")
 @pytest.mark.parametrize(
     ("fmt", "name"),
     [(E4M3FN, name) for name in MODES]
@@ -154,14 +159,14 @@ def test_every_mode_has_the_same_clipped_slope(fmt, name):
         np.testing.assert_array_equal(slope, expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("e4m3fn", "e4m3fnuz", "float16")
 @pytest.mark.parametrize("fmt", [*EIGHT_BITS, FLOAT16], ids=lambda fmt: fmt.name)
 def test_equals_decode_of_encode_on_random_float32_patterns(fmt):
     x = np.random.default_rng(0).integers(0, 2**32, 2**18, np.uint32).view(np.float32)
     np.testing.assert_array_equal(bits(fake_cast(x, fmt)), bits(decode(encode(x, fmt), fmt)))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("eager-e4m3fn", "eager-int8", "jit-e5m2", "jit-int8")
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2, INT8], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_clipped_slope_at_the_edges(fmt, wrap):
@@ -200,7 +205,7 @@ def test_an_estimator_of_the_users_own():
     assert jax.grad(lambda x: fake_cast(x, E4M3FN, gradient=Half()))(jnp.float32(3)) == 0.5
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_every_transformation_gives_the_same_derivative(dtype):
     x = jnp.asarray([-500.0, -2.0, 0.3, 7.0, 460.0], dtype)

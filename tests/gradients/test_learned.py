@@ -83,7 +83,7 @@ def data(dtype, fmt):
     return x
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("int2-float32", "uint8-float32", "e4m3fn-bfloat16")
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
     [
@@ -117,7 +117,7 @@ def test_forward_bits_eager_jit_and_fused(fmt, dtype):
         assert_same_bits(lsq_plus(x, scale, offset, fmt), forward(x, scale, fmt, offset))
 
 
-def test_forward_keeps_its_steps_apart_from_the_products_around_it():
+def test_forward_is_not_merged_with_products_around_it():
     """Oracle: NumPy. Without its guard a third of what is subtracted from would not be rounded."""
     a, b = draw(2**12), draw(2**12, seed=1)
     scale, offset = np.float32(1e-6), draw(2**12, seed=2)
@@ -155,7 +155,7 @@ def every_gradient(f, x, *parameters):
     return list(map(np.asarray, tangents(x, *parameters)))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int2")
 @pytest.mark.parametrize("fmt", INTEGERS)
 def test_gradients_case_by_case(fmt):
     """Oracle: equations 3 and 5 of LSQ in float64. Powers of two for scales: u is exact."""
@@ -202,7 +202,7 @@ def published(x, scale, fmt, offset=0.0):
     return inside.astype(float), np.where(inside, q - u, q), (~inside).astype(float), near, u
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int4-()")
 @pytest.mark.parametrize(
     ("fmt", "shape"),
     [
@@ -311,9 +311,9 @@ def central(f, at, h):
     return (f(at + h) - f(at - h)) / (2 * h)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("int2", "uint4")
 @pytest.mark.parametrize("fmt", ["int2", "int4", "uint4"])
-def test_gradients_against_finite_differences_of_a_smoothed_model(fmt):
+def test_lsq_gradients_against_finite_differences(fmt):
     """Oracle: central differences of y(x, s, b) = s * (C(u) + r) + b, u = (x - b) / s, in float64.
 
     dy/ds = C + r - u * C', so that smoothing changes it by at most 2 * (t + |u|) * exp(-d / t).
@@ -352,7 +352,7 @@ def test_gradients_against_finite_differences_of_a_smoothed_model(fmt):
     assert np.all(np.abs(dx - central(lambda x: y(x, s, b), x, h)) <= by_b)
 
 
-def test_pact_gradients_against_finite_differences_of_a_smoothed_model():
+def test_pact_gradients_against_finite_differences():
     """Oracle: y(x, a) = t * softplus(x / t) - t * softplus((x - a) / t) plus a frozen residual.
 
     By a, it has the derivative sigmoid((x - a) / t), at most exp(-|x - a| / t) from 0 or 1, and a
@@ -374,7 +374,7 @@ def test_pact_gradients_against_finite_differences_of_a_smoothed_model():
     assert 0 < da.mean() < 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("1-float32")
 @pytest.mark.parametrize(
     ("bits", "dtype"),
     [(bits, np.float32) for bits in range(1, 9)] + [(5, dtype) for dtype in DTYPES[1:]],
@@ -447,7 +447,7 @@ LEARNED = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("lsq")
 @pytest.mark.parametrize("f", LEARNED.values(), ids=LEARNED)
 def test_transformations(f):
     """Oracle: the function and its gradient, one example at a time."""
@@ -490,7 +490,7 @@ def test_transformations(f):
     close(jax.jvp(loss, (x[0], s[0]), (x[1], s[1]))[1], along, rtol=1e-4)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("lsq")
 @pytest.mark.parametrize("f", LEARNED.values(), ids=LEARNED)
 def test_second_derivatives_are_those_of_the_frozen_model(f):
     """Oracle: the chain rule. f has none of its own, so the Hessian of f**2 is 2 * f' * f'."""
@@ -537,7 +537,7 @@ def test_the_gradient_of_the_scale_is_summed_in_float32():
         assert alpha(jnp.ones(2**14, dtype))[0] == 2**14
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("0.0")
 @pytest.mark.parametrize("scale", [0.0, -0.0, -0.7, 1e-40, -np.inf])
 def test_scales_that_training_made_zero_or_negative(scale):
     """They count as 2**-126: finite, no NaN, and gradients that make the scale grow again."""
@@ -593,7 +593,7 @@ def best_of_grid(w, errors, largest):
     return float(np.min(jax.jit(jax.vmap(errors))(grid)))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("amax-1.0")
 @pytest.mark.parametrize(
     ("start", "factor"), [("amax", 1.0), ("lsq_scale", 1.0), ("amax", None)], ids=str
 )
@@ -653,7 +653,7 @@ def swish(z):
     return z / (1 + np.exp(-z))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("uint2")
 @pytest.mark.parametrize("fmt", ["uint2", "int4", "e2m1fn"])
 def test_lsq_plus_scale_offset_of_activations(fmt):
     """Oracle: the range in float64; then a grid search around what the fit found."""
@@ -773,7 +773,7 @@ def test_errors_of_formats_factors_and_bits():
             lsq_plus_scale_offset(x, "int4", steps=bad)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("int4-float32", "uint8-float32", "e4m3fn-bfloat16", "e2m1fn-bfloat16")
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["int4", "uint8", "e4m3fn", "e2m1fn"])

@@ -53,7 +53,7 @@ MODES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("e5m2-nearest_even", "int8-to_odd")
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("fmt", ["e5m2", "int8"])
 def test_every_mode_rounds_the_cotangent(x, fmt, name):
@@ -140,7 +140,7 @@ def test_two_transposes_are_the_identity(x):
     np.testing.assert_array_equal(jax.linear_transpose(transposed, x)(x)[0], x)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("-100", "0")
 @pytest.mark.parametrize("exponent", [-100, -30, 0, 60])
 def test_tensor_scaling_keeps_small_and_large_cotangents(exponent):
     c = (np.random.default_rng(0).normal(size=64) * 2.0**exponent).astype(np.float32)

@@ -28,7 +28,7 @@ GRID = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("FLOAT-FLOAT")
 @pytest.mark.parametrize(
     ("name", "stash"),
     [
@@ -159,7 +159,7 @@ WIDTHS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("width", WIDTHS)
 def test_bits_stay_as_they_are(width):
     storage = np.dtype(f"uint{max(width, 8)}")

@@ -54,7 +54,7 @@ def exact(x, scale, shift, destination):
     return q / scale
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float16-f8e4m3")
 @pytest.mark.quick
 @pytest.mark.parametrize("destination", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,7 +80,7 @@ def test_openvino_arithmetic_has_the_bits_of_the_core(dtype, destination):
         core.assert_same_numbers(jitted(x, one, None), core.fake_convert(x, one, None, destination))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("f8e4m3-float16", "f8e5m2-float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("destination", TARGETS)
 def test_openvino_arithmetic_at_special_numbers(dtype, destination):
@@ -129,7 +129,7 @@ def test_openvino_arithmetic_has_the_known_defects():
     assert np.signbit(value(-0.0, jnp.float32, "f8e5m2")) == np.signbit(0.0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float16-f8e4m3")
 @pytest.mark.quick
 @pytest.mark.parametrize("destination", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,7 +161,7 @@ def test_exact_arithmetic_keeps_nan_and_the_sign_of_zero():
     assert fake_convert(x, 1.0, destination_type="F8E5M2")[2] == 57344
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("exact")
 @pytest.mark.parametrize("arithmetic", ["exact", "openvino"])
 def test_inside_a_larger_fusion_and_under_vmap(arithmetic):
     x = random_data(np.float32, (16, 64, 64), 7)
@@ -192,7 +192,7 @@ def test_empty_data():
 # Derivatives.
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("False-float32")
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shifted", [False, True])
@@ -223,7 +223,7 @@ def test_both_arithmetics_have_the_gradient_of_fake_convert(dtype, shifted):
 
 
 @pytest.mark.exhaustive
-def test_openvino_arithmetic_forward_mode_and_second_derivatives():
+def test_openvino_arithmetic_has_higher_derivatives():
     def f(x, scale):
         return fake_convert(x, scale, arithmetic="openvino")
 

@@ -51,7 +51,7 @@ def cells():
             yield types, ranks, target
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("False-False")
 @pytest.mark.parametrize("pytorch_scalar_promotion", [False, True])
 @pytest.mark.parametrize("promote_unsafe", [False, True])
 def test_every_pair_of_types_at_every_setting(promote_unsafe, pytorch_scalar_promotion):

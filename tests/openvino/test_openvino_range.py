@@ -139,7 +139,7 @@ def test_many_elements():
     core.assert_same_numbers(ov_range(*arguments, output_type="f32"), core.range(*arguments, "f32"))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("f32", "bf16", "f16", "u8")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["f32", "bf16", "f16", "i32", "u8"])
 def test_under_jit(name):

@@ -33,7 +33,7 @@ def replayed(good, scale, period, least=1.0, largest=2.0**24):
 
 
 @pytest.mark.quick
-def test_scales_follow_the_published_rule_and_bad_steps_change_nothing():
+def test_scales_follow_the_published_rule_and_skip_bad_steps():
     rng = np.random.default_rng(0)
     good = rng.uniform(size=60) > 0.2
     tx = dynamic_loss_scale(ADAM, initial=8.0, period=3, largest=32.0)
@@ -133,7 +133,7 @@ AROUND = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("chain")
 @pytest.mark.parametrize("name", AROUND)
 def test_other_transforms_go_around_it(name):
     inner = ADAM if name != "MultiSteps" else optax.MultiSteps(ADAM, 2).gradient_transformation()
@@ -159,7 +159,7 @@ def test_other_transforms_go_around_it(name):
     assert float(loss_scale(state)) >= 2.0**9
 
 
-def test_multi_steps_around_it_is_right_only_while_all_is_finite():
+def test_multi_steps_outside_is_right_only_if_all_is_finite():
     """What the docstring says of that order: optax multiplies the sum by 0 to empty it."""
     around = optax.MultiSteps(dynamic_loss_scale(ADAM, initial=2.0**10, period=2), 2)
     plain = optax.MultiSteps(ADAM, 2)

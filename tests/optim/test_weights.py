@@ -179,7 +179,7 @@ def test_master_weights_of_float32_cost_nothing():
     assert state.master["half"].dtype == jnp.float32
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("master-alone")
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("kind", ["master", "stochastic"])
 def test_other_transforms_go_around_them(name, kind):

@@ -52,7 +52,7 @@ def test_error_against_magnitude_of_published_formats(tmp_path):
     saved(axes, tmp_path / "errors.png")
 
 
-def test_error_against_magnitude_draws_on_given_axes_any_kind_of_blocks():
+def test_error_against_magnitude_for_any_block_shape():
     specs = [
         BlockFormat.tensor("float16", scale=None),
         BlockFormat.channel("int4"),
@@ -98,7 +98,7 @@ def labels(axes):
 
 
 @pytest.mark.exhaustive
-def test_code_histogram_has_a_bar_for_each_code_in_the_order_of_values(tmp_path):
+def test_code_histogram_has_a_bar_for_each_code(tmp_path):
     x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     axes = code_histogram(x, "mxfp4")
     codes = np.asarray(quantize(x, "mxfp4").codes)
@@ -136,7 +136,7 @@ def test_code_histogram_sets_infinities_and_nans_apart():
     assert axes.get_title().startswith("int8 by tensor: 0 % saturated")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fnuz")
 @pytest.mark.parametrize("spec", ["e4m3fnuz", "int8", "nf4", "e8m0fnu"])
 def test_labels_are_the_values_below_their_bars(spec):
     axes = code_histogram(np.ones(64, np.float32), spec)

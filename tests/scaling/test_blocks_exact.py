@@ -183,7 +183,7 @@ def test_blocks_by_hand():
 # Presets.
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp8_e4m3-float32")
 @pytest.mark.parametrize("dtype", SOURCES)
 @pytest.mark.parametrize("name", MX)
 def test_mx(name, dtype):
@@ -218,7 +218,7 @@ def test_mx_by_the_scales_of_every_rule(name):
         assert_quantized(run(x, jnp.asarray(expected.scale)), x, expected, rule)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("mxfp8_e4m3", "mxfp6_e2m3", "mxint8")
 @pytest.mark.parametrize("name", MX)
 def test_operands_of_products_are_the_same_elements(name):
     """Products compute by a shorter program: its elements and their products with the scales.
@@ -247,7 +247,7 @@ def test_operands_of_products_are_the_same_elements(name):
     same_numbers(values[is_normal], dequantized[is_normal], name)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float32")
 @pytest.mark.parametrize("dtype", SOURCES)
 def test_other_presets(dtype):
     cases, xs = [], []
@@ -384,14 +384,14 @@ def moderate(dtype, shape=(60, 41), special=True):
     return x.astype(SOURCES[dtype])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("0")
 @pytest.mark.parametrize("part", range(4))
 def test_other_block_formats(part):
     chosen = list(OTHERS.values())[part::4]
     check(moderate("float32"), [(b, b.as_format(), {}) for b in chosen], ("float32",))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_other_block_formats_of_16_bits(dtype):
     chosen = [OTHERS[name] for name in SAMPLE] + [ASYMMETRIC["uint8 by blocks"]]
@@ -451,7 +451,7 @@ BASES = (
 )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("0")
 @pytest.mark.parametrize("first", range(2))
 def test_shapes_and_axes(first):
     """Each shape with one kind of scales in turn."""
@@ -488,7 +488,7 @@ ROUNDED = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("e4m3fn")
 @pytest.mark.parametrize("name", ROUNDED)
 def test_every_rounding_and_saturation(name):
     """All pairs in turn: each element has every rounding, and every saturation twice."""
@@ -504,7 +504,7 @@ def test_every_rounding_and_saturation(name):
     check(x, cases, ("float32",))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("toward_positive")
 @pytest.mark.parametrize("rounding", ["toward_positive", "toward_negative", "to_odd"])
 def test_what_is_far_below_the_scale_is_not_zero(rounding):
     """Scaled exactly, hence rounded up from below the least normal float32; each block alone."""
@@ -535,7 +535,7 @@ def test_elements_of_a_wide_range_beside_powers_of_two():
 KEY = jax.random.key(11)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp8_e4m3")
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4"])
 def test_stochastic_rounding_of_given_bits(name):
     """P3109's formulas on the scaled element."""

@@ -68,7 +68,7 @@ def _assert_same_bits(got, wanted):
         np.testing.assert_array_equal(*(x.view(f"uint{8 * x.itemsize}") for x in (a, b)))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp8_e4m3-P('a', 'b')-AxisType.Auto")
 @every_kind
 @pytest.mark.parametrize(
     ("spec", "place"),
@@ -86,7 +86,7 @@ def test_eight_devices_give_what_one_gives(spec, place, kind):
         assert leaf.sharding.is_equivalent_to(where, 2), leaf.sharding
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("AxisType.Auto")
 @every_kind
 def test_eager_calls_packed_codes_random_bits_and_derivatives(kind):
     """Codes are packed where shards hold whole bytes."""
@@ -123,7 +123,7 @@ def _crossing(mesh, shape, place):
     return host, jax.device_put(host, NamedSharding(mesh, place))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("shape0-place0-int4_group32")
 @pytest.mark.parametrize(("shape", "place", "spec"), CROSSING)
 def test_blocks_that_cross_shards_are_moved_on_auto_meshes(shape, place, spec):
     mesh = _mesh(AxisType.Auto)
@@ -202,7 +202,7 @@ def test_a_vocabulary_whose_shards_hold_no_whole_blocks(kind):
 
 
 @pytest.mark.quick
-def test_a_hadamard_transform_that_crosses_shards_raises_on_explicit_meshes():
+def test_hadamard_across_shards_raises_on_explicit_meshes():
     """It was JAX's error of a reshape. NVFP4 transforms both operands of wgrad along the rows."""
     mesh, numbers = _mesh(AxisType.Explicit), (((1,), (0,)), ((), ()))
     message = r"hadamard_transform: axis \d has 16 elements in 4 shards.*whole blocks of 16 in each"
@@ -241,7 +241,7 @@ def test_derivatives_by_scales_are_those_of_one_device(kind, spec):
 
 
 @every_kind
-def test_derivatives_by_factors_of_equalize_are_those_of_one_device(kind):
+def test_equalize_derivatives_on_meshes_as_on_one_device(kind):
     host = np.arange(128, dtype=np.float32).reshape(8, 16) - 64
     factors = np.full(16, 2, np.float32)
 

@@ -49,7 +49,7 @@ def same_bits(got, expected, where=""):
 # One result.
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp8_e4m3")
 @pytest.mark.parametrize("name", ALL)
 def test_fake_quantize_is_quantize_and_dequantize(name):
     """Bit for bit, NaNs and infinities included; data and scales may be subnormal beside E8M0."""
@@ -61,7 +61,7 @@ def test_fake_quantize_is_quantize_and_dequantize(name):
     same_bits(fake(x, name), qt.quantize(x, spec_of(name)).dequantize())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_results_have_the_dtype_of_x(dtype):
     x = numbers().astype({"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[dtype])
@@ -71,7 +71,7 @@ def test_results_have_the_dtype_of_x(dtype):
         same_bits(y, qt.quantize(x, name).dequantize())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp4")
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_group32", "uint8"])
 def test_the_same_bits_in_any_fusion(name):
     """Eager, jitted, mapped, and inside a larger computation; numpy does the rest of that."""
@@ -105,7 +105,7 @@ def test_the_same_bits_in_any_fusion(name):
         same_bits(got, each(rows))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int16 by tensor")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -150,7 +150,7 @@ def test_mapped_arrays_and_keys():
 # Zeros, powers of two, elements apart.
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("mxfp8_e4m3", "mxint8", "nf4_block64")
 @pytest.mark.parametrize("name", ALL)
 def test_zeros_stay_zeros(name):
     """Among others, in blocks of zeros, beside infinities and beside tiny numbers."""
@@ -170,7 +170,7 @@ def test_zeros_stay_zeros(name):
     assert np.all((scale > 0) & (scale < 0x7F800000))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp8_e4m3")
 @pytest.mark.parametrize("name", list(ALL))
 def test_amax_keeps_its_gradient(name):
     """A scale that was rounded leaves the largest element of a block beyond the range by little."""
@@ -179,7 +179,7 @@ def test_amax_keeps_its_gradient(name):
         np.testing.assert_array_equal(slope, np.ones(SHAPE, F32))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("mxfp8_e4m3", "mxfp6_e2m3", "mxint8")
 @pytest.mark.parametrize("name", POWERS)
 def test_powers_of_two_round_a_second_time_to_the_same(name):
     for seed in (1, 2):
@@ -447,7 +447,7 @@ def test_derivatives_mapped_jitted_and_twice():
     np.testing.assert_array_equal(kept, each[0])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_derivatives_have_the_dtype_of_x(dtype):
     x = jnp.asarray(numbers(shape=SMALL), dtype)

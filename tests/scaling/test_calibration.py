@@ -123,7 +123,9 @@ def _exponent(amax, largest, rule):
     return next(e for e in range(-127, 128) if amax <= largest * Fraction(2) ** e)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(
+    "tensor-float32", "first channel-float32", "mxfp4 floor-float32", "tensor-float16"
+)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -138,7 +140,7 @@ def test_absmax_is_the_largest_of_all_batches(name, dtype):
     assert (state.count, state.bad) == (4, 0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("tensor")
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_takes_the_scales(name):
     """Of one batch, absmax finds what `quantize` itself finds: the same codes, the same numbers."""
@@ -148,7 +150,7 @@ def test_quantize_takes_the_scales(name):
     same(quantize(x, fmt, **given), quantize(x, fmt))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("AbsMax-nvfp4")
 @pytest.mark.parametrize(
     ("cls", "name"), [*((cls, "nvfp4") for cls in SYMMETRIC), (MSE, "mxfp4 floor")]
 )
@@ -163,7 +165,7 @@ def test_every_scale_quantizes(cls, name):
     assert np.isfinite(q.dequantize()).all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("tensor")
 @pytest.mark.parametrize("name", ASYMMETRIC)
 def test_minmax_gives_scales_and_zero_points(name):
     fmt, xs = ASYMMETRIC[name], batches()
@@ -187,7 +189,7 @@ def test_minmax_gives_scales_and_zero_points(name):
     assert np.all(np.abs(y - xs[1]) <= 1.001 * steps)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("AbsMax", "MinMax")
 @pytest.mark.parametrize("cls", [*SYMMETRIC, MinMax])
 def test_a_new_state_can_be_donated(cls):
     x = jnp.ones((8, 64))
@@ -218,7 +220,7 @@ def test_minmax_of_extremes_is_finite():
     same(state.amax(), np.array([1e-45], F32))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("0.0")
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
 def test_moving_average_weighs_batches(decay):
     """numpy's float32 bit for bit; the closed formula in float64 within rounding."""
@@ -261,7 +263,7 @@ def test_edges_are_exact_and_bins_as_narrow_as_promised(bins):
     assert width.min() == 1 / (2 ** (bins.mantissa_bits + 1) - 1)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("bins0", "bins2")
 @pytest.mark.quick
 @pytest.mark.parametrize("bins", [Bins(), SMALL, Bins(-126, 253, 0)])
 def test_every_magnitude_is_in_its_bin(bins):
@@ -285,7 +287,7 @@ def numpy_counts(fmt, xs, bins):
     return counts
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("tensor-float32")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -303,7 +305,7 @@ def test_histograms_count_each_element_once(name, dtype):
     same(jax.lax.bitcast_convert_type(state.magnitude, jnp.float32), numpy_amax(fmt, xs))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("0.001")
 @pytest.mark.parametrize("fraction", [0.001, 0.5, 0.99, 0.9999, 1.0])
 def test_percentile_is_the_least_edge(fraction):
     """Rational ranks, sorted data, and the bound that the width of a bin implies."""
@@ -325,7 +327,7 @@ def test_percentile_is_the_least_edge(fraction):
             assert finer.size < Fraction(str(fraction)) * part.size
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("7")
 @pytest.mark.parametrize("rank", [7, 300, 999])
 def test_fractions_that_are_whole_ranks_take_that_rank(rank):
     x = np.arange(1, 1001, dtype=F32)
@@ -379,7 +381,7 @@ def candidates(fmt, amax):
     return amax * np.exp2(-steps).astype(F32)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int8-float32")
 @pytest.mark.parametrize(
     ("element", "scale"),
     [("int8", "float32"), ("int4", "float32"), ("e4m3fn", "float32"), ("e2m1fn", "e8m0fnu")],
@@ -420,7 +422,7 @@ def numpy_cost(counts, bins, amax, scale, element):
     return np.sum(counts[1:, None] * (q * scale - points) ** 2)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int8")
 @pytest.mark.parametrize("element", ["int8", "int4"])
 def test_mse_minimizes_the_error_of_its_histogram(element):
     fmt = BlockFormat.channel(element)
@@ -466,7 +468,7 @@ ROUND = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int8")
 @pytest.mark.parametrize("element", ROUND)
 def test_entropy_minimizes_the_divergence_of_its_histogram(element):
     fmt, x = BlockFormat.channel(element), np.stack([heavy(), heavy(seed=6)], axis=-1)
@@ -507,7 +509,7 @@ def published_entropy(x, values=128, bins=2048):
     return edges[last + values]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("laplace")
 @pytest.mark.parametrize(
     "data",
     ["laplace", "student", "outliers", "uniform"],
@@ -527,7 +529,7 @@ def test_entropy_agrees_with_the_published_method(data):
     assert abs(math.log2(found / expected)) <= 3.01 / 16, (found, expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("MSE")
 @pytest.mark.parametrize("cls", [MSE, Entropy])
 def test_searches_of_hardly_anything(cls):
     """One value, two values, one outlier: a scale that holds what there is."""
@@ -604,7 +606,7 @@ def test_bad_batches_only_count_as_bad(cls, fmt, poison):
     same(dataclasses.replace(only, bad=clean.bad), new(cls, fmt))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("AbsMax-e4m3fn by channel@-1")
 @pytest.mark.parametrize(("cls", "fmt"), cases(), ids=ids)
 def test_one_where_nothing_is_known(cls, fmt):
     start = new(cls, fmt)
@@ -697,7 +699,7 @@ def test_counts_saturate():
         assert merged.count.tolist() == [min(sum(counts), most)] * 3
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("AbsMax")
 @pytest.mark.parametrize("cls", [AbsMax, Percentile])
 def test_axes_of_whole_blocks_may_differ(cls):
     rng = np.random.default_rng(1)
@@ -781,7 +783,7 @@ def coarse(cls, fmt, shape):
 
 
 @pytest.mark.devices(2)
-@pytest.mark.sample(1)
+@pytest.mark.sample("0-AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("case", range(len(OBSERVED)))
 def test_a_sharded_array_is_observed_as_on_one_device(case, kind):
@@ -796,7 +798,7 @@ def test_a_sharded_array_is_observed_as_on_one_device(case, kind):
 
 @pytest.mark.devices(2)
 # mxfp4 has other scales in other rows, hence on other devices: there is nothing to merge.
-@pytest.mark.sample(1)
+@pytest.mark.sample("AbsMax-fmt0")
 @pytest.mark.parametrize(("cls", "fmt"), [c for c in OBSERVED if c[1].scale_shape((4, 64))[0] == 1])
 def test_merge_across_devices_is_merge(cls, fmt):
     """Inside `shard_map`."""

@@ -158,7 +158,7 @@ def test_gradients_are_those_of_a_quotient_and_a_product():
     assert np.all(np.abs(np.asarray(got[2]) - expected) <= 1e-6 * size)
 
 
-def test_an_element_that_the_loss_does_not_see_leaves_the_gradient_of_the_factors_alone():
+def test_masked_elements_do_not_change_gradients_of_factors():
     x = jnp.array([[2.0, jnp.nan]])
     _, back = jax.vjp(lambda f: equalize(x, x, f, w_axis=1), jnp.array([2.0, 4.0]))
     np.testing.assert_array_equal(back((jnp.array([[1.0, 0]]), jnp.array([[1.0, 0]])))[0], [1.5, 0])

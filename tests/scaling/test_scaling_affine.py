@@ -44,7 +44,7 @@ SCALES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("elementwise", "one")
 @pytest.mark.quick
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_product_is_rounded_before_it_is_subtracted_from(scale):
@@ -106,7 +106,7 @@ def test_products_keep_infinities_zeros_and_nans():
     assert np.isnan(np.asarray(jax.jit(product)(nans, np.ones_like(nans)))).all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("448.0")
 @pytest.mark.parametrize("divisor", [448.0, 3.0, 57344.0, 127.0, 0.1, 1e-20, 6.0])
 def test_quotients_by_a_constant_are_ieee(divisor):
     x = _random(4)

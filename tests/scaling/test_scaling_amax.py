@@ -56,7 +56,7 @@ def _data(dtype, shape=(5, 6, 7)):
     return x.astype(DTYPES[dtype])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("float32-None", "float16-axis6")
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 1), (-1, 0), (0, 1, 2), ()])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amax_is_over_the_finite_elements(dtype, axis):
@@ -67,7 +67,7 @@ def test_amax_is_over_the_finite_elements(dtype, axis):
     same_bits(jax.jit(function)(x), expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amax_of_each_row_alone(dtype):
     """Every mixture of finite and not, so both branches of a shortcut would be taken."""
@@ -82,7 +82,7 @@ def test_amax_of_each_row_alone(dtype):
     same_bits(by_axis, numpy_amax(x, 1))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("shape0-None-float32", "shape4-axis4-float16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("shape", "axis"), [((0,), None), ((3, 0), 1), ((3, 0), 0), ((0, 4), 0), ((2, 0, 3), (1, 2))]
@@ -92,7 +92,7 @@ def test_amax_of_nothing_is_zero(dtype, shape, axis):
     same_bits(amax(jnp.asarray(x), axis), numpy_amax(x, axis))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amax_of_scalars_and_extremes(dtype):
     info = ml_dtypes.finfo(DTYPES[dtype])
@@ -123,7 +123,7 @@ def _amaxes():
     return np.concatenate([pattern.view(np.float32), np.array(edges, np.float32)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("e4m3fn", "float16")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_scale_is_the_ieee_quotient(name):
@@ -152,7 +152,7 @@ def test_scale_is_the_ieee_quotient(name):
     same_bits(more, expected + np.float32(1))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("e4m3fn", "e4m3fnuz", "float16")
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_scale_is_subnormal(name):
     tiny = np.arange(0, 0x02000000, 997, dtype=np.uint32).view(np.float32)
@@ -176,7 +176,7 @@ def _pairs(count=2**16):
     return x, scale.astype(np.float32)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("elementwise-float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["elementwise", "scalar", "rows", "columns"])
 def test_scaled_is_one_division(shape, dtype):

@@ -1,12 +1,12 @@
-"""Published operators whose scales, shifts or limits are made in the same jit, like their data.
+"""Fusion of published operators with producers of their scales, shifts and limits.
 
-Producers, consumer and comparison are those of ../test_same_jit.py, which says what XLA does there,
-and has all operators with parameters that are known.
+Producers and comparison are those of ../test_fusion.py, which says what XLA does there and tests
+the operators with constant parameters.
 """
 
 import pytest
 from public_functions import ANY, ranged, wide
-from test_same_jit import check, equal, halves
+from test_fusion import check, equal, halves
 
 from qtoolkit import onnx, openvino
 
@@ -36,8 +36,8 @@ PRODUCERS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("onnx.quantize_linear-bfloat16")
 @pytest.mark.parametrize("dtype", ANY, ids=str)
 @pytest.mark.parametrize("name", OF_THREE)
-def test_parameters_made_in_the_same_jit(name, dtype):
+def test_parameters_fused_with_their_producers(name, dtype):
     check(lambda made: OF_THREE[name](*made), PRODUCERS, halves(dtype), equal)

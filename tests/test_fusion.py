@@ -1,9 +1,9 @@
-"""Every public function gives, of values made in the same jit, what it gives of them as arguments.
+"""Fusion: public functions return the same bits whatever XLA fuses them with.
 
-XLA widens a bfloat16 number that was made in the same program without rounding it first, contracts
-products and sums, merges factors, divides by uniform numbers through reciprocals, and LLVM drops
-steps where it knows the sign or the range of a value. Oracle: the same function, called eagerly on
-the values that the producer, compiled alone, wrote to memory.
+A producer makes the argument, and the function reads it, both in one jit. There XLA widens a
+bfloat16 number without rounding it first, contracts products and sums, merges factors and divides
+by uniform numbers through reciprocals. LLVM drops steps where it knows the sign or the range of a
+value. Oracle: the same function called eagerly on the result of the producer, compiled alone.
 """
 
 import functools
@@ -55,7 +55,7 @@ HALF_PRODUCERS = {
     "narrowing": lambda a, b: (a.astype(jnp.float32) * np.float32(1.7)).astype(a.dtype),
     "carry": carried,
 }
-# float32 whose sign or value a compiler can know.
+# Producers of float32 whose sign or value a compiler can know.
 KNOWN_PRODUCERS = {
     "uint8": lambda u8, u16, x: u8.astype(jnp.float32),
     "uint16": lambda u8, u16, x: u16.astype(jnp.float32),
@@ -70,12 +70,12 @@ KNOWN_PRODUCERS = {
 
 
 @pytest.mark.quick
-def test_every_public_function_is_in_the_table_or_left_out_for_a_reason():
+def test_every_public_function_is_in_the_table_or_excluded():
     public, known = set(public_callables()), set(map(public_name, FUNCTIONS))
-    left_out = {name for name in EXCLUDED if name not in qt._NAMES_BY_PACKAGE}
-    assert public - known - left_out == set(), "new: put them into tests/public_functions.py"
-    assert (known | left_out) - public == set(), "no longer public"
-    assert known & left_out == set()
+    excluded = {name for name in EXCLUDED if name not in qt._NAMES_BY_PACKAGE}
+    assert public - known - excluded == set(), "new: put them into tests/public_functions.py"
+    assert (known | excluded) - public == set(), "no longer public"
+    assert known & excluded == set()
 
 
 def names_in(thing):
@@ -98,7 +98,7 @@ def names_in(thing):
 
 
 @pytest.mark.quick
-def test_entries_of_the_table_name_the_function_that_they_are_called_after():
+def test_table_entries_call_the_function_of_their_name():
     called = {name: public_name(name).split(".")[-1] for name in FUNCTIONS}
     assert [name for name, f in FUNCTIONS.items() if called[name] not in names_in(f)] == []
 
@@ -142,16 +142,27 @@ def takes(names, dtypes):
     return pytest.mark.parametrize(("name", "dtype"), cases, ids=str)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(
+    "encode e4m3fn nearest_even-bfloat16",
+    "cast int8 toward_positive-float16",
+    "cast bfloat16-bfloat16",
+    "hadamard_transform random-bfloat16",
+    "MSE counts-float16",
+    "Identity-float16",
+    "dot-float16",
+    "optim.quantize_state-bfloat16",
+    "openvino.convert f32, core-float16",
+    "lsq_plus by parameters-bfloat16",
+)
 @pytest.mark.quick
 @takes(EXACT, HALF)
-def test_half_precision_made_in_the_same_jit(name, dtype):
+def test_fused_with_half_precision_producers(name, dtype):
     check(EXACT[name], HALF_PRODUCERS, halves(dtype), equal)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("sqnr_db-bfloat16")
 @takes(SUMS, HALF)
-def test_sums_of_half_precision_made_in_the_same_jit(name, dtype):
+def test_sums_fused_with_half_precision_producers(name, dtype):
     def within_an_ulp(got, expected, producer):
         got, expected = (np.asarray(a, np.float64) for a in (got, expected))
         bound = max(ROWS * COLUMNS * 2.0**-24, 2 * float(jnp.finfo(dtype).eps))
@@ -160,8 +171,8 @@ def test_sums_of_half_precision_made_in_the_same_jit(name, dtype):
     check(SUMS[name], HALF_PRODUCERS, halves(dtype), within_an_ulp)
 
 
-# Other bits behind some producer at one time, with XLA's or LLVM's work undone in all the rest.
-ONCE_WRONG = [
+# Functions that have failed behind some producer. They run in full, those above as a sample.
+FORMER_FAILURES = [
     *("fake_convert", "lsq", "lsq_plus", "pact", "hadamard_transform"),
     "openvino.fake_convert f8e4m3, exact",
     *("quantize e4m3fn", "fake_quantize e4m3fn", "QArray dequantized", "dot_general vmap"),
@@ -169,9 +180,8 @@ ONCE_WRONG = [
 ]
 
 
-@takes(ONCE_WRONG, (BF16,))
-def test_what_was_once_wrong_of_half_precision_made_in_the_same_jit(name, dtype):
-    """Always all of them: of the table above, a sample."""
+@takes(FORMER_FAILURES, (BF16,))
+def test_former_failures_behind_half_precision(name, dtype):
     check(EXACT[name], HALF_PRODUCERS, halves(dtype), equal)
 
 
@@ -184,22 +194,28 @@ def known():
     )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(
+    "encode e4m3fn nearest_even-float32",
+    "encode posit16 stochastic-float32",
+    "hadamard_transform random-float32",
+    "dot_general mxfp8-float32",
+    "optim.quantize_state-float32",
+    "onnx.quantize_linear by parameters-float32",
+)
 @pytest.mark.quick
 @takes([name for name in EXACT if name not in ADDED_BY_OPTAX], (F32,))
-def test_float32_that_a_compiler_knows_something_of(name, dtype):
+def test_fused_with_known_float32_values(name, dtype):
     check(EXACT[name], KNOWN_PRODUCERS, known(), equal)
 
 
-@takes(ONCE_WRONG, (F32,))
-def test_what_was_once_wrong_of_float32_that_a_compiler_knows_something_of(name, dtype):
-    """Always all of them: of the table above, a sample."""
+@takes(FORMER_FAILURES, (F32,))
+def test_former_failures_behind_known_float32_values(name, dtype):
     check(EXACT[name], KNOWN_PRODUCERS, known(), equal)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("sqnr_db")
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_of_float32_that_a_compiler_knows_something_of(name):
+def test_sums_fused_with_known_float32_values(name):
     check(SUMS[name], KNOWN_PRODUCERS, known(), close)
 
 
@@ -244,10 +260,10 @@ ROUNDINGS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("DSQ-bfloat16", "DSQ-float32", "Ramp-float32", "EWGS-float16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("rule", SOFT, ids=lambda rule: type(rule).__name__)
-def test_cotangents_and_tangents_by_soft_estimators_between_neighbours(rule, dtype):
+def test_derivatives_by_soft_estimators_between_neighbours(rule, dtype):
     """They are products: unlike others they are rounded whatever makes or reads them."""
     a, b, x = (4 * jax.random.normal(key, (4096,), dtype) for key in jax.random.split(KEY, 3))
     made = {"sum": lambda a, b: a + b, "product": lambda a, b: a * b, "argument": lambda a, b: a}
@@ -289,7 +305,7 @@ def by_parameters(x):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
-def test_cotangents_of_half_precision_made_in_the_same_jit(dtype):
+def test_cotangents_fused_with_half_precision_producers(dtype):
     """Cotangents of bfloat16 were widened from sums that had never been rounded: of 4,096 random
     gradients by the scale of `lsq` 1,014 had other bits, of those of `hadamard_transform` 1,809.
     """
@@ -303,7 +319,7 @@ def test_cotangents_of_half_precision_made_in_the_same_jit(dtype):
             check(jax.jit(derivative), made, (x, b), functools.partial(named_equal, name))
 
 
-def test_cotangents_of_float32_made_in_the_same_jit():
+def test_cotangents_fused_with_float32_producers():
     """XLA merged constants of a producer with factors and scales: of 4,096 gradients by the offset
     of `lsq_plus` 160 had other bits behind `a * 1.7`. A bias is added to what they read.
     """
@@ -319,7 +335,7 @@ def test_cotangents_of_float32_made_in_the_same_jit():
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_cotangents_of_casts_to_half_precision_made_in_the_same_jit(dtype):
+def test_cotangents_of_casts_to_half_precision_when_fused(dtype):
     """Of 4,096 gradients by what was cast to bfloat16, 3,977 had other bits behind a product."""
     x, b = halves(dtype)
     point = jnp.ones((ROWS, COLUMNS), jnp.float32)
@@ -349,7 +365,7 @@ def test_fake_convert_of_one_number_repeated():
 
 
 @pytest.mark.parametrize("scale", [0.11, 1e-3, 3.0])
-def test_dequantized_codes_with_a_constant_scale_are_not_contracted(scale):
+def test_dequantize_by_a_constant_scale_is_not_contracted(scale):
     """All codes of uint8 and a bias: each product is rounded before the bias is added."""
     codes = np.arange(256, dtype=np.uint8).reshape(1, -1)
     spec = qt.BlockFormat.tensor("uint8")
