@@ -24,14 +24,13 @@ def native_codes(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     """The codes of float32 `x`, rounded to nearest even: uint8. Elementwise.
 
     Args:
-      x: Each element at most the largest value of `fmt`, or infinite or NaN. Infinities become NaN
-        in E4M3FN, which has none.
+      x: Each element at most the largest value of `fmt`.
 
     On GPUs of NVIDIA from compute capability 8.9 on, XLA converts by one instruction,
     `cvt.rn.satfinite.e4m3x2.f32`, where the arithmetic on bit patterns takes some thirty. The two
     are equal by definition: PTX ISA says of `.rn` that it rounds to nearest even, of these formats
-    that they have subnormal numbers, and saturation changes nothing in the range of `x`. What is
-    not finite is selected here, so that it does not depend on the conversion. The command
+    that they have subnormal numbers, and saturation changes nothing in the range of `x`. The
+    command
     `experiments/benchmarks/every_float32.py --native --platform gpu` compares all 2**32 numbers.
     """
     return _conversions(fmt)(x)
@@ -43,14 +42,7 @@ def _conversions(fmt: FloatFormat) -> Callable[[jax.Array], jax.Array]:
         return codes_of(x, fmt, UNCLAMPED)
 
     def by_hardware(x: jax.Array) -> jax.Array:
-        codes = lax.bitcast_convert_type(x.astype(fmt.dtype), jnp.uint8)
-        return jnp.where(lax.is_finite(x), codes, not_finite(x))
-
-    def not_finite(x: jax.Array) -> jax.Array:
-        infinity = fmt.inf_code if fmt.has_inf else fmt.nan_code
-        code = jnp.where(x == x, np.uint8(infinity), np.uint8(fmt.nan_code))  # type: ignore[arg-type]
-        sign = lax.bitcast_convert_type(x, jnp.uint32) >> np.uint32(31)
-        return code | (sign << np.uint32(7)).astype(jnp.uint8)
+        return lax.bitcast_convert_type(x.astype(fmt.dtype), jnp.uint8)
 
     return by_platform(
         f"{fmt.name}_codes",

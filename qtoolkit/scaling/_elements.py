@@ -189,10 +189,11 @@ def to_limited_operands(x: Elements, spec: BlockFormat, divide: Map, multiply: M
 
 
 def to_native_codes(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    assert isinstance(spec.element, FloatFormat)
-    wide, largest = exact_float32(x.view), np.float32(float(spec.element.max_finite))
-    limited = lax.clamp(-largest, divide(wide), largest)
-    return native_codes(jnp.where(lax.is_finite(wide), limited, wide), spec.element)
+    fmt = spec.element
+    assert isinstance(fmt, FloatFormat)
+    wide, largest = exact_float32(x.view), np.float32(float(fmt.max_finite))
+    codes = native_codes(lax.clamp(-largest, divide(wide), largest), fmt)
+    return jnp.where(lax.is_finite(wide), codes, np.uint8(fmt.nan_codes[0]))
 
 
 def to_unscaled(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:

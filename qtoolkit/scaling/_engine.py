@@ -237,8 +237,7 @@ def operand_values(
 
 
 def operand_codes(x: Array, spec: BlockFormat, scale: Array, *, is_power: bool = False) -> Array:
-    """The codes of `operand_values`, uint8, for float32 scales; an infinity is a NaN where the
-    format has none.
+    """The codes of `operand_values`, uint8, for float32 scales; infinities are NaNs.
 
     Args:
       spec: Elements are floats of 8 bits of which `has_native_codes`.
