@@ -13,7 +13,7 @@ from qtoolkit.casts.internal import (
     differentiable_widened,
     traced_for_cpu,
 )
-from qtoolkit.products._bilinear import Bilinear, Blocked, Scaled
+from qtoolkit.products._bilinear import Bilinear, Blocked, DotGeneral, Scaled
 from qtoolkit.products._native import native_operands
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._times_scales import times_scales
@@ -109,7 +109,7 @@ def native_constant(
     function: Forward | Transposed,
     first: Rounded,
     second: Rounded,
-    contracted: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
     dtype: Any,
 ) -> Array:
     """Like `combined`, but gives XLA arrays in the formats' own dtypes if it can multiply them.
@@ -119,14 +119,15 @@ def native_constant(
     pass over the result.
 
     Args:
-      contracted: Which axes of both operands are summed; None unless `function` is a plain
-        `dot_general`.
+      contracted: Which axes of both operands are summed.
       dtype: Of the result that is wanted. bfloat16 products are rounded to it at once; float16
         does not hold them before they are scaled.
 
     It has no derivative; `native` has one.
     """
-    native = native_operands(first, second, contracted)
+    of = function.function
+    is_plain = isinstance(of, DotGeneral) and of.out_sharding is None
+    native = native_operands(first, second, contracted, is_plain=is_plain)
     if native is None:
         return combined(function, first, second)
     out_dtype = dtype if dtype == jnp.bfloat16 else jnp.float32

@@ -44,25 +44,27 @@ class Native(NamedTuple):
 def native_operands(
     first: Rounded,
     second: Rounded,
-    contracted: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    *,
+    is_plain: bool,
 ) -> Native | None:
     """The arrays that XLA multiplies natively; None if the product has to be emulated.
 
     Args:
-      contracted: The axes of both operands that are summed; None if the function does not take
-        `Blocked` operands.
+      contracted: The axes of both operands that are summed.
+      is_plain: Whether the function takes `Blocked` and `Scaled` operands.
     """
     one, other = first.scale, second.scale
     have_8_bits = _has_8_bits(first) and _has_8_bits(second)
-    axes = ((), ()) if contracted is None else contracted
     if one is not None and other is not None:
         if not have_8_bits:
             return None
-        return Native(_own_elements(first, axes[0]), _own_elements(second, axes[1]), one * other)
-    if contracted is None:
+        first_elements = _own_elements(first, contracted[0])
+        return Native(first_elements, _own_elements(second, contracted[1]), one * other)
+    if not is_plain:
         return None
-    if have_8_bits and _has_fixed(first, axes[0]) and _has_fixed(second, axes[1]):
-        return Native(_scaled(first, axes[0]), _scaled(second, axes[1]))
+    if have_8_bits and _has_fixed(first, contracted[0]) and _has_fixed(second, contracted[1]):
+        return Native(_scaled(first, contracted[0]), _scaled(second, contracted[1]))
     lengths = _block_length(first, contracted[0]), _block_length(second, contracted[1])
     # E8M0 and other scales are not mixed. E8M0 reaches the ends of float32, so a result might
     # overflow before the other operand's second scale could bring it back.

@@ -9,7 +9,7 @@ from jax import lax
 
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import Forward, Transposed, combined, native, native_constant
-from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
+from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral, Einsum
 from qtoolkit.products._kept import keeps_codes
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._operand import Operand
@@ -104,12 +104,9 @@ class Plan:
             x.shape,
             self.recipe.axis_names,
             is_native=self.recipe.arithmetic == "native",
-            is_dot=self._is_dot,
+            is_dot=isinstance(self.function, DotGeneral | Einsum)
+            and self.function.out_sharding is None,
         )
-
-    @property
-    def _is_dot(self) -> bool:
-        return isinstance(self.function, DotGeneral) and self.function.out_sharding is None
 
     def contracted(
         self, side: int | None, lhs: Any, rhs: Any
@@ -143,7 +140,7 @@ class Plan:
         if self.recipe.arithmetic != "native":
             return combined(function, first, second)
         multiply = native_constant if is_constant else native
-        return multiply(function, first, second, contracted if self._is_dot else None, dtype)
+        return multiply(function, first, second, contracted, dtype)
 
 
 def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:

@@ -211,6 +211,29 @@ def test_a_program_for_gpus_gives_the_same_numbers(recipe, name):
         np.testing.assert_allclose(mine, theirs, rtol=2.0**-7, atol=2.0**-8 * np.abs(theirs).max())
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("subscripts", ["bij,jk->bik", "bij,bkj->bik", "bihj,bkhj->bhik"])
+def test_einsum_on_a_gpu(subscripts):
+    letters, _ = subscripts.split("->")
+    lengths = {"b": 2, "i": 6, "j": 16, "k": 4, "h": 3}
+    x, w = (
+        integers(*(lengths[letter] for letter in part), seed=i)
+        for i, part in enumerate(letters.split(","))
+    )
+
+    def run(x, w):
+        product = functools.partial(qt.einsum, subscripts, recipe=recipes.native_fp8_current)
+        y, back = jax.vjp(product, x, w)
+        return y, *back(y)
+
+    with jax.default_device("gpu"):
+        closed = jax.make_jaxpr(run)(x, w)
+    got = jax.jit(jax.extend.core.jaxpr_as_fun(closed))(x, w)
+    assert ("layout_constraint" in str(closed)) == (subscripts != "bihj,bkhj->bhik")
+    for mine, theirs in zip(got, jax.jit(run)(x, w), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_in_loops_and_under_vmap_and_remat():
     x, w, _ = operands(jnp.bfloat16, ((3, 40, 64), (64, 64), ()))
     product = functools.partial(
