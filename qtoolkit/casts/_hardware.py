@@ -30,8 +30,7 @@ def native_codes(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     `cvt.rn.satfinite.e4m3x2.f32`, where the arithmetic on bit patterns takes some thirty. The two
     are equal by definition: PTX ISA says of `.rn` that it rounds to nearest even, of these formats
     that they have subnormal numbers, and saturation changes nothing in the range of `x`. The
-    command
-    `experiments/benchmarks/every_float32.py --native --platform gpu` compares all 2**32 numbers.
+    benchmark `gpu_training.py` compares all 2**32 numbers.
     """
     return _conversions(fmt)(x)
 

@@ -199,6 +199,10 @@ class Cut:
         scales = find_scales(x, operand.spec)[0] if given.scale is None else given
         assert scales.scale is not None
         is_power = operand.has_power_of_two
+        if not is_power and not traced_for_cpu():
+            # An exact division reads x many times. Where x is transposed just before, XLA for GPUs
+            # would write intermediate results of it: 1.8 GB for a cotangent of 67 MB.
+            x = lax.optimization_barrier(x)
         codes = operand_codes(x, operand.spec, scales.scale, is_power=is_power)
         turned = None
         if self.order is not None:
