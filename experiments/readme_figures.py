@@ -51,8 +51,10 @@ QUOTED = (
         *("training", STEP, WRAPPED, (PLAIN, "qwix")),
     ),
     Ratios(
-        "a large product of bfloat16 and its gradients in native FP8 on a GPU, beside bfloat16's",
-        *("gpu", "a product of bfloat16", "te_current, native", ("plain bfloat16",)),
+        "a large matmul and its gradients in native FP8 on a GPU, beside bfloat16's",
+        "gpu_training",
+        *("matmul with both gradients, [8,192, 4,096] x [4,096, 14,336]", "native_fp8"),
+        ("bfloat16",),
     ),
     Ratios(
         "converting 1 GiB of bfloat16 to FP8 by channel, beside `dd conv=fsync`",

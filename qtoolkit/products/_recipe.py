@@ -50,10 +50,15 @@ class Recipe:
 
     **What `arithmetic="native"` passes to XLA in 8 bits or fewer.** This is decided for each of the
     three products on its own. All others are emulated, for example blocks with float32 scales
-    (`deepseek_v3`, `token_scaled`) and integers. Native are:
+    (`deepseek_v3`) and integers. Native are:
 
-    * Both operands have an 8-bit float format and one scale each, which multiplies the result.
-      Derivatives of other functions than `dot_general` are given float32 copies.
+    * Both operands have an 8-bit float format and one scale each. The result is computed in its
+      own dtype (float16: in float32) and multiplied by one scalar, the product of both scales,
+      which float32 has to hold. Derivatives of convolutions are given float32 copies.
+    * In `dot_general`, layers and `x @ w`: both have an 8-bit float format and float32 scales that
+      do not change along the axes that are summed, as in `token_scaled` for arrays of two axes.
+      These multiply the result. (Of arrays with more axes, wgrad sums over several and is
+      emulated.)
     * In `dot_general`, layers and `x @ w`: both have floats in blocks with E8M0 scales (MXFP8,
       MXFP6, MXFP4), or both with 8-bit scales of another kind (NVFP4, whose second scales multiply
       the result). `jax.lax.scaled_dot` multiplies them: by hardware where XLA has that, else

@@ -129,6 +129,25 @@ def test_no_wide_copy_of_a_weight(name):
     assert readers >= 1
 
 
+def test_grouped_products_multiply_in_fp8():
+    """XLA multiplies all rows by all groups and masks them, in bfloat16 as well."""
+
+    def step(x, w, ct, sizes):
+        product = functools.partial(
+            qt.ragged_dot, group_sizes=sizes, recipe=qt.recipes.native_fp8_current
+        )
+        y, pull = jax.vjp(product, x, w)
+        return y, *pull(ct)
+
+    shapes = (1024, 512), (4, 512, 2048), (1024, 2048)
+    sizes = struct(4, dtype=jnp.int32)
+    assert_three_in_fp8(text_of(step, "without Triton", *map(struct_of, shapes), sizes), "cuBLASLt")
+
+
+def struct_of(shape):
+    return struct(*shape)
+
+
 def test_casts_are_conversions_by_hardware():
     """PTX: one conversion for each code, no exact division, no way around by float16."""
     with jax.default_device("gpu"):
