@@ -177,10 +177,12 @@ def by_platform(
     cpu: Callable[..., jax.Array],
     others: Callable[..., jax.Array],
     aval: Callable[..., Any],
+    cuda: Callable[..., jax.Array] | None = None,
 ) -> Callable[..., jax.Array]:
-    """A function of arrays of one shape, elementwise: `cpu` on CPUs, `others` elsewhere.
+    """A function of arrays of one shape, elementwise: `cpu` on CPUs, `cuda` on GPUs of NVIDIA where
+    it is given, `others` elsewhere.
 
-    `jax.lax.platform_dependent` would trace both versions at every use, and leave conditionals in
+    `jax.lax.platform_dependent` would trace all versions at every use, and leave conditionals in
     the program. This is a single operation when it is traced, and becomes one of the versions when
     it is lowered. Its derivative is zero, like that of `elementwise`.
 
@@ -190,7 +192,7 @@ def by_platform(
     primitive = Primitive(name)
     _OF_ONE_SHAPE.add(primitive)
     primitive.def_abstract_eval(aval)
-    _define(primitive, others, cpu)
+    _define(primitive, others, cpu=cpu, cuda=cuda)
     return lambda *operands: primitive.bind(*_alike(*operands))
 
 
@@ -243,18 +245,24 @@ def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _define(
-    primitive: Primitive, function: Callable[..., Any], cpu: Callable[..., Any] | None = None
+    primitive: Primitive,
+    function: Callable[..., Any],
+    **by_platform: Callable[..., Any] | None,
 ) -> None:
-    """Define how an operation is lowered (on CPUs by `cpu`, if any), mapped and differentiated."""
+    """Define how an operation is lowered, mapped and differentiated.
+
+    It is lowered to `function`, except on platforms that have a function of their own.
+    """
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     ad.primitive_jvps[primitive] = functools.partial(_constant, primitive)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
     several = primitive.multiple_results
     # Not inline: JAX then lowers an operation once for each shape, and calls the result elsewhere.
     mlir.register_lowering(primitive, mlir.lower_fun(function, several), inline=False)
-    if cpu is not None:
-        lower = mlir.lower_fun(cpu, several)
-        mlir.register_lowering(primitive, lower, platform="cpu", inline=False)
+    for platform, own in by_platform.items():
+        if own is not None:
+            lower = mlir.lower_fun(own, several)
+            mlir.register_lowering(primitive, lower, platform=platform, inline=False)
 
 
 def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -319,6 +327,22 @@ def is_somewhere(x: jax.Array) -> jax.Array:
     return _is_somewhere.bind(x)
 
 
+def traced_for_cpu() -> bool:
+    """Whether programs traced now run on CPUs unless their arguments lie elsewhere.
+
+    For choices that must be visible in a trace, as policies of `jax.checkpoint` need it. To trace
+    for a GPU on a host without one, set `jax.default_device("gpu")`.
+    """
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.default_backend() == "cpu"
+    return getattr(device, "platform", device) == "cpu"
+
+
+# `lax.optimization_barrier` on CPUs, nothing elsewhere.
+barrier_on_cpu = by_platform(
+    "barrier_on_cpu", cpu=lax.optimization_barrier, others=lambda x: x, aval=lambda x: x
+)
 _on_cpu = by_platform(
     "on_cpu",
     cpu=lambda: jnp.asarray(True),

@@ -25,6 +25,7 @@ from qtoolkit.casts.internal import (
     in_dtype,
     is_sharded,
     kept_from_zero,
+    native_codes,
     on_cpu,
     over_e8m0,
     product,
@@ -196,6 +197,14 @@ def to_limited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Arr
     return unlimited_values(limited, spec.element).astype(x.view.dtype)
 
 
+def to_native_codes(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    fmt = spec.element
+    assert isinstance(fmt, FloatFormat)
+    wide, largest = exact_float32(x.view), np.float32(float(fmt.max_finite))
+    codes = native_codes(lax.clamp(-largest, scaling.divide(wide), largest), fmt)
+    return jnp.where(lax.is_finite(wide), codes, np.uint8(fmt.nan_codes[0]))
+
+
 def to_unscaled(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     q = exact_float32(x.view)
     y = scaling.multiply(q)
@@ -268,6 +277,7 @@ def of_elements(
     *,
     is_short: bool = False,
     is_own: bool = False,
+    is_power: bool = False,
 ) -> Made:
     """`compute(elements, spec, scaling)` as one elementwise operation.
 
@@ -283,6 +293,7 @@ def of_elements(
         cores) and ran no faster.
       is_own: Whether the scales were made from these elements, whose subnormal numbers then do not
         matter.
+      is_power: Whether float32 scales, from 2**-126 to 2**126, are powers of two.
     """
     # XLA writes to memory what enters and leaves a branch. So `compute` takes the elements in their
     # own dtype and returns the dtype of the result: with float32 on both sides MXFP8 of bfloat16
@@ -296,6 +307,8 @@ def of_elements(
         return by(_Unscaled())
     if not spec.has_powers:
         scale = effective(scales.scale, scales.tensor_scale, spec, is_own=is_own)
+        if is_power:
+            return by(_ByFactors(blocks.spread(1 / scale), blocks.spread(scale)))
         digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2  # type: ignore[union-attr]
         is_exact = not spec.tensor_scale and digits <= 24
         return by((_ByExactScale if is_exact else _ByScale)(blocks.spread(scale)))
