@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from qtoolkit.formats import Rules
 from qtoolkit.products._recipe import Recipe, check_recipe
-from qtoolkit.products._taps import MODEL
+from qtoolkit.products._place import MODEL
 
 
 class Module(NamedTuple):
