@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.nnx._numerics import check_wrapped
-from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import (
@@ -133,7 +132,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     def frozen(_: Any, node: Any) -> Any:
         site = None if not isinstance(node, nnx.Module) else site_of(node)
-        if site is None or id(node) in seen or isinstance(node, StatefulProducts):
+        if site is None or id(node) in seen:
             return node
         seen.add(id(node))
         recipe = site.recipe.frozen()
@@ -212,7 +211,7 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
         )
     missing: list[str] = []
     for _, module in nnx.iter_modules(wrapped):
-        site = None if isinstance(module, StatefulProducts) else site_of(module)
+        site = site_of(module)
         if site is None:
             continue
         for name, kept in product_states(module).items():

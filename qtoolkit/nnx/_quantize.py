@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
-from qtoolkit.nnx._rewriting import methods_of
+from qtoolkit.nnx._rewriting import adapters, original_class, product_states
 from qtoolkit.nnx._state import LsqScale, ProductState
 from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
 from qtoolkit.products import Operand, Recipe
@@ -112,7 +111,7 @@ def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
         return True
     if operand is None:
         return False
-    kept = _product_of(layer)
+    kept = product_states(layer).get("0")
     scale: LsqScale | None = None
     if kept is not None and operand.is_learned:  # it becomes the scale of the codes
         scale, kept.scales[1] = kept.scales[1], None
@@ -139,15 +138,6 @@ def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
         )
 
 
-def _product_of(layer: Any) -> ProductState | None:
-    """The state that a layer keeps for its product; None if it keeps none."""
-    for value in vars(layer).values():
-        if isinstance(value, StatefulProducts):
-            product: ProductState = value.products[0]
-            return product
-    return None
-
-
 def _kept(kept: ProductState | None) -> tuple[jax.Array | None, jax.Array | None]:
     """The amax and the key of a kernel."""
     history, calibrated, key = (getattr(kept, name, None) for name in ("history", "amax", "key"))
@@ -163,7 +153,10 @@ def _kernel_axes(layer: Any) -> Axes | None:
     None if the layer has no attribute for its product, or multiplies something else than its
     kernel.
     """
-    if methods_of(layer) or getattr(layer, "mask", None) is not None:
+    call: Any = original_class(type(layer)).__call__
+    if not call.__module__.startswith("flax.") or adapters(layer):
+        return None
+    if getattr(layer, "mask", None) is not None:
         return None
     match layer:
         case nnx.Linear():

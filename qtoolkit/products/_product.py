@@ -41,8 +41,8 @@ from qtoolkit.products._derivative import (
     tapped_of,
 )
 from qtoolkit.products._learned import with_learned_scales
-from qtoolkit.products._plan import Given, Plan, State, operand_of
 from qtoolkit.products._place import Place
+from qtoolkit.products._plan import Given, Plan, State, operand_of
 from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._stored import stored_label

@@ -13,7 +13,7 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotan
 # (input, kernel) of a product: a label such as "e4m3fn by tensor, stored" for an operand that is
 # stored as codes and scales, "" for an ordinary array.
 Stored = tuple[str, str]
+
 
 class Tap(Protocol):
     """A measurement of the operands of a product, as an array of fixed size. Hashable.
