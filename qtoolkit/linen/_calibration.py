@@ -12,10 +12,11 @@ from flax import linen as nn
 from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
 from qtoolkit.linen._run import key_of, path_of
-from qtoolkit.linen._state import AMAX, COLLECTION, SCALES
+from qtoolkit.linen._state import COLLECTION, SCALES
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Recipe
 from qtoolkit.products.internal import (
+    AMAX,
     Batch,
     Constant,
     Tapped,

@@ -10,10 +10,10 @@ from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.linen._run import Kernel, moves_state, noting_kernels
-from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, state_of
+from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Batch, serving_rules, stored_kernel
+from qtoolkit.products.internal import Batch, serving_rules, state_of, stored_kernel
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -128,8 +128,8 @@ def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -
     lead = x.ndim - len(use.shape)
     if use.operand is None or tuple(x.shape[lead:]) != use.shape:
         return None
-    kept, scales = (_kept(variables, name, use) for name in (COLLECTION, SCALES))
-    state = state_of(use.recipe, f"{'/'.join(use.layer)}:{use.product}", kept, None, scales)
+    kept = _kept(variables, COLLECTION, use) | _kept(variables, SCALES, use)
+    state = state_of(use.recipe, f"{'/'.join(use.layer)}:{use.product}", kept)
     amax = key = scale = None
     if state is not None:
         stack = tuple(x.shape[:lead])
@@ -141,12 +141,12 @@ def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -
     return stored_kernel(where, jnp.asarray(x), use.operand, use.axes, lead, amax, key, scale)
 
 
-def _kept(variables: Any, collection: str, use: Kernel) -> Any:
-    """The state that a collection holds for a product; None if it holds none."""
+def _kept(variables: Any, collection: str, use: Kernel) -> dict[str, Any]:
+    """The state that a collection holds for a product."""
     found = variables.get(collection, {})
     for name in (*use.layer, use.product):
         found = found.get(name, {})
-    return found or None
+    return dict(found)
 
 
 def _with(params: Any, path: tuple[str, ...], array: QArray) -> Any:

@@ -18,7 +18,7 @@ from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._arguments import arguments_of, explain_reserved_name
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
-from qtoolkit.linen._state import COLLECTION, SCALES, Kept, started, state_of, unstarted
+from qtoolkit.linen._state import COLLECTION, SCALES, Kept
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
@@ -32,7 +32,10 @@ from qtoolkit.products.internal import (
     product_attributes,
     returns_later,
     scope,
+    started,
+    state_of,
     unmeasured,
+    unstarted,
 )
 from qtoolkit.scaling import QArray
 
@@ -364,8 +367,9 @@ class _Run:
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
-            known = kept.get(product), rng, scales.get(product)
-            return site.multiplied(found, product, state_of(recipe, f"{path}:{product}", *known))
+            known = {**kept.get(product, {}), **scales.get(product, {})}
+            state = state_of(recipe, f"{path}:{product}", known, rng)
+            return site.multiplied(found, product, state)
 
         return multiply
 

@@ -284,7 +284,7 @@ def attach(
             _keep(layer, recipe, site, names)
     for name, kept in product_states(layer).items():
         if name in states:
-            kept.go_on(states[name])
+            kept.take_over(states[name])
 
 
 def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:

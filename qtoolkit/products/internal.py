@@ -34,5 +34,22 @@ from qtoolkit.products._rewrite import rewritten, with_values
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales
+from qtoolkit.products._states import (
+    AMAX,
+    BAD,
+    HISTORY,
+    KEY,
+    LEARNED,
+    PROBE,
+    advance,
+    first_values,
+    observe,
+    probe_of,
+    started,
+    state_of,
+    taken_over,
+    uncalibrated,
+    unstarted,
+)
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
 from qtoolkit.products._taps import MODEL, Tapped, instrument, unmeasured
