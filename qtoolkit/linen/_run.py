@@ -26,14 +26,15 @@ from qtoolkit.products.internal import (
     Module,
     Names,
     Site,
+    Track,
     computes_product,
     enclosing,
     held,
+    present_trace,
     product_attributes,
     returns_later,
     scope,
     started,
-    state_of,
     unmeasured,
     unstarted,
 )
@@ -163,6 +164,7 @@ def run(
     if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
     this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
+    this.is_mutable = not starting and module.is_mutable_collection(COLLECTION)
     intercepting = nn.intercept_methods(this.intercept)
     # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
     observed = None if visited is None and _kernels.get() is None else object()
@@ -172,6 +174,10 @@ def run(
         except TypeError as error:
             explain_reserved_name(error)
             raise
+    for (path, product), moved in this.moved.items():
+        of_layer = module.variables[COLLECTION][key_of(path)]
+        new = {**of_layer, product: {**of_layer[product], **moved}}
+        module.put_variable(COLLECTION, key_of(path), new)
     # Only now, after the call: state made inside of a nested trace would leak out of it.
     for (path, recipe), products in this.counts.items():
         states = {name: started(recipe, f"{path}:{name}") for name in products}
@@ -246,6 +252,8 @@ class _Run:
       kinds: The types that were seen at each path.
       counts: While starting, the products of each layer whose recipe keeps state, and the recipe
         of each, which is another one for two activations.
+      is_mutable, trace: Whether the collection "qtoolkit" may be written, and in which trace.
+      moved: What products have changed of their state, by path and name.
     """
 
     rules: Rules[Recipe]
@@ -258,6 +266,9 @@ class _Run:
     rng: jax.Array | None
     kinds: dict[str, list[type]] = dataclasses.field(default_factory=dict)
     counts: dict[tuple[str, Recipe], dict[str, Recipe]] = dataclasses.field(default_factory=dict)
+    is_mutable: bool = False
+    trace: Any = dataclasses.field(default_factory=present_trace)
+    moved: dict[tuple[str, str], dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
@@ -326,6 +337,10 @@ class _Run:
             count = self._count(recipe, path, name)
             return run_rewritten(method, module, count, args, kwargs)
 
+    def carries(self) -> bool:
+        """Whether what a product moves here reaches the collection: not out of an inner trace."""
+        return self.is_mutable and self.trace == present_trace()
+
     def shown(self, path: str) -> str:
         """The path from the model around it, where the wrapped module is a part of one."""
         return "/".join(filter(None, (*self.root, path)))
@@ -368,8 +383,14 @@ class _Run:
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
             known = {**kept.get(product, {}), **scales.get(product, {})}
-            state = state_of(recipe, f"{path}:{product}", known, rng)
-            return site.multiplied(found, product, state)
+            if not known and rng is None:
+                return site.multiplied(found, product, None)
+            place, moved = f"{path}:{product}", self.moved.get((path, product), {})
+            track = Track(recipe, place, known | moved, is_carried=self.carries(), rng=rng)
+            out = site.multiplied(found, product, track)
+            if track.moved:
+                self.moved[path, product] = moved | track.moved
+            return out
 
         return multiply
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import linen as nn
 
 from qtoolkit.products.internal import (
     HISTORY,
@@ -20,6 +21,7 @@ from qtoolkit.products.internal import (
     check_trainable,
     observe,
     probe_of,
+    rolled_later,
 )
 
 COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
@@ -103,7 +105,8 @@ def value_and_grad(
             return out[0], _marked(out[1], given.get(COLLECTION, {}))
 
         graded = jax.value_and_grad(of, argnums=(0, 1), has_aux=has_aux)
-        value, (grads, counts) = graded(trained, probes)
+        with rolled_later():
+            value, (grads, counts) = graded(trained, probes)
         grads = grads[wrt] if isinstance(wrt, str) else grads
         rolled = _mapped(state, lambda path, kept: advance(observe(kept, counts.get(path))))
         if has_aux:
@@ -180,8 +183,39 @@ def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
         yield path, part
 
 
-def at(tree: Any, path: tuple[str, ...]) -> Any:
+def products_of(collection: Any) -> list[tuple[Path, Kept]]:
+    """The arrays of each product in a collection, with its path there."""
+    found = _parts((), collection)
+    return [(path, part) for path, part in found if part and not _holds_mapping(part)]
+
+
+def _holds_mapping(part: Kept) -> bool:
+    return any(isinstance(inner, Mapping) for inner in part.values())
+
+
+def at(tree: Any, path: Path) -> Any:
     return functools.reduce(lambda part, name: part[name], path, tree)
+
+
+def with_part(tree: Any, path: Path, part: Any) -> Any:
+    """A copy of the tree with `part` at `path`."""
+    if not path:
+        return part
+    first, *rest = path
+    return {**tree, first: with_part(tree[first], tuple(rest), part)}
+
+
+def check_arguments(where: str, module: Any, variables: Any) -> None:
+    """Raises unless `module` is a linen module and `variables` a dictionary with "params".
+
+    Whether it has quantized layers is not checked: `Fp8Dense` in it is known only when it runs.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{where}: module has type {type(module).__name__}, expected an instance of "
+            "flax.linen.Module"
+        )
+    check_variables(where, variables)
 
 
 def check_variables(where: str, variables: Any, hint: str = "") -> None:

@@ -16,7 +16,7 @@ from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     MODEL,
     Site,
-    State,
+    Track,
     instrument,
     is_intercepted,
     rewritten,
@@ -24,7 +24,7 @@ from qtoolkit.products.internal import (
 )
 from qtoolkit.scaling import QArray
 
-States = Sequence[State]
+States = Sequence[Track]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Replacement:
         product: jax.Array = getattr(self.site, self.name)(*args, state=state, **kwargs)
         return product
 
-    def _intercepted(self, args: Any, kwargs: Any, state: State | None) -> jax.Array:
+    def _intercepted(self, args: Any, kwargs: Any, state: Track | None) -> jax.Array:
         function = self.original or getattr(lax, self.name)
         try:
             return self.site.intercepted(function, args, kwargs, state)
@@ -83,7 +83,10 @@ class Attention:
             is_known = self.original is _FLAXS and module is None and not is_intercepted()
             static = tuple(sorted(options.items()))
             if is_known and _is_hashable(static):
-                return _attend(arrays, named, list(states), place, static)
+                out, moved = _attend(arrays, named, list(states), place, static)
+                for track, new in zip(states, moved, strict=True):
+                    track.moved |= new
+                return out
             return self._sowing(place, arrays, named, options, module, states)
 
     def _sowing(
@@ -121,11 +124,14 @@ def _is_hashable(x: Any) -> bool:
 
 # Jitted, so that equal blocks share one trace.
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def _attend(arrays: Any, named: Any, states: Any, site: Site, options: Any) -> jax.Array:
+def _attend(
+    arrays: Any, named: Any, states: list[Track], site: Site, options: Any
+) -> tuple[jax.Array, list[Any]]:
     def pure(arrays: Any, named: Any) -> Any:
         return _FLAXS(*arrays, **named, **dict(options), module=None)
 
-    return rewritten(pure, site.multiply(_by_number(states)))(arrays, named)
+    out = rewritten(pure, site.multiply(_by_number(states)))(arrays, named)
+    return out, [track.moved for track in states]
 
 
 _FLAXS: Any = nnx.dot_product_attention
@@ -145,7 +151,7 @@ class _Recorder:
         self.sown.append((kind, name, value))
 
 
-def _by_number(states: States) -> Callable[[str], State | None]:
+def _by_number(states: States) -> Callable[[str], Track | None]:
     """A function from the name of a product, "0" or "1", to its state."""
     return {str(i): state for i, state in enumerate(states)}.get
 
@@ -159,7 +165,11 @@ class StatefulProducts(nnx.Module):
 
     def __call__(this, *args: Any, **kwargs: Any) -> jax.Array:  # noqa: N805
         # Interceptors of qwix take the innermost module that a frame calls `self` for the layer.
-        return this.call(*args, states=[kept.state() for kept in this.products], **kwargs)
+        tracks = [kept.track() for kept in this.products]
+        out: jax.Array = this.call(*args, states=tracks, **kwargs)
+        for kept, track in zip(this.products, tracks, strict=True):
+            kept.write(track.moved)
+        return out
 
 
 def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> Any:

@@ -20,8 +20,9 @@ from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     Site,
-    State,
+    Track,
     as_jax,
+    carrying,
     computes_product,
     enclosing,
     opened,
@@ -247,7 +248,7 @@ def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         kept = getattr(self, "qtoolkit_dot", None)
         within = dataclasses.replace(site, recipe=site.recipe.without_state())
-        with enclosing(within, None if kept is None else kept.state()):
+        with enclosing(within, None if kept is None else kept.track().unmoved):
             running = functools.partial(_run, site, method, name, self, args, kwargs)
             return with_numbers(running, (args, kwargs))
 
@@ -272,6 +273,8 @@ def _run(
     at_nodes = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
     nodes = [leaves[i] for i in at_nodes]
     graph, state = nnx.split((module, nodes))
+    states = (part for _, part in nnx.iter_modules(module) if isinstance(part, ProductState))
+    is_carried = all(part.is_writable for part in states)
     traced: list[_Traced] = []  # filled by the one trace of `pure`
 
     def pure(state: Any, arrays: list[Any]) -> Any:
@@ -280,7 +283,7 @@ def _run(
         args, kwargs = jax.tree.unflatten(structure, merged)
         before = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
         notes = [_notes(node) for node in (copied, *given)]
-        with rewritten_later():
+        with rewritten_later(), carrying(is_carried):
             out = method(copied, *args, **kwargs)
         outs, closed = opened(out, is_leaf=_is_node)
         changed = [
@@ -302,9 +305,12 @@ def _run(
 
     prefix = prefix_of(original_class(type(module)), name)
     kept = named_states(module)
+    tracks: dict[str, Track] = {}
 
-    def state_of(name: str) -> State | None:
-        return kept[name].state() if name in kept else None
+    def state_of(name: str) -> Track | None:
+        if name in kept:
+            tracks[name] = kept[name].track()
+        return tracks.get(name)
 
     rewriting = rewritten(pure, site.multiply(state_of, prefix), _parameters)
     with jax.named_scope(scope(site.path or "", site.recipe)):
@@ -328,6 +334,8 @@ def _run(
         setattr(holder, key, value)
     for place, (_, variable), values in zip(places, found.variables, written, strict=True):
         _write(*place, jax.tree.unflatten(variable, values))
+    for name, track in tracks.items():
+        kept[name].write(track.moved)
     remaining = iter(arrays)
     outs = [next(remaining) if other is None else other[0] for other in found.others]
     return found.closed(outs)

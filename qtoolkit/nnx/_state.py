@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from flax.errors import TraceContextError
 
 from qtoolkit.nnx._bridged import bridged_probes, bridged_state, is_bridged_probe, roll_bridged
 from qtoolkit.products import Recipe
@@ -17,13 +18,14 @@ from qtoolkit.products.internal import (
     KEY,
     LEARNED,
     PROBE,
-    State,
+    Track,
     advance,
     check_trainable,
+    is_carrying,
     observe,
     probe_of,
+    rolled_later,
     started,
-    state_of,
     taken_over,
     uncalibrated,
     unstarted,
@@ -164,18 +166,32 @@ class ProductState(nnx.Module):
             if value is not variables[name].get_value():
                 variables[name][...] = value
 
-    def state(self) -> State | None:
+    @property
+    def is_writable(self) -> bool:
+        """Whether nnx lets its variables be written in this trace: not what it closes over."""
+        try:
+            for variable in self.variables.values():
+                variable.set_value(variable.get_value())
+        except TraceContextError:
+            return False
+        return True
+
+    def track(self) -> Track:
+        """The state for one call of the product; `write` what it has moved."""
         arrays = self.arrays
         amax = arrays.get(AMAX)
-        is_known = amax is not None and not isinstance(amax, jax.core.Tracer)
-        if is_known and bool(jnp.any(jnp.isnan(amax))):
+        if isinstance(amax, jax.core.Tracer):
+            amax = None
+        if amax is not None and bool(jnp.any(jnp.isnan(amax))):
             raise ValueError(
                 f"nnx: {self.path}: the layer is not calibrated, though its recipe has Static() "
                 "scaling; expected scales from a calibration: wrap the model with a recipe without "
                 "Static(), and write qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, "
                 "batches))"
             )
-        return state_of(self.recipe, self.path, arrays)
+        is_moved = HISTORY in arrays or KEY in arrays
+        is_carried = is_moved and is_carrying() and self.is_writable
+        return Track(self.recipe, self.path, arrays, is_carried=is_carried)
 
     def take_over(self, was: "ProductState") -> None:
         """Takes over the state that the product had under another recipe, where it is valid.
@@ -251,7 +267,7 @@ def value_and_grad(
         probe = nnx.Any(Probe, is_bridged_probe)
         both = nnx.DiffState(0, nnx.Any(wanted, probe))
         graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)
-        with bridged_probes(model):
+        with bridged_probes(model), rolled_later():
             value, found = graded(model, *args, **kwargs)
         probes, grads = nnx.split_state(found, probe, ...)
         roll(model, probes)

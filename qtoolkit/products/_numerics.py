@@ -333,14 +333,6 @@ def sums_of(function: Callable[..., Any], *arguments: Any) -> Sums:
     return Sums(found, left_of(closed))
 
 
-def check_loss(where: str, loss_fn: Any, given: str) -> None:
-    if not callable(loss_fn):
-        raise TypeError(
-            f"{where}: loss_fn has type {type(loss_fn).__name__}, expected a function to a float "
-            f"scalar; write {where}({given}, batch, loss_fn)"
-        )
-
-
 def check_ran(where: str, products: Collection[Any]) -> None:
     if not products:
         raise ValueError(

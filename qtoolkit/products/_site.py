@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import urllib.parse
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from qtoolkit.products._rewrite import LEFT, SCOPE, Multiply, rewritten
 from qtoolkit.products._stored import stored_label
 from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray
+
+StateLike: TypeAlias = State | Callable[[Any, Any], State | None] | None
 
 
 class _Enclosing(NamedTuple):
@@ -67,7 +69,7 @@ class Site:
         lhs: jax.Array | QArray,
         rhs: jax.Array | QArray,
         dtype: DTypeLike | None,
-        state: State | None = None,
+        state: StateLike = None,
         extra: tuple[jax.Array, ...] = (),
         *,
         name: str = "0",
@@ -92,6 +94,8 @@ class Site:
         recipe = self.recipe.of_activations() if kernel is None else self.recipe
         recipe = following(recipe, function, (lhs, rhs), extra, features, kernel)
         is_swapped = kernel == 0
+        if callable(state):  # it updates the state that it gives, see `_recording`
+            state = state(rhs, lhs) if is_swapped else state(lhs, rhs)
         named_scope: Any = contextlib.nullcontext()
         if self.path is not None:
             # Reports name lhs first, recipes the input.
@@ -113,7 +117,7 @@ class Site:
             )
 
     def multiply(
-        self, state_of: Callable[[str], State | None] = lambda name: None, prefix: str = ""
+        self, state_of: Callable[[str], StateLike] = lambda name: None, prefix: str = ""
     ) -> Multiply:
         """A `multiply` for `rewritten`, which computes each product with the state of its name."""
         names = Names(prefix)
@@ -124,7 +128,7 @@ class Site:
 
         return multiply
 
-    def multiplied(self, found: Found, name: str, state: State | None) -> jax.Array:
+    def multiplied(self, found: Found, name: str, state: StateLike) -> jax.Array:
         """Computes a product that was found in a trace.
 
         A kernel on either side is rounded as a kernel; of two activations both are rounded as
@@ -145,7 +149,7 @@ class Site:
         )
 
     def intercepted(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, state: State | None
+        self, function: Callable[..., Any], args: Any, kwargs: Any, state: StateLike
     ) -> jax.Array:
         """`function(*args, **kwargs)`, a product of JAX that an interceptor such as qwix replaces.
 
@@ -187,7 +191,7 @@ class Site:
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: Any = None,
-        state: State | None = None,
+        state: StateLike = None,
     ) -> jax.Array:
         function = DotGeneral(dimension_numbers, precision, out_sharding)
         return self.product("dot_general", function, lhs, rhs, preferred_element_type, state)
@@ -201,7 +205,7 @@ class Site:
         precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
         out_sharding: Any = None,
-        state: State | None = None,
+        state: StateLike = None,
     ) -> jax.Array:
         function = Einsum(subscripts, precision, out_sharding)
         return self.product("einsum", function, lhs, rhs, preferred_element_type, state)
@@ -221,7 +225,7 @@ class Site:
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: Any = None,
-        state: State | None = None,
+        state: StateLike = None,
     ) -> jax.Array:
         function = ConvGeneralDilated(
             window_strides,
