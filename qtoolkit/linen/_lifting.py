@@ -6,7 +6,8 @@ from variables, rngs and arrays to results and new variables.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,15 @@ REWRITING = "qtoolkit_rewriting"  # the name under which interceptors see the li
 Multiply = Callable[[Found], jax.Array | None]
 
 
+class Mover(Protocol):
+    """Collects what products change of their state while a module runs."""
+
+    moved: dict[Any, Any]
+
+    def inner(self) -> AbstractContextManager[dict[Any, Any]]:
+        """In this context products change state in an inner trace; it is collected apart."""
+
+
 def run_rewritten(
     method: Callable[..., Any],
     module: Module,
@@ -28,6 +38,7 @@ def run_rewritten(
     args: Any,
     kwargs: Any,
     other_uses: set[Any] | None = None,
+    mover: Mover | None = None,
 ) -> Any:
     """Returns `method(module, *args, **kwargs)` with `multiply(found)` in place of each product.
 
@@ -41,6 +52,7 @@ def run_rewritten(
       other_uses: A set to which the paths of the module's own parameters are added that anything
         but a product uses. `multiply` finds the parameters of products in `Found.origins`. None:
         uses are not recorded.
+      mover: Gets the state that products in the method have changed. None: they change none.
     """
     own = {
         _identity(value): (*module.path, name)
@@ -62,7 +74,7 @@ def run_rewritten(
     if hasattr(method, "compact"):
         inside.compact = True  # type: ignore[attr-defined]
     lifted = decorator_lift_transform(
-        _lifted_rewriting, inside, multiply, own, other_uses, originals
+        _lifted_rewriting, inside, multiply, own, other_uses, originals, mover
     )
     return lifted(module, args, kwargs)
 
@@ -73,6 +85,7 @@ def _lifted_rewriting(
     own: Mapping[int, tuple[str, ...]],
     other_uses: set[Any] | None,
     originals: Mapping[int, Module],
+    mover: Mover | None,
 ) -> Callable[..., Any]:
     """A lifted transformation in the sense of `flax.core.lift`, such as `lift.checkpoint`.
 
@@ -92,7 +105,8 @@ def _lifted_rewriting(
         def pure(variables: Any, rngs: Any, arrays: list[jax.Array]) -> Any:
             scopes = scope_of(variables, rngs)
             arguments = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
-            outs, closed = opened(function(scopes, *arguments), _is_module)
+            with nullcontext({}) if mover is None else mover.inner() as moved:
+                outs, closed = opened(function(scopes, *arguments), _is_module)
             out_places = [i for i, out in enumerate(outs) if isinstance(out, jax.Array)]
             # A traced function can only return arrays. Other results, such as None or strings,
             # are passed out through `outside`.
@@ -101,7 +115,7 @@ def _lifted_rewriting(
                 for i, out in enumerate(outs)
             ]
             outside[:] = [closed, rest, out_places]
-            return [outs[i] for i in out_places], repacked(scopes)
+            return [outs[i] for i in out_places], repacked(scopes), moved
 
         names = _names(variables, own, other_uses)
         # The method sees the module's own stored kernels as ordinary arrays, hence `Standing`.
@@ -116,7 +130,9 @@ def _lifted_rewriting(
         )
         others = [""] * (len(jax.tree.leaves(rngs)) + len(places))
         call = rewritten(pure, multiply, lambda *_: [*names, *others], _made)
-        arrays, written = call(variables, rngs, [leaves[i] for i in places])
+        arrays, written, moved = call(variables, rngs, [leaves[i] for i in places])
+        if mover is not None:
+            mover.moved.update(moved)
         closed, rest, out_places = outside
         return closed(with_values(rest, out_places, arrays)), written
 
@@ -149,9 +165,9 @@ def _made(results: Any) -> Any:
 
     In `init` a method creates its parameters, and they are among the results of its trace.
     """
-    outs, written = results
+    outs, written, moved = results
     names = jax.tree_util.tree_map_with_path(lambda path, _: _name(path), written)
-    return jax.tree.map(lambda _: "", outs), names
+    return jax.tree.map(lambda _: "", outs), names, jax.tree.map(lambda _: "", moved)
 
 
 def _name(path: Any) -> str:

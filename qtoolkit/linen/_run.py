@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -329,7 +329,8 @@ class _Run:
             kernels = _kernels.get()
             other_uses = None if kernels is None else kernels.other_uses
             with jax.named_scope(scope(self.shown(path), recipe)), enclosing(None), measured:
-                return run_rewritten(method, module, multiply, args, kwargs, other_uses)
+                mover = self if self.carries() else None
+                return run_rewritten(method, module, multiply, args, kwargs, other_uses, mover)
         if not moves_state(recipe) or _is_apart(module, recipe):
             return call(*args, **kwargs)
         # Marked as left, so that a module around it does not count these products as its own.
@@ -340,6 +341,16 @@ class _Run:
     def carries(self) -> bool:
         """Whether what a product moves here reaches the collection: not out of an inner trace."""
         return self.is_mutable and self.trace == present_trace()
+
+    @contextmanager
+    def inner(self) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
+        """See `Mover`."""
+        trace, moved = self.trace, self.moved
+        self.trace, self.moved = present_trace(), {}
+        try:
+            yield self.moved
+        finally:
+            self.trace, self.moved = trace, moved
 
     def shown(self, path: str) -> str:
         """The path from the model around it, where the wrapped module is a part of one."""
