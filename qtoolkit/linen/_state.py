@@ -8,6 +8,7 @@ as `products._states` names them. The collection "qtoolkit_scales" holds learned
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -17,11 +18,16 @@ from qtoolkit.products.internal import (
     HISTORY,
     KEY,
     PROBE,
+    Batch,
     advance,
     check_trainable,
+    metrics_of,
     observe,
     probe_of,
+    products_in,
     rolled_later,
+    watching,
+    zeros_for,
 )
 
 COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
@@ -31,7 +37,11 @@ Path = tuple[str, ...]
 
 
 def value_and_grad(
-    loss: Callable[..., Any], *, has_aux: bool = False, wrt: str | Sequence[str] = "params"
+    loss: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    wrt: str | Sequence[str] = "params",
+    metrics: bool = False,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for wrapped modules: it also updates delayed scales and keys.
 
@@ -55,6 +65,7 @@ def value_and_grad(
         the step. State of other models stays.
       wrt: The collection to differentiate by, or several: ("params", "qtoolkit_scales") where
         scales are learned.
+      metrics: As for `qtoolkit.nnx.value_and_grad`; they are the last result.
 
     Returns:
       A function of (variables, *args, **kwargs), where `variables` is the dictionary of collections
@@ -92,26 +103,35 @@ def value_and_grad(
             if _is_product(kept) and HISTORY in kept
         }
 
-        def of(trained: Any, probes: Any) -> Any:
+        def plain(variables: Any, batch: Batch) -> Any:
+            args, kwargs = batch.with_arrays(batch.arrays)
+            value = loss(variables, *args, **kwargs)
+            return value[0] if isinstance(value, tuple) else value
+
+        products = products_in(plain, variables, Batch.of((args, kwargs))) if metrics else {}
+
+        def of(trained: Any, probes: Any, zeros: Any) -> Any:
             def with_probe(path: Path, kept: Kept) -> Kept:
                 return {**kept, PROBE: probes[path]} if path in probes else kept
 
             given = {**variables, **trained}
             if COLLECTION in variables:
                 given[COLLECTION] = _mapped(state, with_probe)
-            out = loss(given, *args, **kwargs)
+            with watching(products, zeros) if metrics else nullcontext():
+                out = loss(given, *args, **kwargs)
             if not has_aux or not isinstance(out, tuple) or len(out) != 2:
                 return out  # JAX says what is wrong
             return out[0], _marked(out[1], given.get(COLLECTION, {}))
 
-        graded = jax.value_and_grad(of, argnums=(0, 1), has_aux=has_aux)
+        graded = jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=has_aux)
         with rolled_later():
-            value, (grads, counts) = graded(trained, probes)
+            value, (grads, counts, rows) = graded(trained, probes, zeros_for(products))
         grads = grads[wrt] if isinstance(wrt, str) else grads
         rolled = _mapped(state, lambda path, kept: advance(observe(kept, counts.get(path))))
         if has_aux:
             value = value[0], _with_state(value[1], rolled)
-        return value, grads, rolled
+        found = (metrics_of(products, rows),) if metrics else ()
+        return value, grads, rolled, *found
 
     return function
 

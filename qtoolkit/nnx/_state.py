@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -18,17 +19,22 @@ from qtoolkit.products.internal import (
     KEY,
     LEARNED,
     PROBE,
+    Batch,
     Track,
     advance,
     check_trainable,
     is_carrying,
+    metrics_of,
     observe,
     probe_of,
+    products_in,
     rolled_later,
     started,
     taken_over,
     uncalibrated,
     unstarted,
+    watching,
+    zeros_for,
 )
 
 
@@ -209,7 +215,11 @@ class ProductState(nnx.Module):
 
 
 def value_and_grad(
-    loss: Callable[..., Any], wrt: Any = nnx.Param, *, has_aux: bool = False
+    loss: Callable[..., Any],
+    wrt: Any = nnx.Param,
+    *,
+    has_aux: bool = False,
+    metrics: bool = False,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` for wrapped models: each call also updates delayed scales and keys.
 
@@ -225,6 +235,11 @@ def value_and_grad(
       loss: A function of the model and further arguments that returns a scalar or (scalar, aux).
       wrt: What to differentiate by, as a filter of nnx.
       has_aux: As in `nnx.value_and_grad`.
+      metrics: Whether to measure what rounding did in this very step. The function then returns
+        them as its third result: {"layers/0:0": {"lhs": {"saturated": ...}}}, by product and
+        operand, with "saturated", "underflowed" and "bad", shares of the elements, and "amax" and
+        "scale". Bad are elements that are not finite, and those that are beyond the format's
+        largest value by more than a factor of 2.
 
     Returns:
       A function of (model, *args, **kwargs) that returns (value, gradients), or ((value, aux),
@@ -266,14 +281,32 @@ def value_and_grad(
         check_trainable(nnx.to_pure_dict(trained))
         probe = nnx.Any(Probe, is_bridged_probe)
         both = nnx.DiffState(0, nnx.Any(wanted, probe))
-        graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)
+        products = _products_in(loss, model, args, kwargs) if metrics else {}
+
+        def watched(model: nnx.Module, zeros: Any, *args: Any, **kwargs: Any) -> Any:
+            with watching(products, zeros) if metrics else nullcontext():
+                return loss(model, *args, **kwargs)
+
+        graded = nnx.value_and_grad(watched, argnums=(both, 1), has_aux=has_aux)
         with bridged_probes(model), rolled_later():
-            value, found = graded(model, *args, **kwargs)
+            value, (found, rows) = graded(model, zeros_for(products), *args, **kwargs)
         probes, grads = nnx.split_state(found, probe, ...)
         roll(model, probes)
-        return value, grads
+        return (value, grads, metrics_of(products, rows)) if metrics else (value, grads)
 
     return function
+
+
+def _products_in(loss: Any, model: nnx.Module, args: Any, kwargs: Any) -> Any:
+    graph, state = nnx.split(model)
+    batch = Batch.of((args, kwargs))
+
+    def run(state: Any, arrays: list[Any]) -> Any:
+        args, kwargs = batch.with_arrays(arrays)
+        value = loss(nnx.merge(graph, state, copy=True), *args, **kwargs)
+        return value[0] if isinstance(value, tuple) else value
+
+    return products_in(run, state, batch.arrays)
 
 
 def _check_model(model: Any) -> None:

@@ -294,16 +294,16 @@ class Sums:
     def numerics(self) -> Numerics:
         found = self.found
         products = zip(found.places, found.recipes, found.stored, strict=True)
-        labels = [
+        found_labels = [
             (number, role, twin, label)
             for number, product in enumerate(products)
-            for role, twin, label in _labels(*product)
+            for role, twin, label in labels(*product)
         ]
-        number, role, twin, _ = zip(*labels, strict=True)
+        number, role, twin, _ = zip(*found_labels, strict=True)
         tallies = _tallies(found.rows, *map(np.array, (number, role, twin)))
         rows = (
             Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
-            for i, (*_, label) in enumerate(labels)
+            for i, (*_, label) in enumerate(found_labels)
         )
         return Numerics(rows=tuple(rows), left=self.left)
 
@@ -358,7 +358,7 @@ def loss_of(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def _labels(
+def labels(
     place: Place, recipe: Recipe, stored: Stored
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """For each row of a product its role, the role of its twin (else its own), and its texts."""

@@ -58,3 +58,4 @@ from qtoolkit.products._states import (
 )
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
 from qtoolkit.products._taps import MODEL, instrument, unmeasured
+from qtoolkit.products._watching import metrics_of, products_in, watching, zeros_for
