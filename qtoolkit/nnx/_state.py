@@ -23,7 +23,6 @@ from qtoolkit.products.internal import (
     Track,
     advance,
     check_trainable,
-    is_carrying,
     metrics_of,
     observe,
     probe_of,
@@ -173,7 +172,7 @@ class ProductState(nnx.Module):
                 variables[name][...] = value
 
     @property
-    def is_writable(self) -> bool:
+    def _is_writable(self) -> bool:
         """Whether nnx lets its variables be written in this trace: not what it closes over."""
         try:
             for variable in self.variables.values():
@@ -183,7 +182,7 @@ class ProductState(nnx.Module):
         return True
 
     def track(self) -> Track:
-        """The state for one call of the product; `write` what it has moved."""
+        """The state for one call of the product, which also writes what the call moves."""
         arrays = self.arrays
         amax = arrays.get(AMAX)
         if isinstance(amax, jax.core.Tracer):
@@ -196,8 +195,8 @@ class ProductState(nnx.Module):
                 "batches))"
             )
         is_moved = HISTORY in arrays or KEY in arrays
-        is_carried = is_moved and is_carrying() and self.is_writable
-        return Track(self.recipe, self.path, arrays, is_carried=is_carried)
+        write = self.write if is_moved and self._is_writable else None
+        return Track(self.recipe, self.path, arrays, write)
 
     def take_over(self, was: "ProductState") -> None:
         """Takes over the state that the product had under another recipe, where it is valid.

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.products._operand import Operand
+from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import MODEL, Place, Stored, Tapped, tapped
+from qtoolkit.products._taps import Stored, Tapped, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,

@@ -41,11 +41,12 @@ from qtoolkit.products._derivative import (
     tapped_of,
 )
 from qtoolkit.products._learned import with_learned_scales
+from qtoolkit.products._place import Place
 from qtoolkit.products._plan import Given, Plan, State, operand_of
 from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._stored import stored_label
-from qtoolkit.products._taps import Place, Tap, instrument
+from qtoolkit.products._taps import Tap, instrument
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import TornBlocksError
 

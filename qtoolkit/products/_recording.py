@@ -11,8 +11,8 @@ returns the state unchanged, and whose derivative rule returns the updated one. 
 
 import contextvars
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
 from qtoolkit.products._context import held
-from qtoolkit.products._operand import Delayed
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import BAD, HISTORY, KEY, PROBE, advance, state_of
@@ -48,7 +47,6 @@ COTANGENTS = (
 
 _recorded_p = Primitive("qtoolkit_recorded")
 _recorded_p.multiple_results = True
-_is_carrying: contextvars.ContextVar[bool] = contextvars.ContextVar("carrying", default=True)
 _is_rolled: contextvars.ContextVar[bool] = contextvars.ContextVar("rolled", default=False)
 # Part of the key by which `jax.jit` finds a trace: one of a plain step records, others do not.
 _traced_for = jax.make_user_context(None)
@@ -61,61 +59,45 @@ def rolled_later() -> Iterator[None]:
         yield
 
 
-def carrying(is_carried: bool) -> AbstractContextManager[bool]:
-    """In this context no state is carried unless `is_carried`, whatever holds it."""
-    return held(_is_carrying, _is_carrying.get() and is_carried)
-
-
-def is_carrying() -> bool:
-    return _is_carrying.get()
-
-
 def present_trace() -> Any:
     return get_opaque_trace_state(convention="flax")
 
 
-@jax.tree_util.register_pytree_node_class
 class Track:
-    """The state of one product during a call: it gives the product its state, and keeps the new.
+    """Gives a product its state, and stores the new state where the product moves it.
 
-    A pytree, so that a jitted function can take it. In there it has no name: equal layers share a
-    trace.
-
-    Attributes:
-      moved: What the call has changed, in the trace in which this was made.
+    Args:
+      name: The name of layer and product, "mlp:kernel".
+      kept: See `_states`.
+      write: Stores what is moved. None: nobody can, so the scales of a product that somebody
+        differentiates are current ones.
+      rng: As for `state_of`.
     """
 
     def __init__(
-        self, recipe: Recipe, name: str, kept: Kept, *, is_carried: bool, rng: Array | None = None
+        self,
+        recipe: Recipe,
+        name: str,
+        kept: Kept,
+        write: Callable[[Kept], None] | None = None,
+        rng: Array | None = None,
     ) -> None:
         self.recipe, self.name, self.kept, self.rng = recipe, name, kept, rng
-        self.is_carried, self.trace = is_carried, present_trace()
-        self.moved: dict[str, Any] = {}
+        self.write, self._trace = write, present_trace()
 
     def __call__(self, lhs: Any, rhs: Any) -> State | None:
         """The state by which to compute `lhs * rhs`, in the order (input, kernel)."""
-        is_carried = self.is_carried and self.trace == present_trace()
-        delays = any(
-            o is not None and isinstance(o.scaling, Delayed)
-            for o in (self.recipe.dgrad[0], self.recipe.wgrad[1])
+        write = self.write if self._trace == present_trace() else None
+        used, moved = recorded(
+            self.kept,
+            lhs,
+            rhs,
+            is_carried=write is not None,
+            delays_cotangent=self.recipe.delays_cotangent,
         )
-        kept = {**self.kept, **(self.moved if is_carried else {})}
-        used, moved = recorded(kept, lhs, rhs, is_carried=is_carried, delays_cotangent=delays)
-        if is_carried:
-            self.moved |= moved
+        if moved and write is not None:
+            write(moved)
         return state_of(self.recipe, self.name, used, self.rng)
-
-    @property
-    def unmoved(self) -> State | None:
-        """The state for products that nobody tells apart: it does not change."""
-        return state_of(self.recipe, self.name, self.kept, self.rng)
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.kept, self.rng), (self.recipe, self.is_carried)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Any) -> "Track":
-        return cls(static[0], "", arrays[0], is_carried=static[1], rng=arrays[1])
 
 
 def recorded(

@@ -8,12 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.products._numerics import labels
+from qtoolkit.products._place import Place
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import ROLES, Place, Stored, Tapping, instrumented
+from qtoolkit.products._taps import ROLES, Stored, Tapping, instrumented
 from qtoolkit.scaling.internal import (
+    amax_of,
     effective,
     extreme,
     kept_range,
@@ -26,6 +29,7 @@ Array = jax.Array
 FAR = 2.0  # an element counts as bad if it is beyond the format's largest value by this factor
 _COUNTS = ("uses", "elements", "saturated", "underflowed", "bad")
 _MARKS = marked_size(0)
+_SAMPLE = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,26 +41,43 @@ class _WatchTap:
     size: int = len(_COUNTS) + 2 * _MARKS
 
     def __call__(self, x: Array, rounded: Rounded) -> Array:
-        spec, wide = rounded.spec, exact_float32(x)
-        magnitude = jnp.abs(wide)
-        is_finite = jnp.isfinite(wide)
-        amax = jnp.max(jnp.where(is_finite, magnitude, 0))
+        spec, (amax, is_bad) = rounded.spec, amax_of(x)
+        wide, q = _sample(exact_float32(x)), _sample(rounded.q)
         counts, scale = [jnp.float32(0)] * 3, jnp.ones((1,), jnp.float32)
         if spec is not None:
             largest = np.float32(max(map(abs, kept_range(spec))))
-            limit: Any = largest
             if spec.scale is not None:
                 assert rounded.scales.scale is not None
                 scale = effective(rounded.scales.scale, rounded.scales.tensor_scale, spec)
-            if scale.size == 1:  # the elements need not be divided
-                limit = largest * scale.reshape(())
-            else:
-                magnitude = jnp.abs(scaled_values(x, spec, rounded.scales))
-            lost = (rounded.q == 0) & (wide != 0)
-            parts = (magnitude > limit, lost, ~(magnitude <= np.float32(FAR) * limit))
-            counts = [jnp.sum(part, dtype=jnp.float32) for part in parts]
-        first = jnp.stack([jnp.float32(1), jnp.float32(x.size), *counts])
+            u, limit, most = jnp.abs(wide), largest * jnp.max(scale), amax
+            if scale.size > 1:  # else the elements need not be divided
+                u = jnp.abs(_sample(scaled_values(x, spec, rounded.scales)))
+                limit, most = jnp.asarray(largest), jnp.zeros_like(amax)
+            far = np.float32(FAR) * limit
+            # The largest of all elements counts, too: no sample misses that something saturates.
+            counts = [
+                _at_least(most > limit, u > limit),
+                jnp.sum((q == 0) & (wide != 0), dtype=jnp.float32),
+                _at_least((most > far) | is_bad, ~(u <= far)),
+            ]
+        first = jnp.stack([jnp.float32(1), jnp.float32(wide.size), *counts])
         return jnp.concatenate([first, marked(amax, 0), marked(jnp.max(scale), 0)])
+
+
+def _sample(x: Array) -> Array:
+    """At most some `_SAMPLE` elements of an array, evenly spaced along its first axes.
+
+    All elements would take further passes over each operand: 20 % of a step of d = 512 on a CPU.
+    """
+    for axis in range(x.ndim):
+        step = min(x.shape[axis], -(-x.size // _SAMPLE))
+        x = lax.slice_in_dim(x, 0, None, step, axis)
+    return x
+
+
+def _at_least(is_any: Array, flags: Array) -> Array:
+    """How many flags of a sample are set, at least 1 where any flag is."""
+    return jnp.maximum(jnp.sum(flags, dtype=jnp.float32), is_any.astype(jnp.float32))
 
 
 Products = Mapping[Place, tuple[Any, Stored]]
@@ -89,8 +110,9 @@ def metrics_of(
 
     saturated, underflowed, bad: shares of the elements, float32: those that the format's largest
     value clamps; those that became zero and were not; those that are not finite or beyond the
-    largest value by more than a factor of 2 (`FAR`). amax, scale: the largest of the step. A
-    product on which the loss does not depend was not measured: its numbers are NaN.
+    largest value by more than a factor of 2 (`FAR`). Shares are of some 65,536 elements, evenly
+    spaced, and of the largest one. amax, scale: the largest of the step. A product on which the
+    loss does not depend was not measured: its numbers are NaN.
     """
     found: dict[str, dict[str, dict[str, Array]]] = {}
     for place, (recipe, stored) in products.items():
