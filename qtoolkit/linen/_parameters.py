@@ -45,10 +45,13 @@ def run_with_arrays(
     module: nn.Module,
     trace: Replacing,
     names: dict[int, str],
+    paths: dict[int, Any],
     args: Any,
     kwargs: Any,
 ) -> Any:
     """Runs a method of which the trace knows the parameters.
+
+    `paths` gets those of the module's own parameters.
 
     The method gets the module's own stored kernels as ordinary arrays. Those of modules in it stay
     as they are, since their own calls treat them.
@@ -56,6 +59,7 @@ def run_with_arrays(
     collections = {name: x for name, x in module.variables.items() if name != "params"}
     trace.know_inputs((collections, args, kwargs))
     own = own_parameters(module)
+    paths.update(own)
     is_stored = any(
         isinstance(x, QArray) and _identity(x) in own
         for x in jax.tree.leaves(module.variables.get("params", {}), is_leaf=_is_stored)
@@ -70,6 +74,7 @@ def run_with_arrays(
                 return x
             array = x.dequantize()
             names[id(array)] = _name(path[1:])  # the first key is that of the scope
+            paths[id(array)] = own[_identity(x)]
             trace.know_parameter(array, x)
             return array
 

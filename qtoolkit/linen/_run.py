@@ -323,9 +323,10 @@ class _Run:
             if recipe is None:
                 with leaving(self.shown(path), seen):
                     return call(*args, **kwargs)
-            if _is_in(getattr(context.orig_method, "func", None), _FLAX) and not _is_layer(
-                kind, name
-            ):
+            method = getattr(context.orig_method, "func", None)
+            if _is_in(method, _FLAX) and not _is_layer(kind, name):
+                if kernels := _kernels.get():  # an `Embed` that looks up, for instance
+                    kernels.other_uses.update(own_parameters(module).values())
                 return call(*args, **kwargs)
             if self.starting:
                 return self._counted(recipe, path, call, args, kwargs, context, seen)
@@ -352,7 +353,7 @@ class _Run:
         module, name = context.module, context.method_name
         _check_kernels(module, path)
         kernels = _kernels.get()
-        paths: dict[int, Any] = {} if kernels is None else own_parameters(module)
+        paths: dict[int, Any] = {}
         multiply = self._multiply(recipe, path, name, module, paths)
         names: dict[int, str] = {}
         trace = Replacing(
@@ -366,7 +367,7 @@ class _Run:
         site = Site(recipe.without_state(), self.shown(path))
         with enclosing(site), measured, replacing(trace):
             method = context.orig_method.func
-            out = run_with_arrays(method, call, module, trace, names, args, kwargs)
+            out = run_with_arrays(method, call, module, trace, names, paths, args, kwargs)
         if kernels is not None and trace.other_uses is not None:
             returned = (trace.known_of(x).source for x in jax.tree.leaves(out))
             uses = {*trace.other_uses, *(x.parameter for x in returned if x.order is not None)}

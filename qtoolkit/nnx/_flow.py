@@ -156,7 +156,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
             return node
-        attach(node, recipe, found, names=tuple(amaxes))
+        attach(node, recipe, found, names=dict.fromkeys(amaxes))
         if amaxes:
             _fill(node, amaxes)
         if "dot" in amaxes:

@@ -29,6 +29,7 @@ from qtoolkit.products.internal import (
     product_attributes,
     replacing,
     returns_later,
+    with_numbers,
 )
 
 _FRAMEWORK = set(dir(nnx.Module))
@@ -251,15 +252,19 @@ def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
             return states[name].track() if name in states else None
 
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        leaves = [leaf if _is_node(leaf) else as_jax(leaf) for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        names: dict[int, str] = {}
-        trace = Replacing(site.multiply(state_of, prefix(type(self))), names, mark=site.mark)
-        for node in (self, *leaves):
-            _know(trace, names, node)
         dots = dataclasses.replace(site, recipe=site.recipe.without_state())
-        with enclosing(dots, None if kept is None else kept.track()(None, None)), replacing(trace):
-            return method(self, *args, **kwargs)
+
+        def run(integers: bool) -> Any:
+            given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(structure, given)
+            names: dict[int, str] = {}
+            trace = Replacing(site.multiply(state_of, prefix(type(self))), names, mark=site.mark)
+            for node in (self, *given):
+                _know(trace, names, node)
+            with enclosing(dots, None if kept is None else kept.track().unmoved), replacing(trace):
+                return method(self, *args, **kwargs)
+
+        return with_numbers(run, (args, kwargs))
 
     return entering
 

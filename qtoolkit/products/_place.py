@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -64,7 +65,7 @@ _place_p = Primitive("qtoolkit_place")
 
 def marked(x: Any, mark: Marked) -> Any:
     """The identity, with a mark for those who read the program; nothing where there is none."""
-    if not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, np.number):
         return x
     return _place_p.bind(x, mark=mark, is_transposed=False)
 

@@ -99,6 +99,11 @@ class Track:
             write(moved)
         return state_of(self.recipe, self.name, used, self.rng)
 
+    @property
+    def unmoved(self) -> State | None:
+        """The state for products that nobody tells apart: they change none."""
+        return state_of(self.recipe, self.name, self.kept, self.rng)
+
 
 def recorded(
     kept: Kept, lhs: Any, rhs: Any, *, is_carried: bool, delays_cotangent: bool

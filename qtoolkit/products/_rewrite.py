@@ -66,6 +66,10 @@ class Known(NamedTuple):
     original: Any = None
     is_left: bool = False
 
+    def within(self) -> "Known":
+        """The same of a value inside of a loop or a `shard_map`, where it is another array."""
+        return self._replace(source=self.source._replace(order=None), original=None)
+
 
 _ACTIVATION = Known()
 _NOWHERE = Marked(Place("", ""))
@@ -99,6 +103,7 @@ class Replacing(jax.core.Trace):
         with take_current_trace() as parent:
             pass
         self._known: dict[int, tuple[Any, Known]] = {}
+        self._parameters: list[jax.Array] = []
         if isinstance(parent, Replacing):  # of the module around this one
             self._known, parent = parent._known, parent.parent_trace
         self.parent_trace = parent
@@ -121,6 +126,8 @@ class Replacing(jax.core.Trace):
                 self.know(x, _ACTIVATION)
 
     def know_parameter(self, x: jax.Array, original: Any = None) -> None:
+        """Notes that an array is a parameter, whose key in `names` is its id."""
+        self._parameters.append(x)  # so that no other array gets its id
         self.know(x, Known(Source(id(x), order=()), original=original))
 
     def known_of(self, x: Any) -> Known:
@@ -173,8 +180,22 @@ class Replacing(jax.core.Trace):
     def process_call(self, *args: Any, **params: Any) -> Any:
         return self.parent_trace.process_call(*args, **params)
 
-    def process_shard_map(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_shard_map(*args, **params)
+    def process_shard_map(
+        self, primitive: Any, function: Callable[..., Any], args: Any, **params: Any
+    ) -> Any:
+        known = [self.known_of(x) for x in args]
+
+        def inside(*shards: Any) -> Any:
+            inner = self.again()
+            with replacing(inner):
+                for x, one in zip(shards, known, strict=True):
+                    inner.know(x, one.within())
+                return function(*shards)
+
+        outs = self.parent_trace.process_shard_map(primitive, inside, args, **params)
+        self._note_uses(known, [])
+        self.know_inputs(list(outs))
+        return outs
 
     def _computed(self, primitive: Any, args: Any, params: Any) -> Any:
         if self.look is not None:
@@ -219,7 +240,7 @@ class Replacing(jax.core.Trace):
         see it only later, in the body of a loop, that a rule leaves it.
         """
         args = list(args)
-        at = next((i for i, x in enumerate(args) if _is_float(x)), None)
+        at = next((i for i, x in enumerate(args) if _is_number(x)), None)
         if self.mark.is_left and at is not None:
             args[at] = marked(args[at], self.mark)
         outs = self._as_it_is(primitive, args, params)
@@ -311,6 +332,10 @@ def _bound(primitive: Any, others: Any, params: Any, x: Any) -> Any:
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _is_number(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.number)
 
 
 with jax.core.eval_context(), take_current_trace() as _trace:
@@ -466,8 +491,8 @@ def _body(
             values = []
             for x, one, place in zip(arrays, known, places, strict=True):
                 value = x.dequantize() if isinstance(x, QArray) else x
-                source = one.source._replace(order=None)
-                inner.know(value, Known(source, place, x if value is not x else None, one.is_left))
+                original = x if value is not x else None
+                inner.know(value, one.within()._replace(features=place, original=original))
                 values.append(value)
             return _run(inner, closed, values)
 

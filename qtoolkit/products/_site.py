@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, Einsum
 from qtoolkit.products._context import held
 from qtoolkit.products._features import LAST, following
+from qtoolkit.products._finding import note_kernel
 from qtoolkit.products._found import Found, Names
 from qtoolkit.products._place import MODEL, Marked, Place, marked
 from qtoolkit.products._plan import State
@@ -92,6 +93,7 @@ class Site:
         if callable(state):  # it stores what the product moves, see `_recording`
             state = state(rhs, lhs) if is_swapped else state(lhs, rhs)
         place = Place(self.path, name)
+        note_kernel(place, (lhs, rhs), kernel)
         with jax.named_scope(self.path or MODEL):
             out = quantized_product(
                 named,

@@ -8,6 +8,7 @@ from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch, check_calibrated
 from qtoolkit.products._constant import Constant
 from qtoolkit.products._context import held
+from qtoolkit.products._finding import kernels_in
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._found import Found, Names
 from qtoolkit.products._inputs import as_jax, with_numbers

@@ -215,3 +215,60 @@ def test_shards_have_one_history(check_vma):
     _, state = jax.jit(run)(params, rest, X)
     history = next(x for x in jax.tree.leaves(state) if x.ndim == 2)
     assert history[0, 0] == edge(np.abs(X).max())
+
+
+class Gated(nnx.Module):
+    """Products by `@`: of kernels, and of two activations."""
+
+    def __init__(self, rngs):
+        self.up, self.down = (
+            nnx.Param(jax.random.normal(rngs.params(), (16, 16)) / 4) for _ in range(2)
+        )
+
+    def __call__(self, x):
+        x = jnp.tanh(x @ self.up)
+        return (x @ x.T) @ x @ self.down
+
+
+@pytest.mark.quick
+def test_products_of_own_modules_keep_state_if_inputs_are_known():
+    """As those of layers do. Oracle: NumPy, and the plain model."""
+    model = qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH, inputs=(X,))
+    assert len(histories(model)) == 4
+    step = nnx.jit(qt.nnx.value_and_grad(loss))
+    value, _ = step(model, X)
+    np.testing.assert_allclose(value, loss(Gated(nnx.Rngs(0)), X), rtol=0.2)
+    kept = model.qtoolkit_products.up
+    assert kept.history[...][0, 0] == edge(np.abs(X).max())
+    assert kept.history[...][1, 0] == edge(np.abs(model.up[...]).max())
+    assert all(history[:, 0].all() for history in histories(model))
+    report = qt.nnx.report(model, X)
+    assert "current" not in str(report)
+    strict = qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH, strict=lambda model: loss(model, X))
+    assert nnx.graphdef(strict) == nnx.graphdef(qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH, inputs=(X,)))
+    assert not histories(qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH))
+
+
+def test_learned_scales_of_own_modules():
+    model = qt.nnx.wrap(Gated(nnx.Rngs(0)), qt.recipes.int4_lsq, inputs=(X,))
+    qt.nnx.start_scales(model, X)
+    scales = jax.tree.leaves(nnx.state(model, qt.nnx.LsqScale))
+    assert len(scales) == 8
+    _, grads = nnx.jit(nnx.value_and_grad(loss))(model, X)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_a_stack_of_own_modules_has_a_history_for_each():
+    make = nnx.vmap(lambda rngs: Gated(rngs), in_axes=0, out_axes=0)
+
+    def run(model, x):
+        body = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return body(x, model)
+
+    given = make(nnx.Rngs(0).split(3))
+    model = qt.nnx.wrap(given, BOTH, inputs=lambda model: run(model, X))
+    nnx.jit(qt.nnx.value_and_grad(lambda model, x: jnp.mean(run(model, x) ** 2)))(model, X)
+    kept = model.qtoolkit_products.up.history[...]
+    assert kept.shape == (3, 3, 4)
+    for i in range(3):
+        assert kept[i, 1, 0] == edge(np.abs(model.up[...][i]).max())
