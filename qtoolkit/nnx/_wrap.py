@@ -355,7 +355,10 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> N
     found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
     if found:
         kinds = {name: names.get(name) or (recipe, stacked(layer)) for name in found}
-        states = {name: ProductState(*kind, f"{site.path}:{name}") for name, kind in kinds.items()}
+        states = {
+            name: ProductState(own, lead, f"{site.path}:{name}")
+            for name, (own, lead) in kinds.items()
+        }
         setattr(layer, PRODUCTS, Products(states))
 
 
