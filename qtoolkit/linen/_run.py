@@ -17,7 +17,7 @@ from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._arguments import arguments_of, explain_reserved_name
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._parameters import STORED, know_parameters, own_parameters, run_with_arrays
-from qtoolkit.linen._state import COLLECTION, SCALES, Kept, started, state_of, unstarted
+from qtoolkit.linen._state import COLLECTION, SCALES, Kept
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
@@ -29,11 +29,15 @@ from qtoolkit.products.internal import (
     Place,
     Replacing,
     Site,
+    Track,
     enclosing,
     held,
     leaving,
+    present_trace,
     replacing,
+    started,
     unmeasured,
+    unstarted,
 )
 from qtoolkit.scaling import QArray
 
@@ -170,6 +174,7 @@ def run(
     if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
     this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
+    this.is_mutable = not starting and module.is_mutable_collection(COLLECTION)
     intercepting = nn.intercept_methods(this.intercept)
     # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
     observed = None if visited is None and _kernels.get() is None else object()
@@ -179,6 +184,11 @@ def run(
         except TypeError as error:
             explain_reserved_name(error)
             raise
+    for (path, product), moved in this.moved.items():
+        if moved:
+            of_layer = module.variables[COLLECTION][key_of(path)]
+            new = {**of_layer, product: {**of_layer[product], **moved}}
+            module.put_variable(COLLECTION, key_of(path), new)
     # Only now, after the call: state made inside of a nested trace would leak out of it.
     for (path, recipe), products in this.counts.items():
         states = {name: started(recipe, f"{path}:{name}") for name in products}
@@ -253,6 +263,8 @@ class _Run:
       kinds: The types that were seen at each path.
       counts: While starting, the products of each layer whose recipe keeps state, and the recipe
         of each, which is another one for two activations.
+      is_mutable, trace: Whether the collection "qtoolkit" may be written, and in which trace.
+      moved: What products have changed of their state, by path and name.
     """
 
     rules: Rules[Recipe]
@@ -265,6 +277,9 @@ class _Run:
     rng: jax.Array | None
     kinds: dict[str, list[type]] = dataclasses.field(default_factory=dict)
     counts: dict[tuple[str, Recipe], dict[str, Recipe]] = dataclasses.field(default_factory=dict)
+    is_mutable: bool = False
+    trace: Any = dataclasses.field(default_factory=present_trace)
+    moved: dict[tuple[str, str], dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
@@ -351,7 +366,7 @@ class _Run:
         measured = unmeasured() if _is_under(module, ["custom_vjp("]) else nullcontext()
         site = Site(recipe.without_state(), self.shown(path))
         with enclosing(site), measured, replacing(trace):
-            method = context.orig_method.func
+            method: Any = getattr(context.orig_method, "func", None)
             out = run_with_arrays(method, call, module, trace, names, paths, args, kwargs)
         if kernels is not None and trace.other_uses is not None:
             returned = (trace.known_of(x).source for x in jax.tree.leaves(out))
@@ -422,10 +437,21 @@ class _Run:
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
-            known = kept.get(product), rng, scales.get(product)
-            return site.product(found, product, state_of(recipe, f"{path}:{product}", *known))
+            known = {**kept.get(product, {}), **scales.get(product, {})}
+            is_stateless = not known and rng is None
+            track = None if is_stateless else self._track(recipe, path, product, known, rng)
+            return site.product(found, product, track)
 
         return multiply
+
+    def _track(
+        self, recipe: Recipe, path: str, product: str, kept: Kept, rng: jax.Array | None
+    ) -> Track:
+        moved = self.moved.setdefault((path, product), {})
+        # What moves in an inner trace does not reach the collection.
+        is_carried = self.is_mutable and self.trace == present_trace()
+        write = moved.update if is_carried else None
+        return Track(recipe, f"{path}:{product}", {**kept, **moved}, write, rng)
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
         """A `multiply` that replaces no product, but counts it and records its recipe."""

@@ -22,7 +22,7 @@ from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     Replacing,
     Site,
-    State,
+    Track,
     as_jax,
     computes_product,
     enclosing,
@@ -231,8 +231,8 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
         kept, states = getattr(self, "qtoolkit_dot", None), product_states(self)
         named = functools.partial(name_of, original_class(type(self)), method_name)
 
-        def state_of(name: str) -> State | None:
-            return states[name].state() if name in states else None
+        def state_of(name: str) -> Track | None:
+            return states[name].track() if name in states else None
 
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         dots = dataclasses.replace(site, recipe=site.recipe.without_state())
@@ -244,7 +244,7 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
             trace = Replacing(site.multiply(state_of, named), parameters, mark=site.mark)
             for node in (self, *given):
                 _know(trace, parameters, node)
-            dotted = enclosing(dots, None if kept is None else kept.state())
+            dotted = enclosing(dots, None if kept is None else kept.track().unmoved)
             with _dequantized(self, trace, parameters) as module, dotted, replacing(trace):
                 return method(module, *args, **kwargs)
 

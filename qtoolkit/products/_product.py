@@ -230,19 +230,13 @@ def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]
     derivatives differentiate this function by its residuals, which hold the rounded operands; for
     residuals that are codes, by the carrier beside the codes.
 
-    Delayed scales need the amaxes of each step, which come out as the gradient of the probe. If
-    nobody differentiates by the probe, as in a plain `jax.grad` instead of
-    `qtoolkit.nnx.value_and_grad`, nobody updates them and they would go stale. Then the operands
-    are rounded again here, with current scales.
+    Delayed scales need the amaxes of each step, which come out as the gradient of the probe. What
+    a layer does if nobody differentiates by the probe is said in `_recording`.
     """
     given: tuple[Given, Given]
     (given, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
     is_tapped = state.zeros is not None and not isinstance(state_dots.zeros, SymbolicZero)
-    if state.probe is not None and not is_observed and not is_tapped:
-        state = State(key=state.key)
-        operands = _forward_operands(given[0], given[1], state, plan)
-        out = _multiplied(operands, extra, plan)
     out = _product(given, operands, State(key=state.key), extra, out, plan)
     sides = tuple(side for side in (0, 1) if is_moving(given[side], dots[side]))
     xs = [dots[side] for side in sides]

@@ -22,6 +22,7 @@ from qtoolkit.products._multiplications import (
 )
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._place import MODEL, Marked, marks_of
+from qtoolkit.products._recording import rolled_later
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
 from qtoolkit.products._stored import STORED
 from qtoolkit.products._taps import has_no_derivative
@@ -225,7 +226,8 @@ def _traced(
     `nnx.BatchNorm(axis_name="batch")` asks for one, and so does a recipe with `axis_names`.
     """
     try:
-        return jax.make_jaxpr(function, axis_env=axes)(*arguments), axes
+        with rolled_later():
+            return jax.make_jaxpr(function, axis_env=axes)(*arguments), axes
     except (NameError, ValueError) as error:
         unbound = re.search(r"unbound axis name: (.+?)(?:\. |\)|$)", str(error), re.M)
         if unbound is None or unbound[1] in dict(axes):

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,10 +89,12 @@ class Replacing(jax.core.Trace):
       seen: The names of the primitives of the products that have run.
     """
 
+    parent_trace: Any
+
     def __init__(
         self,
         multiply: Multiply | None,
-        names: Mapping[Hashable, str],
+        names: Mapping[Any, str],
         *,
         mark: Marked = _NOWHERE,
         other_uses: set[Any] | None = None,

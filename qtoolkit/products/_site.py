@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from qtoolkit.products._bilinear import DotGeneral
 from qtoolkit.products._context import held
 from qtoolkit.products._features import following
+from qtoolkit.products._finding import note_kernel
 from qtoolkit.products._found import Found, Names
 from qtoolkit.products._place import MODEL, Marked, Place, marked
 from qtoolkit.products._plan import State
@@ -20,6 +21,8 @@ from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rewrite import Multiply, Replacing, is_watched, replacing
 from qtoolkit.products._stored import stored_label
 from qtoolkit.scaling import QArray
+
+StateLike: TypeAlias = State | Callable[[Any, Any], State | None] | None
 
 
 class _Enclosing(NamedTuple):
@@ -57,7 +60,7 @@ class Site:
 
     def multiply(
         self,
-        state_of: Callable[[str], State | None] = lambda name: None,
+        state_of: Callable[[str], StateLike] = lambda name: None,
         named: Callable[[str], str] = str,
     ) -> Multiply:
         """A `multiply` for `Replacing`, which computes each product with the state of its name."""
@@ -69,7 +72,7 @@ class Site:
 
         return multiply
 
-    def product(self, found: Found, name: str, state: State | None) -> jax.Array:
+    def product(self, found: Found, name: str, state: StateLike) -> jax.Array:
         """Computes a product of the layer.
 
         A kernel on either side is rounded as a kernel; of two activations both are rounded as
@@ -82,14 +85,16 @@ class Site:
         recipe = self.recipe if state is not None else self.recipe.without_state()
         recipe = recipe.of_activations() if found.kernel is None else recipe
         recipe = following(recipe, found)
-        is_swapped = found.kernel == 0
+        operands, is_swapped = (found.lhs, found.rhs), found.kernel == 0
+        if callable(state):  # it stores what the product moves, see `_recording`
+            state = state(*operands[::-1]) if is_swapped else state(*operands)
         place = Place(self.path, name)
+        note_kernel(place, operands, found.kernel)
         with jax.named_scope(self.path or MODEL):
             out = quantized_product(
                 f"{found.name} of {self.path}" if self.path else found.name,
                 found.function,
-                found.lhs,
-                found.rhs,
+                *operands,
                 recipe,
                 found.dtype if jnp.issubdtype(found.dtype, jnp.floating) else None,
                 state,
@@ -99,8 +104,7 @@ class Site:
             )
         # Reports name lhs first, recipes the input.
         shown = recipe.swapped() if is_swapped else recipe
-        stored = stored_label(found.lhs), stored_label(found.rhs)
-        return marked(out, Marked(place, shown, stored))
+        return marked(out, Marked(place, shown, (stored_label(found.lhs), stored_label(found.rhs))))
 
 
 def enclosing(
