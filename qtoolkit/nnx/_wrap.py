@@ -35,7 +35,9 @@ from qtoolkit.products.internal import (
     cache_format,
     check_all_quantized,
     check_rules,
+    kernels_as_modules,
     kernels_in,
+    recipes_of,
     strict_inputs,
     training_rules,
 )
@@ -159,7 +161,8 @@ def _keep_all(wrapped: Any, given: Any) -> None:
             name: (site.recipe, leads[name]) if shape else (site.recipe.of_activations(), lead)
             for name, shape in shapes.items()
         }
-        attach(layer, site.recipe, FoundModule(layer, [site.path]), names=names)
+        found = FoundModule(layer, [site.path])
+        attach(layer, site.recipe, found, names=names, kernels=site.kernels)
 
 
 def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -193,7 +196,7 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         if shown in recipes:
             found, recipe = recipes[shown]
             if recipe is not None:
-                attach(node, recipe, found)
+                attach(node, recipe, found, kernels=found.recipes)
             else:
                 detach(node)
                 leave(node, shown)  # so that a module around it leaves its products, too
@@ -257,10 +260,13 @@ def _recipes(
         for found in modules
         if not (found.has_products or isinstance(found.module, nnx.List | nnx.Dict))
     ]
-    check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
+    matched = [found.as_matched() for found in (*layers, *others)]
+    for found in layers:
+        matched += kernels_as_modules(found.as_matched(), found.kernels)
+    check_rules(where, rules, matched)
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
-        recipe = rules.lookup(found.paths, found.kinds)
+        recipe, found.recipes = recipes_of(rules, found.paths, found.kinds, found.kernels)
         if recipe is not None:
             _check_kernels(where, found)
         else:
@@ -283,6 +289,7 @@ def attach(
     found: "FoundModule | None" = None,
     *,
     names: Mapping[str, Any] = types.MappingProxyType({}),
+    kernels: Sequence[tuple[str, Recipe | None]] = (),
 ) -> None:
     """Gives one layer its quantized products.
 
@@ -290,13 +297,14 @@ def attach(
       found: Its paths, for messages and reports; None: it is a model by itself.
       names: The names of products in its methods that keep state, "up" and "encode.kernel", each
         with its recipe and the leading axes of a stack; None for those of the layer.
+      kernels: Those of its parameters that have a recipe of their own.
     """
     found = FoundModule(layer, [""]) if found is None else found
-    site, states = Site(recipe, found.paths[0]), product_states(layer)
+    site, states = Site(recipe, found.paths[0], tuple(kernels)), product_states(layer)
     detach(layer)
     become(layer, methods=methods_of(layer))
     layer.qtoolkit_site = site
-    if recipe.keeps_state:
+    if any(one is not None and one.keeps_state for one in (recipe, *dict(kernels).values())):
         _keep(layer, recipe, site, names)
     for name, kept in product_states(layer).items():
         if name in states:
@@ -314,6 +322,10 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> N
         is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
         of_own = recipe.of_activations() if is_attention else recipe
         kinds = {name: names.get(name) or (of_own, stacked(layer)) for name in found}
+        for kernel, other in site.kernels:
+            name = name_of(kind, "__call__", kernel)
+            if other is not None and name in kinds:
+                kinds[name] = other, kinds[name][1]
         states = {
             name: ProductState(own, lead, f"{site.path}:{name}")
             for name, (own, lead) in kinds.items()
@@ -374,11 +386,19 @@ class FoundModule:
     Attributes:
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it, on all paths: rules may name any.
+      recipes: The recipes of those of its own kernels that rules name.
     """
 
     module: nnx.Module
     paths: list[str] = dataclasses.field(default_factory=list)
     kinds: list[type] = dataclasses.field(default_factory=list)
+    recipes: tuple[tuple[str, Recipe | None], ...] = ()
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of its own parameters that may be kernels: those with two axes or more."""
+        params = ((name, x) for name, x in vars(self.module).items() if isinstance(x, nnx.Param))
+        return [name for name, x in params if len(getattr(x.get_value(), "shape", ())) > 1]
 
     @property
     def has_products(self) -> bool:
