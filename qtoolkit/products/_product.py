@@ -40,6 +40,7 @@ from qtoolkit.products._derivative import (
     seen_of,
     tapped_of,
 )
+from qtoolkit.products._finding import HIGH_PRECISION
 from qtoolkit.products._learned import with_learned_scales
 from qtoolkit.products._place import Place
 from qtoolkit.products._plan import Given, Plan, State, operand_of
@@ -105,6 +106,12 @@ def quantized_product(
         return _computed(where, function, lhs, rhs, recipe, dtype, state, extra, tap)
 
     by = instrument()
+    if by is None and recipe.warm_up and state is not None and state.step is not None:
+        return lax.cond(
+            state.step < recipe.warm_up,
+            lambda: compute(HIGH_PRECISION, None),
+            lambda: compute(recipe, state),
+        )
     if by is None:
         return compute(recipe, state)
     first, second = map(stored_label, given[::-1] if is_swapped else given)
@@ -156,6 +163,11 @@ def _computed(
 
 def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
     """Raises if the recipe needs scales that a layer keeps, and `state` has none."""
+    if recipe.warm_up and (state is None or state.step is None) and instrument() is None:
+        raise ValueError(
+            f"{where}: the recipe has a warm-up, whose steps a layer counts; expected a layer of a "
+            "model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
+        )
     if state is not None and state.amax is not None:
         return
     if recipe.is_delayed:
