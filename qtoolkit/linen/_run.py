@@ -228,7 +228,8 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
 
 def moves_state(recipe: Recipe) -> bool:
     """Whether products keep something for it that training moves."""
-    return recipe.is_delayed or recipe.is_stochastic or any(recipe.learned)
+    is_moved = recipe.is_delayed or recipe.is_stochastic or recipe.warm_up > 0
+    return is_moved or any(recipe.learned)
 
 
 def _is_apart(module: nn.Module, recipe: Recipe) -> bool:

@@ -209,8 +209,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       >>> qt.nnx.start_scales(model, jnp.asarray([[1.0, -3.0]]))
       >>> for path, scale in nnx.to_flat_state(nnx.state(model, qt.nnx.LsqScale)):
       ...     print(path, f"{scale.get_value().item():.3f}")
-      ('dot_general', 'products', 0, 'scales', 0) 1.512
-      ('dot_general', 'products', 0, 'scales', 1) 0.545
+      ('qtoolkit_products', '0', 'scales', 0) 1.512
+      ('qtoolkit_products', '0', 'scales', 1) 0.545
     """
     opened, products = _opened("start_scales", wrapped), _products(wrapped)
     new = flow.start_scales(*opened, batch, [kept for _, kept in products])

@@ -30,13 +30,16 @@ from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
+    FirstLast,
     Module,
+    Place,
     Site,
     cache_format,
     check_all_quantized,
     check_rules,
     kernels_as_modules,
     kernels_in,
+    layers_in,
     recipes_of,
     strict_inputs,
     training_rules,
@@ -48,7 +51,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 def wrap(
     model: Model,
-    recipe: Recipe | Rules[Recipe] | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -74,7 +77,8 @@ def wrap(
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
+      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+        of `qtoolkit.policies`. Or `Rules`
         of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it is, and
         so does a missing default. None for any other module leaves the products that `wrap` does
         not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
@@ -114,6 +118,11 @@ def wrap(
       >>> model(x), wrapped(x)  # 0.3 became 0.3125
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
+    if isinstance(recipe, FirstLast):
+        given = strict if inputs is None else inputs
+        recipe.check_inputs(given)
+        kernels = _kernels_of(rewired("wrap", model, training_rules(recipe.recipe), None), given)
+        recipe = recipe.rules(layers_in(kernels))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     for given in (inputs, strict):
         if given is not None:
@@ -143,16 +152,7 @@ def _keep_all(wrapped: Any, given: Any) -> None:
     layers = [(layer, site) for layer, site in layers if site.recipe.keeps_state]
     if not layers:
         return
-    args, options = ((), {}) if callable(given) else strict_inputs(given)
-    batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
-
-    def run(state: Any, arrays: list[Any]) -> Any:
-        args, options = batch.with_arrays(arrays)
-        model: Any = nnx.merge(graph, state, copy=True)
-        outs = given(model) if callable(given) else model(*args, **options)
-        return [out for out in jax.tree.leaves(outs) if hasattr(out, "dtype")]
-
-    kernels = kernels_in(run, state, batch.arrays)
+    kernels = _kernels_of(wrapped, given)
     for layer, site in layers:
         shapes = {place.name: shape for place, shape in kernels.items() if place.path == site.path}
         leads = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
@@ -163,6 +163,20 @@ def _keep_all(wrapped: Any, given: Any) -> None:
         }
         found = FoundModule(layer, [site.path])
         attach(layer, site.recipe, found, names=names, kernels=site.kernels)
+
+
+def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]:
+    """The products that run when a model is called with `given`: see `kernels_in`."""
+    args, options = ((), {}) if callable(given) else strict_inputs(given)
+    batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
+
+    def run(state: Any, arrays: list[Any]) -> Any:
+        args, options = batch.with_arrays(arrays)
+        model: Any = nnx.merge(graph, state, copy=True)
+        outs = given(model) if callable(given) else model(*args, **options)
+        return [out for out in jax.tree.leaves(outs) if hasattr(out, "dtype")]
+
+    return kernels_in(run, state, batch.arrays)
 
 
 def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

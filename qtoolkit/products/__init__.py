@@ -1,5 +1,6 @@
 """Quantized products on plain arrays, and the recipes that say how."""
 
+from qtoolkit.products import _policies as policies
 from qtoolkit.products import _presets as recipes
 from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
@@ -29,6 +30,7 @@ __all__ = [
     "dot",
     "dot_general",
     "einsum",
+    "policies",
     "ragged_dot",
     "recipes",
 ]

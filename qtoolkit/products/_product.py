@@ -40,6 +40,7 @@ from qtoolkit.products._derivative import (
     seen_of,
     tapped_of,
 )
+from qtoolkit.products._finding import HIGH_PRECISION
 from qtoolkit.products._learned import with_learned_scales
 from qtoolkit.products._place import Place
 from qtoolkit.products._plan import Given, Plan, State, operand_of
@@ -96,12 +97,16 @@ def quantized_product(
     lhs, rhs = operands
 
     by = instrument()
+    compute = functools.partial(_computed, where, function, lhs, rhs, dtype, extra, is_swapped)
     if by is not None:
         first, second = map(stored_label, given[::-1] if is_swapped else given)
-        compute = functools.partial(
-            _instrumented, where, function, lhs, rhs, dtype, extra, is_swapped
-        )
         return by.product(place or Place("", where), recipe, state, compute, (first, second))
+    if recipe.warm_up and state is not None and state.step is not None:
+        return lax.cond(
+            state.step < recipe.warm_up,
+            lambda: compute(HIGH_PRECISION, None),
+            lambda: compute(recipe, state),
+        )
     if is_swapped:
         recipe, state = recipe.swapped(), state and state.swapped()
     lhs, rhs, state, plan = _prepared(where, function, lhs, rhs, recipe, dtype, state, None)
@@ -111,7 +116,7 @@ def quantized_product(
         raise TornBlocksError(f"{where}: {error}") from None
 
 
-def _instrumented(
+def _computed(
     where: str,
     function: Bilinear,
     lhs: Array | QArray,
@@ -124,7 +129,7 @@ def _instrumented(
     tap: Tap | None = None,
     zeros: Array | None = None,
 ) -> Array:
-    """The product as an instrument computes it, which may have chosen another recipe."""
+    """The product by another recipe, or measured by a tap."""
     if tap is not None:
         state = (state or State())._replace(zeros=zeros)
     if is_swapped:
@@ -173,6 +178,11 @@ def _prepared(
 
 def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
     """Raises if the recipe needs scales that a layer keeps, and `state` has none."""
+    if recipe.warm_up and (state is None or state.step is None) and instrument() is None:
+        raise ValueError(
+            f"{where}: the recipe has a warm-up, whose steps a layer counts; expected a layer of a "
+            "model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
+        )
     if state is not None and state.amax is not None:
         return
     if recipe.is_delayed:
