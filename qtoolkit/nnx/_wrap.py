@@ -335,7 +335,10 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> N
     if found:
         is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
         of_own = recipe.of_activations() if is_attention else recipe
-        kinds = {name: names.get(name) or (of_own, stacked(layer)) for name in found}
+        kinds = {
+            name: (None if name in own else names.get(name)) or (of_own, stacked(layer))
+            for name in found
+        }
         for kernel, other in site.kernels:
             name = name_of(kind, "__call__", kernel)
             if other is not None and name in kinds:
