@@ -2,18 +2,14 @@
 
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
-from qtoolkit.nnx._rewriting import methods_of
-from qtoolkit.nnx._state import LsqScale, ProductState
+from qtoolkit.nnx._rewriting import adapters, original_class, product_states
 from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
 from qtoolkit.products import Operand, Recipe
-from qtoolkit.products.internal import Axes, einsum_axes, serving_rules, stored_kernel
+from qtoolkit.products.internal import Axes, einsum_axes, of_kernel, serving_rules, stored_kernel
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -112,15 +108,16 @@ def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
         return True
     if operand is None:
         return False
-    kept = _product_of(layer)
-    scale: LsqScale | None = None
+    kept = product_states(layer).get("0")
+    amax, key, learned = (None, None, None) if kept is None else of_kernel(kept.arrays)
+    scale: nnx.Variable[Any] | None = None
     if kept is not None and operand.is_learned:  # it becomes the scale of the codes
         scale, kept.scales[1] = kept.scales[1], None
     # Layers that share a kernel also share the stored one, if they store it in the same way.
     name = id(kernel), operand, axes, id(scale)
     if name not in known:
         where = f"quantize: {found.shown}: {type(layer).__name__}.kernel"
-        states = *_kept(kept), None if scale is None else scale[...]
+        states = amax, key, learned
         array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
         stored = type(kernel).from_metadata(array, kernel.get_metadata())
         # Keep kernel and scale alive: an object made later could get the `id` of a freed one.
@@ -139,31 +136,16 @@ def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
         )
 
 
-def _product_of(layer: Any) -> ProductState | None:
-    """The state that a layer keeps for its product; None if it keeps none."""
-    for value in vars(layer).values():
-        if isinstance(value, StatefulProducts):
-            product: ProductState = value.products[0]
-            return product
-    return None
-
-
-def _kept(kept: ProductState | None) -> tuple[jax.Array | None, jax.Array | None]:
-    """The amax and the key of a kernel."""
-    history, calibrated, key = (getattr(kept, name, None) for name in ("history", "amax", "key"))
-    amax = None if history is None else jnp.max(history[...], axis=-1)[..., 1]
-    if calibrated is not None:
-        amax = calibrated[..., 1]
-    return amax, None if key is None else key[...]
-
-
 def _kernel_axes(layer: Any) -> Axes | None:
     """The axes of a layer's kernel in its product, without leading axes of a stack.
 
     None if the layer has no attribute for its product, or multiplies something else than its
     kernel.
     """
-    if methods_of(layer) or getattr(layer, "mask", None) is not None:
+    call: Any = original_class(type(layer)).__call__
+    if not call.__module__.startswith("flax.") or adapters(layer):
+        return None
+    if getattr(layer, "mask", None) is not None:
         return None
     match layer:
         case nnx.Linear():

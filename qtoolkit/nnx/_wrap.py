@@ -1,41 +1,46 @@
-"""`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
+"""`wrap`: an nnx model whose products are quantized, made by subclasses of the same name."""
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
-from jax import lax
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
-from qtoolkit.nnx._products import Attention, Replacement, StatefulProducts, keep_kernel_dtype
+from qtoolkit.nnx._cache import narrow_cache
 from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
+    LAYERS,
     PRODUCTS,
+    adapters,
     become,
-    foreign,
     has_products,
-    hooked_states,
     is_left,
+    layer_of,
     leave,
     methods_of,
+    name_of,
     original_class,
-    prefix_of,
     product_states,
-    rewriting_class,
 )
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
+    Batch,
+    FirstLast,
     Module,
+    Place,
     Site,
     cache_format,
     check_all_quantized,
     check_rules,
+    kernels_as_modules,
+    kernels_in,
+    layers_in,
+    recipes_of,
     strict_inputs,
     training_rules,
 )
@@ -43,30 +48,14 @@ from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-_ANYTHING: Any = object()
-# Flax's layers that call an attribute for their product: (name of the attribute, Flax's value of
-# it, the method that replaces it; attention's own products are replaced by `Attention`).
-_HOOKS: dict[type[nnx.Module], tuple[str, Any, str]] = {
-    nnx.Linear: ("dot_general", lax.dot_general, "dot_general"),
-    nnx.LinearGeneral: ("dot_general", None, "dot_general"),
-    nnx.Einsum: ("einsum_op", jnp.einsum, "einsum"),
-    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, "conv_general_dilated"),
-    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, ""),
-}
-# Flax's layers without such an attribute, and the names of their products.
-_REWRITTEN: dict[type[nnx.Module], tuple[str, ...]] = {
-    nnx.Embed: ("embedding",),
-    nnx.ConvTranspose: ("kernel",),
-    nnx.LoRA: ("lora_a", "lora_b"),
-}
-
 
 def wrap(
     model: Model,
-    recipe: Recipe | Rules[Recipe] | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
+    inputs: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
 ) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
 
@@ -79,15 +68,17 @@ def wrap(
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
-    has scales of its own, see `qtoolkit.dot_general`. Only layers of Flax keep histories for
-    delayed scales and keys for stochastic rounding. Products in your own modules use current scales
-    instead, and their stochastic rounding depends on the numbers alone: equal numbers are rounded
-    equally in every step. Learned scales they cannot have: such a product raises when it is called.
+    has scales of its own, see `qtoolkit.dot_general`. Layers of Flax keep histories for delayed
+    scales, keys for stochastic rounding, and learned scales. Which products there are in your own
+    modules only a trace can tell: they keep the same if `wrap` is given `inputs` or `strict`. If
+    not, they use current scales, equal numbers are rounded equally in every step, and a product
+    with a learned scale raises when it is called.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
+      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+        of `qtoolkit.policies`. Or `Rules`
         of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it is, and
         so does a missing default. None for any other module leaves the products that `wrap` does
         not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
@@ -96,6 +87,7 @@ def wrap(
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
         or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a product
         is not quantized though no rule says so.
+      inputs: The same, but nothing raises: products in your own modules then keep state, too.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
         and head, or a format with blocks along the features. Each token is rounded once, when it is
         written; steps compute with the dequantized cache. The wrapped model then has caches of its
@@ -126,15 +118,77 @@ def wrap(
       >>> model(x), wrapped(x)  # 0.3 became 0.3125
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
+    if isinstance(recipe, FirstLast):
+        given = strict if inputs is None else inputs
+        recipe.check_inputs(given)
+        kernels = _kernels_of(rewired("wrap", model, training_rules(recipe.recipe), None), given)
+        recipe = recipe.rules(layers_in(kernels))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
+    for given in (inputs, strict):
+        if given is not None:
+            _keep_all(wrapped, given)
     if strict is not None:
         if callable(strict):
             found = report(strict, wrapped)
         else:
-            inputs, options = strict_inputs(strict)
-            found = report(wrapped, *inputs, **options)
+            args, options = strict_inputs(strict)
+            found = report(wrapped, *args, **options)
         check_all_quantized(type(wrapped).__name__, found)
     return wrapped
+
+
+def _keep_all(wrapped: Any, given: Any) -> None:
+    """Gives the products in modules of the user what they keep, if a call with `given` runs them.
+
+    Stacks of layers, as `nnx.vmap` makes them, are known by their kernels: these have leading axes
+    that the kernels in the products do not have.
+    """
+    modules = [found.module for found in modules_of(wrapped)]
+    layers: list[tuple[Any, Site]] = [
+        (module, vars(module)["qtoolkit_site"])
+        for module in modules
+        if "qtoolkit_site" in vars(module)
+    ]
+    layers = [(layer, site) for layer, site in layers if site.recipe.keeps_state]
+    if not layers:
+        return
+    kernels = _kernels_of(wrapped, given)
+    for layer, site in layers:
+        shapes = {place.name: shape for place, shape in kernels.items() if place.path == site.path}
+        leads = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
+        lead = next(iter(leads.values()), ())
+        names = {
+            name: (site.recipe, leads[name]) if shape else (site.recipe.of_activations(), lead)
+            for name, shape in shapes.items()
+        }
+        found = FoundModule(layer, [site.path])
+        attach(layer, site.recipe, found, names=names, kernels=site.kernels)
+
+
+def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]:
+    """The products that run when a model is called with `given`: see `kernels_in`."""
+    args, options = ((), {}) if callable(given) else strict_inputs(given)
+    batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
+
+    def run(state: Any, arrays: list[Any]) -> Any:
+        args, options = batch.with_arrays(arrays)
+        model: Any = nnx.merge(graph, state, copy=True)
+        outs = given(model) if callable(given) else model(*args, **options)
+        return [out for out in jax.tree.leaves(outs) if hasattr(out, "dtype")]
+
+    return kernels_in(run, state, batch.arrays)
+
+
+def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The leading axes of a parameter, "up" or "encode.up#2", of which products take slices."""
+    parts = name.split("#")[0].split(".")
+    for first in range(len(parts)):
+        path = tuple(int(part) if part.isdigit() else part for part in parts[first:])
+        for known, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+            if tuple(known) == path:
+                whole = jnp.shape(variable.get_value())
+                return tuple(whole[: len(whole) - len(shape)])
+    return ()
 
 
 def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:
@@ -156,20 +210,20 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         if shown in recipes:
             found, recipe = recipes[shown]
             if recipe is not None:
-                attach(node, recipe, found, where)
+                attach(node, recipe, found, kernels=found.recipes)
             else:
-                if site_of(node) is not None:
-                    detach(node)
+                detach(node)
                 leave(node, shown)  # so that a module around it leaves its products, too
         elif rules is not None and is_left(node):  # by an earlier wrap
-            _reset(node, ())
+            detach(node)
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
     if cache is not None:
         for found in modules_of(copied):
             if isinstance(found.module, nnx.MultiHeadAttention):
-                keep_cache(found.module, cache)
+                become(found.module, cache=cache)
+                narrow_cache(found.module, cache)
     return copied
 
 
@@ -189,7 +243,7 @@ def _checked_layers(
         )
     layers = [found for found in modules if found.has_products]
     if not layers:
-        kinds = ", ".join(f"nnx.{kind.__name__}" for kind in (*_HOOKS, *_REWRITTEN))
+        kinds = ", ".join(f"nnx.{kind.__name__}" for kind in LAYERS)
         raise ValueError(
             f"{where}: {name} has no layer to quantize, expected {kinds} or a module whose methods "
             "compute a product"
@@ -220,10 +274,13 @@ def _recipes(
         for found in modules
         if not (found.has_products or isinstance(found.module, nnx.List | nnx.Dict))
     ]
-    check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
+    matched = [found.as_matched() for found in (*layers, *others)]
+    for found in layers:
+        matched += kernels_as_modules(found.as_matched(), found.kernels)
+    check_rules(where, rules, matched)
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
-        recipe = rules.lookup(found.paths, found.kinds)
+        recipe, found.recipes = recipes_of(rules, found.paths, found.kinds, found.kernels)
         if recipe is not None:
             _check_kernels(where, found)
         else:
@@ -244,87 +301,64 @@ def attach(
     layer: Any,
     recipe: Recipe,
     found: "FoundModule | None" = None,
-    where: str = "wrap",
     *,
-    names: Sequence[str] = (),
+    names: Mapping[str, Any] = types.MappingProxyType({}),
+    kernels: Sequence[tuple[str, Recipe | None]] = (),
 ) -> None:
     """Gives one layer its quantized products.
 
     Args:
       found: Its paths, for messages and reports; None: it is a model by itself.
-      names: The names of products in its methods that keep state, "up" and "encode.kernel".
+      names: The names of products in its methods that keep state, "up" and "encode.kernel", each
+        with its recipe and the leading axes of a stack; None for those of the layer.
+      kernels: Those of its parameters that have a recipe of their own.
     """
     found = FoundModule(layer, [""]) if found is None else found
-    site = Site(recipe, found.paths[0])
-    states = product_states(layer)
-    adapters = foreign(layer)
-    for kind, (attribute, original, name) in _HOOKS.items():
-        if not isinstance(layer, kind):
-            continue
-        call: Any = Replacement(site, name, original)
-        if original is _ANYTHING:
-            call = Attention(site, _original_attention(getattr(layer, attribute)))
-        else:
-            known = (Replacement, StatefulProducts)
-            _check_attribute(where, found, attribute, (original, None), known)
-        if adapters:  # then the whole method is traced, and all products in it are quantized
-            setattr(layer, attribute, nnx.static(original))
-            continue
-        setattr(layer, attribute, _stateful(call, layer, recipe, site))
-    if isinstance(layer, _KERNEL_HOOKS):
-        _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
-        layer.promote_dtype = dtypes.promote_dtype if adapters else keep_kernel_dtype
-    if isinstance(layer, nnx.LinearGeneral):
-        _check_attribute(where, found, "dot_general_cls", (None,))
-    methods = methods_of(layer)
-    _reset(layer, methods)
-    if methods:
-        layer.qtoolkit_site = site
-        if recipe.keeps_state:
-            _keep(layer, recipe, site, names)
+    site, states = Site(recipe, found.paths[0], tuple(kernels)), product_states(layer)
+    detach(layer)
+    become(layer, methods=methods_of(layer))
+    layer.qtoolkit_site = site
+    if any(one is not None and one.keeps_state for one in (recipe, *dict(kernels).values())):
+        _keep(layer, recipe, site, names)
     for name, kept in product_states(layer).items():
         if name in states:
-            kept.go_on(states[name])
+            kept.take_over(states[name])
 
 
-def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
-    """Gives a layer the states of the products in its methods."""
-    hooked = {*hooked_states(layer), "dot"}
-    own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
-    if adapters := foreign(layer):
-        prefix = prefix_of(original_class(type(layer)), "__call__")
-        own = tuple(f"{prefix}{name}" for name in ("kernel", *adapters))
-    found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
+def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> None:
+    """Gives a layer the states of its products."""
+    kind = original_class(type(layer))
+    entry = layer_of(kind)
+    own = () if entry is None else entry[1]
+    own += tuple(name_of(kind, "__call__", name) for name in adapters(layer))
+    found = dict.fromkeys([*own, *(name for name in names if name != "dot")])
     if found:
-        states = {name: _state(layer, recipe, name, site) for name in found}
+        is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
+        of_own = recipe.of_activations() if is_attention else recipe
+        kinds = {
+            name: (None if name in own else names.get(name)) or (of_own, stacked(layer))
+            for name in found
+        }
+        for kernel, other in site.kernels:
+            name = name_of(kind, "__call__", kernel)
+            if other is not None and name in kinds:
+                kinds[name] = other, kinds[name][1]
+        states = {
+            name: ProductState(own, lead, f"{site.path}:{name}")
+            for name, (own, lead) in kinds.items()
+        }
         setattr(layer, PRODUCTS, Products(states))
 
 
 def detach(layer: Any) -> None:
-    """Takes a layer's quantized products away."""
-    for kind, (attribute, original, _) in _HOOKS.items():
-        if isinstance(layer, kind):
-            is_known = original is not _ANYTHING
-            plain = original if is_known else _original_attention(getattr(layer, attribute))
-            # nnx treats the attribute as data if it held state: declare it static again.
-            setattr(layer, attribute, nnx.static(plain))
-    if isinstance(layer, _KERNEL_HOOKS):
-        layer.promote_dtype = dtypes.promote_dtype
-    _reset(layer, ())
-
-
-def _reset(layer: Any, methods: tuple[str, ...]) -> None:
-    """Undoes what an earlier wrap did to a layer, and lets `methods` compute by its site."""
+    """Undoes what an earlier wrap did to a layer."""
     for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
         if name in vars(layer):
             delattr(layer, name)
-    kind: Any = original_class(type(layer))
-    if methods:
-        kind = rewriting_class(kind, methods)
-    become(layer, caching_class(kind) if keeps_cache(layer) else kind)
+    become(layer, methods=(), left=None)
 
 
-_KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+_WITH_KERNEL: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def needs_no_scale(layer: Any) -> bool:
@@ -337,22 +371,7 @@ def needs_no_scale(layer: Any) -> bool:
 
 def is_of_flax(layer: Any) -> bool:
     """Whether a layer is Flax's, which computes its products whenever it is called."""
-    return isinstance(layer, (*_HOOKS, *_REWRITTEN))
-
-
-def _stateful(call: Any, layer: Any, recipe: Recipe, site: Site) -> Any:
-    is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
-    if is_attention:
-        recipe = recipe.of_activations()
-    if not recipe.keeps_state:
-        # Explicitly static: if the model was wrapped before, the attribute may have been data.
-        return nnx.static(call)
-    states = [_state(layer, recipe, str(i), site) for i in range(2 if is_attention else 1)]
-    return nnx.data(StatefulProducts(call, states))
-
-
-def _state(layer: Any, recipe: Recipe, name: str, site: Site) -> ProductState:
-    return ProductState(recipe, stacked(layer), f"{site.path}:{name}")
+    return layer_of(type(layer)) is not None
 
 
 def stacked(layer: Any) -> tuple[int, ...]:
@@ -377,13 +396,6 @@ def stacked(layer: Any) -> tuple[int, ...]:
     return tuple(kernel.shape[: len(kernel.shape) - rank])
 
 
-def _original_attention(function: Any) -> Any:
-    """The user's attention function inside of our `Attention`; else `function` itself."""
-    if isinstance(function, StatefulProducts):
-        function = function.call
-    return function.original if isinstance(function, Attention) else function
-
-
 @dataclasses.dataclass
 class FoundModule:
     """A module of a model, with all of its paths.
@@ -391,11 +403,19 @@ class FoundModule:
     Attributes:
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it, on all paths: rules may name any.
+      recipes: The recipes of those of its own kernels that rules name.
     """
 
     module: nnx.Module
     paths: list[str] = dataclasses.field(default_factory=list)
     kinds: list[type] = dataclasses.field(default_factory=list)
+    recipes: tuple[tuple[str, Recipe | None], ...] = ()
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of its own parameters that may be kernels: those with two axes or more."""
+        params = ((name, x) for name, x in vars(self.module).items() if isinstance(x, nnx.Param))
+        return [name for name, x in params if len(getattr(x.get_value(), "shape", ())) > 1]
 
     @property
     def has_products(self) -> bool:
@@ -419,7 +439,7 @@ def modules_of(model: nnx.Module) -> list[FoundModule]:
         if any(node is outer for outer in around):
             return  # a cycle: Flax raises for it later
         around = (*around, node)
-        if isinstance(node, StatefulProducts | Products | ProductState):
+        if isinstance(node, Products | ProductState):
             return  # of a model that was wrapped before
         if isinstance(node, nnx.Module):
             this = found.setdefault(id(node), FoundModule(node))
@@ -455,7 +475,7 @@ def _shown(where: str, found: FoundModule, name: str) -> str:
 def _check_kernels(caller: str, found: FoundModule) -> None:
     """Raises if a layer's own parameters have types or dtypes that cannot be rounded."""
     kernel = vars(found.module).get("kernel")
-    if isinstance(found.module, _KERNEL_HOOKS) and not isinstance(kernel, nnx.Variable | jax.Array):
+    if isinstance(found.module, _WITH_KERNEL) and not isinstance(kernel, nnx.Variable | jax.Array):
         raise TypeError(
             f"{_shown(caller, found, 'kernel')} has type {type(kernel).__name__}, expected an "
             f"nnx.Param: somebody else has quantized the layer, as qwix's PtqProvider does; give "
@@ -485,15 +505,3 @@ def _check_left(caller: str, found: FoundModule) -> None:
                 f"{where} is a QArray, and a rule leaves the layer as it is, expected a recipe for "
                 "it; or dequantize() it first"
             )
-
-
-def _check_attribute(
-    where: str, found: FoundModule, attribute: str, replaceable: tuple[Any, ...], ours: Any = ()
-) -> None:
-    value = getattr(found.module, attribute)
-    if not (any(value is known for known in replaceable) or isinstance(value, ours)):
-        raise ValueError(
-            f"{_shown(where, found, attribute)} is {value!r}, expected Flax's own; wrapping would "
-            "discard it. Set it back first, e.g. with nnx.with_attributes, or leave the layer "
-            "alone by a rule"
-        )

@@ -1,5 +1,6 @@
 """Quantized products on plain arrays, and the recipes that say how."""
 
+from qtoolkit.products import _policies as policies
 from qtoolkit.products import _presets as recipes
 from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._compiled import NativeCall, NativeCalls, native_calls
@@ -39,6 +40,7 @@ __all__ = [
     "einsum",
     "expected_gain",
     "native_calls",
+    "policies",
     "ragged_dot",
     "recipes",
 ]

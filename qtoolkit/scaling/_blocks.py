@@ -266,7 +266,7 @@ def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.A
     # elements; before a longer one it writes the elements to memory. So the first step is short. If
     # the second step is short, too, XLA fuses both into one loop over columns on one core, which
     # compiles in half the time and is as fast for small arrays. For others the second step is long.
-    # XLA for GPUs fuses the first step with a cast that reads the same elements, so no barrier there.
+    # XLA for GPUs fuses the first step with a cast of the same elements, so no barrier there.
     if not axes:
         return x
     shape = tuple(1 if axis in axes else n for axis, n in enumerate(x.shape))

@@ -24,7 +24,14 @@ from qtoolkit.scaling._engine import (
     unscaled_values,
 )
 from qtoolkit.scaling._hadamard import computed_now
-from qtoolkit.scaling._history import BUCKETS, amax_of, amax_to_keep, histogram, rolled
+from qtoolkit.scaling._history import (
+    BUCKETS,
+    amax_of,
+    amax_to_keep,
+    histogram,
+    rolled,
+    rolled_by,
+)
 from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
