@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.products._operand import Learned, Static
+from qtoolkit.products._operand import Learned
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.scaling.internal import BUCKETS, rolled
