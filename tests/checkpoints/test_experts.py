@@ -202,8 +202,9 @@ def test_stacks_are_turned_matrix_by_matrix():
     turning, sizes, stacks = Turning(), [], []
     for seed, shape in ((0, (3, 50, 70)), (1, (2, 70, 30))):
         x = np.random.default_rng(seed).standard_normal(shape).astype(ml_dtypes.bfloat16)
+        raw = x.reshape(-1).view(np.uint8)
 
-        def read_into(start, buffer, raw=x.reshape(-1).view(np.uint8)):
+        def read_into(start, buffer, raw=raw):
             sizes.append(len(buffer))
             buffer[:] = raw[start : start + len(buffer)].data
 
