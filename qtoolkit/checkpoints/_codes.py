@@ -7,6 +7,12 @@ magnitude of 0.37 it saw 47.8. No list of layouts is complete, so what counts is
 import re
 from collections.abc import Callable, Iterable
 
+from qtoolkit.checkpoints._decode import (
+    LAYOUT_OF,
+    dequantized,
+    own_metadata,
+    quantization_config,
+)
 from qtoolkit.checkpoints._tensors import (
     DTYPE_BITS,
     FLOATS,
@@ -46,23 +52,28 @@ _PROGRAMS = {
 }
 
 
-def check_codes(
-    source: Checkpoint,
-    layout: str = "",
-    is_allowed: Callable[[str], bool] = lambda name: False,
-    remedy: str = "",
+def check_explained(
+    source: Checkpoint, is_allowed: Callable[[str], bool] | None = None, remedy: str = ""
 ) -> bool:
     """Raises where tensors may be codes that no layout explains, or scales have no weight.
 
     Args:
-      source: The checkpoint, with what is quantized as float32 weights.
-      layout: The layout that its config names; "" if it names none.
-      is_allowed: Whether a tensor may be there all the same, by its name.
+      source: The checkpoint as `dequantized` gives it.
+      is_allowed: Whether a tensor may be there all the same, by its name; None: none may of a
+        folder whose config names a layout, all may of others.
       remedy: What else to write in order to keep them.
 
     Returns:
       Whether there are such tensors that are allowed.
     """
+    if own_metadata(source).get("keeps_codes"):  # `convert` was told to
+        return True
+    config = quantization_config(source)
+    if is_allowed is None and not config:
+        return False
+    is_allowed = is_allowed or (lambda name: False)
+    method = str(config.get("quant_method", "compressed-tensors"))
+    layout = LAYOUT_OF[method].name if config else ""
     described = copied_parts(source.metadata, source.tensors, source.encodings)
     names = source.stored or source.tensors
     scales, codes = [], []
@@ -82,6 +93,25 @@ def check_codes(
             f"both; fetch the checkpoint again, or give the whole folder{remedy}"
         )
     return bool(codes or scales)
+
+
+def check_quantized(opened: Checkpoint) -> Checkpoint:
+    """`dequantized`, but raises CheckpointError if nothing is quantized."""
+    checkpoint = dequantized(opened)
+    if any(tensor.is_dequantized for tensor in checkpoint.tensors.values()):
+        return checkpoint
+    check_explained(checkpoint, lambda name: False)
+    if copied := copied_parts(opened.metadata, opened.tensors, ()):
+        raise CheckpointError(
+            f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
+            "do not read: of more than 8 bits, or packed with zero points, a last axis of one "
+            "element or unusual blocks; dequantize it in Python: "
+            "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+        )
+    raise CheckpointError(
+        f"{opened.path}: nothing in it is quantized in a layout that is read, expected one; "
+        "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
+    )
 
 
 def _may_be_codes(entry: Entry) -> bool:

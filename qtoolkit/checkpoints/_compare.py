@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import check_explained, dequantized
+from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._paths import Path, check_path
 from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed

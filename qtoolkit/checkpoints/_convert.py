@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qtoolkit.checkpoints._codes import check_quantized
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import check_quantized, dequantized
+from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import CONFIG
 from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._paths import Path

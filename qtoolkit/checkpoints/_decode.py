@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._codes import check_codes
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._tensors import (
@@ -25,9 +24,9 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
-from qtoolkit.checkpoints.layouts._qarrays import copied_parts, saved_arrays
+from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
-_BY_METHOD = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
+LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
 # The scales of a KV cache may belong to the attention module, above its projections.
 _OF_CACHE = ("k_scale", "v_scale", "q_scale")
 # Suffixes of entries that loaders keep beside a quantized weight. Without codes they mean nothing.
@@ -49,13 +48,13 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     where = str(checkpoint.path)
     if config:
         method = str(config.get("quant_method", "compressed-tensors"))
-        if method not in _BY_METHOD:
+        if method not in LAYOUT_OF:
             raise CheckpointError(
                 f"{where}: quantized by {shown(method)}, expected "
-                f"{', '.join(_BY_METHOD)} or a checkpoint that is not quantized; dequantize it "
+                f"{', '.join(LAYOUT_OF)} or a checkpoint that is not quantized; dequantize it "
                 "with the program that made it"
             )
-        layout = _BY_METHOD[method].name
+        layout = LAYOUT_OF[method].name
         encodings = LAYOUTS[layout].decode(config, headers, where)
     else:
         layout, encodings = _found_by_names(checkpoint, headers)
@@ -179,25 +178,6 @@ def _modelopt_config(checkpoint: Checkpoint) -> dict[str, Any]:
     )
 
 
-def check_quantized(opened: Checkpoint) -> Checkpoint:
-    """`dequantized`, but raises CheckpointError if nothing is quantized."""
-    checkpoint = dequantized(opened)
-    if any(tensor.is_dequantized for tensor in checkpoint.tensors.values()):
-        return checkpoint
-    check_explained(checkpoint, lambda name: False)
-    if copied := copied_parts(opened.metadata, opened.tensors, ()):
-        raise CheckpointError(
-            f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
-            "do not read: of more than 8 bits, or packed with zero points, a last axis of one "
-            "element or unusual blocks; dequantize it in Python: "
-            "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
-        )
-    raise CheckpointError(
-        f"{opened.path}: nothing in it is quantized in a layout that is read, expected one; "
-        "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
-    )
-
-
 def _check_once(
     where: str, headers: Mapping[str, Entry], encodings: Mapping[str, Encoding]
 ) -> None:
@@ -231,32 +211,13 @@ def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) 
 
 def own_layout(checkpoint: Checkpoint) -> str:
     """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
-    return str(_own(checkpoint).get("layout", ""))
+    return str(own_metadata(checkpoint).get("layout", ""))
 
 
-def _own(checkpoint: Checkpoint) -> dict[str, Any]:
+def own_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `convert` has written under "qtoolkit" in the metadata of a file."""
     try:
         about = json.loads(checkpoint.metadata.get("qtoolkit", "{}"))
     except (ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) else {}
-
-
-def check_explained(
-    source: Checkpoint, is_allowed: Callable[[str], bool] | None = None, remedy: str = ""
-) -> bool:
-    """Raises where tensors may be codes that no layout explains; see `check_codes`.
-
-    Args:
-      source: The checkpoint as `dequantized` gives it.
-      is_allowed: Whether a tensor may be there all the same, by its name; None: none may of a
-        folder whose config names a layout, all may of others.
-    """
-    if _own(source).get("keeps_codes"):  # `convert` was told to
-        return True
-    config = quantization_config(source)
-    if is_allowed is None and not config:
-        return False
-    method = str(config.get("quant_method", "compressed-tensors"))
-    layout = _BY_METHOD[method].name if config else ""
-    return check_codes(source, layout, is_allowed or (lambda name: False), remedy)

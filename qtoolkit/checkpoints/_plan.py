@@ -18,7 +18,7 @@ from qtoolkit.checkpoints._checks import (
     skip_patterns,
     used_schemes,
 )
-from qtoolkit.checkpoints._decode import check_explained
+from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
     InputScales,

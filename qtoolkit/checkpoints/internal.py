@@ -3,7 +3,8 @@
 # ruff: noqa: F401  (imported for those packages)
 
 from qtoolkit.checkpoints._checks import compiled
-from qtoolkit.checkpoints._decode import check_explained, check_quantized, dequantized
+from qtoolkit.checkpoints._codes import check_explained, check_quantized
+from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
 from qtoolkit.checkpoints._paths import join
