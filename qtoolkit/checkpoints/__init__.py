@@ -2,7 +2,7 @@
 
 The way of a weight, file by file:
 
-  _containers   opens a checkpoint: `_safetensors`, `_folder`, `_arrays` and `_orbax` each yield a
+  _containers   opens a checkpoint; with `_safetensors`, `_folder` and `_orbax` it yields a
                 `Checkpoint` of `Tensor`s, which are read in parts (`_tensors`)
   _decode       asks the layouts which weights are quantized, and how: an `Encoding` each; `_values`
                 makes a `QArray`, or float32 numbers, of what an encoding describes

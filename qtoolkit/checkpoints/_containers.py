@@ -1,13 +1,42 @@
-"""`open_source`, which opens a checkpoint in any container. The content tells the kind."""
+"""`open_source`, which opens a checkpoint in any container; npz, Flax's msgpack and GGUF are here.
+
+Each is read by its own library. Their arrays are read whole, one at a time, but for those that lie
+in a GGUF file as they are; of msgpack the file is read whole. No JAX here.
+"""
 
 import contextlib
+import dataclasses
+import functools
 import os
+import threading
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from qtoolkit.checkpoints._arrays import open_gguf, open_msgpack, open_npz
+import numpy as np
+
 from qtoolkit.checkpoints._folder import PICKLE, open_folder
-from qtoolkit.checkpoints._paths import Path, check_path, entries, is_url, kind_at, read_file
+from qtoolkit.checkpoints._paths import (
+    File,
+    Path,
+    check_path,
+    entries,
+    fill,
+    is_url,
+    kind_at,
+    naming,
+    read_file,
+)
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    NUMPY_DTYPES,
+    Checkpoint,
+    CheckpointError,
+    Tensor,
+    shown,
+)
 from qtoolkit.checkpoints._writing import old_name
 
 ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in folders of orbax
@@ -116,3 +145,286 @@ _MAGIC = {
     b"\x1f\x8b": "compressed with gzip: unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
 }
+
+
+# Files of arrays.
+
+
+def array_checkpoint(
+    path: Path,
+    headers: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    read: Callable[[str], np.ndarray],
+    opened: contextlib.ExitStack | None = None,
+) -> Checkpoint:
+    """A checkpoint of arrays that are read whole; the last of them is kept.
+
+    Args:
+      headers: dtype and shape of each, by name.
+      read: Returns the array with a given name.
+    """
+    last: dict[str, np.ndarray] = {}
+    lock = threading.Lock()
+    opened = opened or contextlib.ExitStack()
+    opened.callback(last.clear)
+
+    def read_into(name: str, start: int, buffer: memoryview) -> None:
+        with lock:
+            if name not in last:
+                last.clear()  # before the next one is read: two would be in memory
+                last[name] = np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8)
+            data = last[name]
+        if len(data) != tensors[name].nbytes:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: {len(data)} bytes, expected "
+                f"{tensors[name].nbytes}; the file is damaged, fetch or write it again"
+            )
+        buffer[:] = data[start : start + len(buffer)].data
+
+    tensors = {}
+    for name, (dtype, shape) in headers.items():
+        if dtype.name not in DTYPE_OF:
+            opened.close()
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: dtype {dtype}, expected one of "
+                f"{', '.join(DTYPE_OF)}; leave it out of the file, or convert it first"
+            )
+        sizes = tuple(map(int, shape))
+        read_this = functools.partial(read_into, name)
+        tensors[name] = Tensor(name, DTYPE_OF[dtype.name], sizes, read_this)
+    return Checkpoint(path, tensors, opened=opened)
+
+
+def check_unique(path: Path, names: Iterable[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise CheckpointError(
+            f"{path}: tensor {shown(twice[0])}: two arrays have this name, keys joined by dots, "
+            "expected one; rename one of them"
+        )
+
+
+@contextlib.contextmanager
+def _damages(path: Path, what: str) -> Iterator[None]:
+    """Raises CheckpointError for what zipfile, its decompressors and NumPy raise of bad data."""
+    try:
+        with naming(path):
+            yield
+    except Exception as error:
+        # bz2 raises OSErrors without a number; 22 (EINVAL): of a place before the file's start.
+        is_failure = isinstance(error, OSError) and error.errno not in (None, 22)
+        if is_failure or isinstance(error, MemoryError | CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path}: {what}: {shown(str(error))}; the file is damaged, fetch or write it again"
+        ) from error
+
+
+def open_npz(path: Path) -> Checkpoint:
+    """Opens a file of `numpy.savez`.
+
+    Raises:
+      CheckpointError: It is another archive, damaged, or holds pickled objects.
+    """
+    opened = contextlib.ExitStack()
+    with contextlib.ExitStack() as failing:
+        failing.callback(opened.close)
+        with _damages(path, "a zip archive"):
+            archive = opened.enter_context(zipfile.ZipFile(path))
+        members = archive.namelist()
+        _check_members(path, members)
+        headers = {
+            member.removesuffix(".npy"): _npy_header(path, archive, member) for member in members
+        }
+        failing.pop_all()
+
+    def read(name: str) -> np.ndarray:
+        with _damages(path, f"tensor {shown(name)}"), archive.open(f"{name}.npy") as data:
+            array = np.lib.format.read_array(data, allow_pickle=False)
+            if data.read(1):
+                raise ValueError("there is more data than its header says")
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+    return array_checkpoint(path, headers, read, opened)
+
+
+def _check_members(path: Path, members: list[str]) -> None:
+    if not members:
+        raise CheckpointError(
+            f"{path}: no tensors: an empty zip archive, expected arrays; write them with "
+            "numpy.savez(FILE, name=array)"
+        )
+    twice = [name for name, count in Counter(members).items() if count > 1]
+    if twice:
+        raise CheckpointError(
+            f"{path}: member {shown(twice[0])} is there twice, expected each once; write it again"
+        )
+    others = [name for name in members if not name.endswith(".npy")]
+    if any(os.path.basename(name) == "data.pkl" for name in others):
+        raise CheckpointError(f"{path}: {PICKLE}")
+    if others:
+        raise CheckpointError(
+            f"{path}: a zip archive with {shown(others[0])}, expected npz: nothing but .npy members"
+        )
+
+
+def _npy_header(
+    path: Path, archive: zipfile.ZipFile, member: str
+) -> tuple[np.dtype, tuple[int, ...]]:
+    info = archive.getinfo(member)
+    with _damages(path, f"member {shown(member)}"), archive.open(info) as data:
+        version = np.lib.format.read_magic(data)
+        is_first = version == (1, 0)
+        parse = (
+            np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = parse(data)
+        size = info.file_size - data.tell()
+    if dtype.hasobject:
+        raise CheckpointError(
+            f"{path}: member {shown(member)} holds Python objects, pickled, which may run any "
+            "code when they are read, expected arrays of numbers; where you trust it, read it "
+            "with numpy.load(FILE, allow_pickle=True), and write the numbers in them with "
+            "numpy.savez"
+        )
+    if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) * dtype.itemsize != size:
+        raise CheckpointError(
+            f"{path}: member {shown(member)}: {size:,} bytes of data, expected those of "
+            f"{list(shape)} {dtype}; the file is damaged, fetch or write it again"
+        )
+    return dtype.newbyteorder("="), shape
+
+
+def open_msgpack(path: Path) -> Checkpoint:
+    """Opens a file of `flax.serialization.to_bytes`; names are paths, joined by ".".
+
+    Flax reads it whole: all of the file is in memory.
+
+    Raises:
+      CheckpointError: It is damaged, or no tree of arrays.
+    """
+    from flax.serialization import msgpack_restore
+
+    with naming(path), open(path, "rb") as file:
+        data = file.read()
+    try:
+        tree = msgpack_restore(data)
+    except Exception as error:  # whatever Flax, msgpack and NumPy raise
+        what = shown(str(error) or type(error).__name__)
+        raise CheckpointError(
+            f"{path}: neither safetensors nor Flax's msgpack ({what}), expected a checkpoint; "
+            "fetch or write it again"
+        ) from error
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path}: msgpack without names, expected a tree of arrays")
+    # None is what Flax writes of an optional parameter that is not there.
+    leaves = [(name, leaf) for name, leaf in _leaves(tree) if leaf is not None]
+    for name, leaf in leaves:
+        if isinstance(leaf, list | tuple | str | bytes):
+            raise CheckpointError(
+                f"{path}: {shown(name)}: a {type(leaf).__name__}, expected an array; it is no "
+                "checkpoint of Flax"
+            )
+    check_unique(path, (name for name, _ in leaves))
+    arrays = {name: np.asarray(leaf) for name, leaf in leaves}
+    headers = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    return array_checkpoint(path, headers, arrays.__getitem__)
+
+
+def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Opens a GGUF file: llama.cpp's blocks become float32. Names are those of the file.
+
+    Raises:
+      CheckpointError: The package is missing, the file is damaged, or it has blocks, or an order
+        of bytes, that the package does not read.
+    """
+    reader, dequantize = _gguf_reader(path)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    opened = contextlib.ExitStack()
+    file = File(path)
+    opened.callback(file.close)
+
+    def raw(name: str, start: int, buffer: memoryview) -> None:
+        # The package maps the file, and mapped pages count as memory in use.
+        with naming(path):
+            where = f"{path}: tensor {shown(name)}"
+            fill(file, int(found[name].data_offset) + start, buffer, where)
+
+    def values(name: str) -> np.ndarray:
+        tensor = found[name]
+        if (dtype := _plain_dtype(tensor)) is not None:
+            return tensor.data.view(dtype)
+        blocks = np.empty(tensor.data.shape, np.uint8)
+        raw(name, 0, blocks.reshape(-1).data)
+        try:
+            return dequantize(blocks, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: blocks of {tensor.tensor_type.name}, which the "
+                "package gguf does not read; requantize it with llama.cpp to Q8_0"
+            ) from error
+
+    # GGUF counts axes from the innermost one.
+    headers = {
+        name: (_plain_dtype(t) or np.dtype("float32"), tuple(int(n) for n in reversed(t.shape)))
+        for name, t in found.items()
+    }
+    checkpoint = array_checkpoint(path, headers, values, opened)
+    for name, tensor in checkpoint.tensors.items():
+        gguf = found[name]
+        if _plain_dtype(gguf) is None:
+            stored = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": int(gguf.n_bytes)}
+            checkpoint.tensors[name] = dataclasses.replace(tensor, **stored)
+            checkpoint.layout = "GGUF"
+        else:
+            read = functools.partial(raw, name)
+            checkpoint.tensors[name] = dataclasses.replace(tensor, read_into=read)
+    return checkpoint
+
+
+def _gguf_reader(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
+    """The reader of a whole GGUF file, and what makes float32 numbers of its blocks."""
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: a GGUF file, which the package gguf reads; write pip install gguf"
+        ) from error
+    try:
+        reader = GGUFReader(str(path))
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{path}: a damaged GGUF file ({shown(str(error))}); fetch it again"
+        ) from error
+    if reader.byte_order == "S":  # the package hands out bytes, not numbers, of BF16 and of blocks
+        raise CheckpointError(
+            f"{path}: a {reader.endianess.name.lower()}-endian file, expected this machine's byte "
+            "order; write gguf-convert-endian COPY native, COPY a copy of it: bytes are swapped in "
+            "place"
+        )
+    field = reader.fields.get("split.count")
+    count = 1 if field is None else int(field.contents())
+    if count > 1:
+        raise CheckpointError(
+            f"{path}: one of {count} files of a GGUF that was split, expected the whole; join "
+            "them first, with llama.cpp's gguf-split --merge FIRST WHOLE, FIRST the file "
+            f"00001-of-{count:05}"
+        )
+    return reader, dequantize
+
+
+def _plain_dtype(tensor: Any) -> np.dtype | None:
+    """The dtype of a tensor that is no blocks."""
+    name = tensor.tensor_type.name
+    if name == "BF16":  # comes as bytes
+        return NUMPY_DTYPES["BF16"]
+    is_plain = name in ("F32", "F16", "F64", "I8", "I16", "I32", "I64")
+    return tensor.data.dtype if is_plain else None

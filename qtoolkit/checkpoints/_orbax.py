@@ -21,7 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import DictKey, SequenceKey
 
-from qtoolkit.checkpoints._arrays import array_checkpoint, check_unique
+from qtoolkit.checkpoints._containers import array_checkpoint, check_unique
 from qtoolkit.checkpoints._paths import Path, entries, is_url, join, naming
 from qtoolkit.checkpoints._report import Plan
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
@@ -371,15 +371,18 @@ def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
     """
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     for tensor in plan.tensors:
-        place = tree.paths.get(tensor.name, _split(tensor.name))
+        where = tree.paths.get(tensor.name, _split(tensor.name))
         for entry in tensor.entries:
             if 0 in entry.shape:
                 raise CheckpointError(
                     f"{path}: tensor {shown(entry.name)} has shape {list(entry.shape)}, expected "
                     "elements: orbax stores no empty arrays; write safetensors, without --to orbax"
                 )
-            keys = _with_suffix(place.keys, entry.name.removeprefix(tensor.name))
-            tail = (DictKey("value"),) if place.is_variable else ()
+            keys, suffix = where.keys, entry.name.removeprefix(tensor.name)
+            if suffix:
+                last = jax.tree_util.keystr(keys[-1:], simple=True)
+                keys = (*keys[:-1], DictKey(last + suffix))
+            tail = (DictKey("value"),) if where.is_variable else ()
             leaves.append(((*keys, *tail), _Promised.of(entry)))
     for read, (_, leaf) in zip(_tree_paths([keys for keys, _ in leaves]), leaves, strict=True):
         if read.name != leaf.name:
@@ -399,11 +402,6 @@ def _split(name: str) -> TreePath:
     if parts[-1] == "value":  # alone in its node it would be read as a variable
         parts[-2:] = [".".join(parts[-2:])]
     return TreePath(tuple(map(DictKey, parts)))
-
-
-def _with_suffix(keys: tuple[Any, ...], suffix: str) -> tuple[Any, ...]:
-    last = jax.tree_util.keystr(keys[-1:], simple=True)
-    return (*keys[:-1], DictKey(last + suffix)) if suffix else keys
 
 
 def _nested(

@@ -21,7 +21,7 @@ from qtoolkit.checkpoints._quantize import (
 )
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Span
-from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Entry, Tensor, shown, transposed
+from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Entry, Tensor, Turning, shown
 from qtoolkit.checkpoints._values import Values, grid_of
 from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
@@ -141,6 +141,7 @@ class Production:
             if tensor.group:
                 self._groups.setdefault(tensor.group, []).append(tensor.source)
         self._amaxes: dict[str, np.ndarray] = {}
+        self._turning = Turning()
 
     def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (name of an entry, the next bytes of it) for some tensors, one after the other."""
@@ -206,7 +207,7 @@ class Production:
         grid = grid_of(encoding)
         second = None
         if encoding.transposed:
-            source = transposed(source)
+            source = self._turning.transposed(source)
         if encoding.tensor_scale is not None:
             count = encoding.tensor_scale.nbytes // 4
             second = tensor_scales(self._second_amaxes(tensor, count), spec)

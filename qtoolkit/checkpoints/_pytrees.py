@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._arrays import array_checkpoint
 from qtoolkit.checkpoints._codes import check_explained
-from qtoolkit.checkpoints._containers import kind_of, open_source
+from qtoolkit.checkpoints._containers import array_checkpoint, kind_of, open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays

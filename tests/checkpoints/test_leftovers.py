@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,20 +139,3 @@ def test_a_rerun_of_any_kind_takes_the_name_of_a_killed_run(
     run(second, source, target)
     assert contents(target) == expected[second]
     assert os.listdir(tmp_path) == ["dst"]
-
-
-def test_what_shards_wrote_by_a_plan_that_is_not_understood_is_kept(tmp_path):
-    """It may be of another version; `finalize` removed the finished files."""
-    source, target = tmp_path / "src", tmp_path / "dst"
-    source.mkdir()
-    save(source / "model.safetensors", {"w.weight": np.ones((64, 32), np.float32)})
-    convert(source, target, layout="plain", shard=(0, 1))
-    plan = Path(partial_name(str(target))) / "plan.json"
-    plan.write_text(plan.read_text().replace('"report"', '"reports"'))
-    files = sorted(p for p in plan.parent.rglob("*"))
-    for call in (lambda: finalize(target), lambda: convert(source / "model.safetensors", target)):
-        with pytest.raises(CheckpointError, match=r"dst: no parts of|dst: files of a conversion"):
-            call()
-    assert sorted(p for p in plan.parent.rglob("*")) == files
-    convert(source / "model.safetensors", target, overwrite=True)
-    assert not plan.parent.exists()
