@@ -60,13 +60,16 @@ def place(gpu):
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
-def compiled(function, *arguments, gpu=H100):
-    """The text of the program, traced as on a host with a GPU, compiled for arrays like these."""
+def compiled(function, *arguments, gpu=H100, has_signs=False):
+    """The text of the program, traced as on a host with a GPU, compiled for arrays like these.
+
+    `has_signs`: it has a Hadamard transform, whose signs are computed while it is traced: here.
+    """
 
     def like(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(gpu))
 
-    with jax.default_device("gpu"):
+    with jax.default_device("cpu" if has_signs else "gpu"):
         return jax.jit(function).lower(*jax.tree.map(like, arguments)).compile().as_text()
 
 
@@ -84,7 +87,8 @@ def test_large_products_and_their_gradients(name, dtype):
         return y, *pull(ct)
 
     shapes = (8192, 4096), (4096, 4096), (8192, 4096)
-    text = compiled(step, *(struct(*shape, dtype=dtype) for shape in shapes))
+    arrays = (struct(*shape, dtype=dtype) for shape in shapes)
+    text = compiled(step, *arrays, has_signs=name == "nvfp4")
     if name != "nvfp4":  # its amax of a tensor may hold NaN blocks, which is a branch
         assert "conditional(" not in text
     if name == "native":
@@ -111,7 +115,8 @@ def test_native_products_of_blocks(name, counts, gpu):
         return y, *pull(ct)
 
     shapes = (4, 512, 1024), (1024, 2048), (4, 512, 2048)
-    text = compiled(step, *(struct(*shape, dtype=jnp.bfloat16) for shape in shapes), gpu=gpu)
+    arrays = (struct(*shape, dtype=jnp.bfloat16) for shape in shapes)
+    text = compiled(step, *arrays, gpu=gpu, has_signs=name == "nvfp4")
     found = re.findall(r" (scaled-dot|dot)\(", text)
     assert {kind: found.count(kind) for kind in counts} == counts
 
