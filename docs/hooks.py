@@ -109,10 +109,10 @@ def reference_index() -> str:
         [
             "# Reference",
             "",
-            "Every public name, from its docstring. A package's other names are private.",
+            "These pages list every public name, with its docstring. All other names are private.",
             "",
-            "CI runs the examples, each in a namespace and a folder of its own, and compares what",
-            "they print. They take these imports for granted:",
+            "CI runs each example in a new namespace and folder, and compares what it prints.",
+            "The examples need these imports:",
             "",
             "```python",
             *examples.DOCSTRING_IMPORTS.splitlines(),
