@@ -98,6 +98,7 @@ SCALING = {
     ],
     "smoothing_factors": lambda x: scaling.smoothing_factors(jnp.abs(x[0]), jnp.abs(x[1])),
     "cross_layer_factors": lambda x: scaling.cross_layer_factors(x, x, axis1=0, axis2=0),
+    "Hessian": lambda x: scaling.Hessian.of(COLUMNS).observe(x).largest,
     "AbsMax": observed(scaling.AbsMax, "e4m3fn"),
     "AmaxHistory": observed(scaling.AmaxHistory, "e4m3fn", margin=1),
     "MovingAverage": observed(scaling.MovingAverage, "int8"),
@@ -451,6 +452,7 @@ EXCLUDED = {
     **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
     **dict.fromkeys(("Operand", "Recipe"), DATA),
     "Calibration": HELD,
+    **dict.fromkeys(("gptq", "awq_factors"), "run once, over a trained kernel; sums decide"),
     **dict.fromkeys(
         (
             f"{shell}.{name}"
