@@ -3,6 +3,7 @@
 from qtoolkit.nnx._calibration import calibrate, freeze, start_scales
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
 from qtoolkit.nnx._numerics import numerics, sensitivity
+from qtoolkit.nnx._post_training import allocate
 from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._report import report
 from qtoolkit.nnx._serialization import register
@@ -20,6 +21,7 @@ __all__ = [
     "LsqScale",
     "Probe",
     "ScalingState",
+    "allocate",
     "calibrate",
     "freeze",
     "numerics",

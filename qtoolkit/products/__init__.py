@@ -1,11 +1,13 @@
 """Quantized products on plain arrays, and the recipes that say how."""
 
 from qtoolkit.products import _presets as recipes
+from qtoolkit.products._allocation import Allocation
 from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
 from qtoolkit.products._kept import CODES
 from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._operand import Current, Delayed, Hadamard, Learned, Operand, Static
+from qtoolkit.products._post_training import InputStatistics
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, Report
 from qtoolkit.products._sensitivity import Sensitivity
@@ -13,10 +15,12 @@ from qtoolkit.products._site import dot
 
 __all__ = [
     "CODES",
+    "Allocation",
     "Calibration",
     "Current",
     "Delayed",
     "Hadamard",
+    "InputStatistics",
     "Learned",
     "Numerics",
     "Operand",

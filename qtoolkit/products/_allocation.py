@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import numpy as np
 from qtoolkit.formats import Rules
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
+from qtoolkit.products._sensitivity import Sensitivity
+from qtoolkit.products._stored import serving_rules
 from qtoolkit.products._taps import MODEL
 
 _UNITS = 4096  # sizes are rounded up to the limit over this number
@@ -142,3 +144,56 @@ def _least(
         chosen.append(int(step[place]))
         place -= int(row[chosen[-1]])
     return tuple(chosen[::-1]), total
+
+
+def allocated(
+    choices: Sequence[Any],
+    limit: int,
+    measured: Callable[[Any], tuple[Sensitivity, Mapping[str, int]]],
+    wide: Mapping[str, int],
+) -> Allocation:
+    """The allocation of a model whose layers were measured with each choice.
+
+    Args:
+      measured: From a choice to the sensitivity of the layers and the bytes of their kernels.
+      wide: The bytes of the kernels as they are.
+    """
+    if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
+        raise ValueError(
+            f"allocate: choices={choices!r}, expected a list of formats, e.g. "
+            '["int4_group32", "e4m3fn", None]'
+        )
+    recipes: list[Recipe | None] = []
+    sizes: list[Mapping[str, int]] = []
+    costs: list[Mapping[str, float]] = []
+    for choice in choices:
+        rules = None if choice is None else serving_rules(choice)
+        if rules is not None and rules.rules:
+            raise TypeError("allocate: a choice is Rules, expected a format, a Recipe or None")
+        recipes.append(None if rules is None else rules.default)
+        if rules is None:
+            sizes.append(wide)
+            costs.append(dict.fromkeys(wide, 0.0))
+            continue
+        found, kernels = measured(choice)
+        sizes.append(kernels)
+        costs.append({path: cost for path, cost in found.ranking if path in kernels})
+    paths = [
+        path
+        for path in wide
+        if all(path in row for row in sizes) and all(path in row for row in costs)
+    ]
+    if not paths:
+        raise ValueError(
+            "allocate: no layer has a kernel that every choice stores, expected nnx.Linear, "
+            "linen.Dense and the like, reached by the batch"
+        )
+    names = ["high precision" if recipe is None else _named(recipe) for recipe in recipes]
+    bytes_ = [[row[path] for row in sizes] for path in paths]
+    added = [[row[path] for row in costs] for path in paths]
+    return Allocation(paths, names, recipes, bytes_, added, limit)
+
+
+def _named(recipe: Recipe) -> str:
+    shown = ["" if operand is None else operand.spec.name for operand in recipe.forward]
+    return " x ".join(filter(None, shown))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def _statistics(seen: Mapping[Key, tuple[Hessian, Contraction]]) -> InputStatist
     return InputStatistics(tuple(hessians), tuple(seen), tuple(hows))
 
 
-class Model(NamedTuple):
+class PlainModel(NamedTuple):
     """A plain model as the flow needs it.
 
     Attributes:
@@ -85,12 +86,32 @@ class Model(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What `quantize` of the Flax packages was told."""
+    """What `quantize` of the Flax packages was told; see there."""
 
     method: str
     is_sequential: bool = False
     damping: float = 0.01
     act_order: bool = False
+
+    @property
+    def needs_inputs(self) -> bool:
+        return self.method != "nearest"
+
+
+def settings(
+    method: str, calibration: Any, sequential: bool, damping: float, act_order: bool
+) -> Settings:
+    if method not in METHODS:
+        raise ValueError(f"quantize: method={method!r}, expected one of {', '.join(METHODS)}")
+    if (calibration is None) != (method == "nearest"):
+        what = "no calibration" if calibration is None else "a calibration"
+        raise ValueError(
+            f"quantize: {what} for method={method!r}, expected batches of inputs for GPTQ, AWQ and "
+            "SmoothQuant: quantize(model, recipe, calibration=[batch], method='gptq')"
+        )
+    if sequential and "gptq" not in method:
+        raise ValueError(f"quantize: sequential=True for method={method!r}, expected GPTQ")
+    return Settings(method, bool(sequential), damping, bool(act_order))
 
 
 class Tuned(NamedTuple):
@@ -99,16 +120,14 @@ class Tuned(NamedTuple):
     Attributes:
       kernels: The kernels that it quantized itself, by name; others are to be rounded to nearest.
       params: All parameters, some of them multiplied by factors.
-      unfolded: The kernels whose factors nothing else of the model could take.
     """
 
     kernels: dict[str, QArray]
     params: Params
-    unfolded: tuple[str, ...] = ()
 
 
 def input_statistics(
-    model: Model, batches: Iterable[Any], dtype: Any = jnp.float32
+    model: PlainModel, batches: Iterable[Any], dtype: Any = jnp.float32
 ) -> InputStatistics:
     """The statistics over all batches, taken one by one."""
     seen: dict[Key, tuple[Hessian, Contraction]] = {}
@@ -139,7 +158,7 @@ def _observed(seen: dict[Key, Any], use: Use, dtype: Any = jnp.float32) -> None:
 
 
 def tuned(
-    model: Model, kernels: Mapping[str, Operand], calibration: Any, settings: Settings
+    model: PlainModel, kernels: Mapping[str, Operand], calibration: Any, settings: Settings
 ) -> Tuned:
     """Quantizes kernels by a method, or changes parameters so that rounding to nearest loses less.
 
@@ -160,11 +179,18 @@ def tuned(
             "iterable of batches"
         )
     batches = [] if is_known else _alike(checked_batches("quantize", calibration))
-    unfolded: tuple[str, ...] = ()
     if factors:
         model, unfolded = _with_factors(model, kernels, batches, factors)
+        if unfolded:
+            warnings.warn(
+                f"quantize: {factors}: {len(unfolded)} kernels have no factors, because no norm or "
+                "matmul before them could take the reciprocals without changing something else: "
+                + ", ".join(unfolded[:8])
+                + (" ..." if len(unfolded) > 8 else ""),
+                stacklevel=4,
+            )
     if not solver:
-        return Tuned({}, model.params, unfolded)
+        return Tuned({}, model.params)
     seen: dict[Key, tuple[Hessian, Contraction]] = {}
     results: dict[Key, QArray] = {}
 
@@ -196,7 +222,7 @@ def tuned(
         indices = _indices(name, array, seen)
         parts = [results.get((name, i)) or solve((name, i), array[i]) for i in indices]
         made[name] = _joined(parts, array.shape[: len(indices[0])])
-    return Tuned(made, model.params, unfolded)
+    return Tuned(made, model.params)
 
 
 def _indices(name: str, array: Array, seen: Mapping[Key, Any]) -> list[tuple[int, ...]]:
@@ -263,8 +289,8 @@ class _Group(NamedTuple):
 
 
 def _with_factors(
-    model: Model, kernels: Mapping[str, Operand], batches: Sequence[Batch], method: str
-) -> tuple[Model, tuple[str, ...]]:
+    model: PlainModel, kernels: Mapping[str, Operand], batches: Sequence[Batch], method: str
+) -> tuple[PlainModel, tuple[str, ...]]:
     """The model with factors in its kernels, and their reciprocals in what writes the inputs."""
     groups: dict[int, _Group] = {}
 

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
+from qtoolkit.products._allocation import allocated
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch, calibration_of, check_calibrated, summary_of
@@ -22,6 +23,7 @@ from qtoolkit.products._matching import Module, check_rules, training_rules, unu
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
+from qtoolkit.products._post_training import PlainModel, input_statistics, settings, tuned
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     BY_RULE,
