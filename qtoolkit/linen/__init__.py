@@ -3,6 +3,7 @@
 from qtoolkit.linen._calibration import calibrate, freeze, start_scales
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
 from qtoolkit.linen._numerics import numerics, sensitivity
+from qtoolkit.linen._post_training import allocate
 from qtoolkit.linen._quantize import quantize
 from qtoolkit.linen._report import report
 from qtoolkit.linen._state import value_and_grad
@@ -13,6 +14,7 @@ __all__ = [
     "Fp8Conv",
     "Fp8Dense",
     "Fp8Einsum",
+    "allocate",
     "calibrate",
     "freeze",
     "numerics",

@@ -11,6 +11,7 @@ from flax import linen as nn
 
 from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
+from qtoolkit.linen._post_training import observed_inputs
 from qtoolkit.linen._run import key_of, path_of
 from qtoolkit.linen._state import AMAX, COLLECTION, SCALES
 from qtoolkit.linen._wrap import wrap
@@ -35,7 +36,7 @@ def calibrate(
     batches: Iterable[Any],
     observer: Any = "absmax",
     **options: Any,
-) -> Calibration:
+) -> Any:
     """Finds one scale for each operand of a wrapped module's products, from batches of inputs.
 
         found = qtoolkit.linen.calibrate(wrapped, variables, batches, "percentile")
@@ -66,6 +67,8 @@ def calibrate(
       >>> found.states[0], found.states[0].scale()  # of the input: 896 / 448
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
+    if observer == "hessian":
+        return observed_inputs(wrapped, variables, batches, **options)
     check_arguments("calibrate", wrapped, variables)
     summarize = functools.partial(_summary, Constant(wrapped), variables)
     return calibration_of(summarize, batches, observer, options)

@@ -59,10 +59,10 @@ def calibrate(
       options: Arguments for its `of`, e.g. `fraction` of `Percentile`.
 
     Returns:
-      `Calibration`, a pytree of observers (for "hessian" `InputStatistics`); calibrations of several
-      devices or runs can be merged. A product that runs several times in a batch (a shared layer,
-      layers that `nnx.scan` stacks) has one observer per operand. Its amax may be too large by less than 12.5 %, if the amaxes of
-      several runs are that close to each other.
+      `Calibration`, a pytree of observers (for "hessian" `InputStatistics`); calibrations of
+      several devices or runs can be merged. A product that runs several times in a batch (a shared
+      layer, layers that `nnx.scan` stacks) has one observer per operand. Its amax may be too large
+      by less than 12.5 %, if the amaxes of several runs are that close to each other.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
