@@ -1,9 +1,8 @@
 """FP8-aware training of Flax linen modules, without editing them."""
 
-from qtoolkit.linen._calibration import calibrate, freeze, start_scales
+from qtoolkit.linen._allocation import allocate
+from qtoolkit.linen._flow import calibrate, freeze, numerics, sensitivity, start_scales
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
-from qtoolkit.linen._numerics import numerics, sensitivity
-from qtoolkit.linen._post_training import allocate
 from qtoolkit.linen._quantize import quantize
 from qtoolkit.linen._report import report
 from qtoolkit.linen._state import value_and_grad

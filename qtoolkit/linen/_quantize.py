@@ -12,10 +12,17 @@ from flax.core import DenyList
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.linen._post_training import plain_model, with_params
 from qtoolkit.linen._run import Kernel, moves_state, noting_kernels
-from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, state_of
+from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, with_part
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Batch, serving_rules, settings, stored_kernel, tuned
+from qtoolkit.products.internal import (
+    Batch,
+    of_kernel,
+    serving_rules,
+    settings,
+    stored_kernel,
+    tuned,
+)
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -115,7 +122,7 @@ def quantize(
         array = value if is_stored else made.get("/".join(path))
         array = _stored_kernel(path, value, use, variables) if array is None else array
         if array is not None:
-            params, count = _with(params, path, array), count + 1
+            params, count = with_part(params, path, array), count + 1
     if not count:
         raise ValueError(
             f"quantize: {type(module).__name__} has no kernel to store with these inputs: the "
@@ -148,30 +155,19 @@ def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -
     lead = x.ndim - len(use.shape)
     if use.operand is None or tuple(x.shape[lead:]) != use.shape:
         return None
-    kept, scales = (_kept(variables, name, use) for name in (COLLECTION, SCALES))
-    state = state_of(use.recipe, f"{'/'.join(use.layer)}:{use.product}", kept, None, scales)
-    amax = key = scale = None
-    if state is not None:
-        stack = tuple(x.shape[:lead])
-        amax = None if state.amax is None else jnp.broadcast_to(state.amax[1], stack)
-        key = None if state.key is None else jnp.broadcast_to(state.key, (*stack, 2))
-        learned = None if state.learned is None else state.learned[1][0]
-        scale = None if learned is None else jnp.broadcast_to(learned, stack)
+    kept = _kept(variables, COLLECTION, use) | _kept(variables, SCALES, use)
+    stack = tuple(x.shape[:lead])
+    amax, key, scale = (
+        None if part is None else jnp.broadcast_to(part, (*stack, *part.shape[-1:][:last]))
+        for part, last in zip(of_kernel(kept), (0, 1, 0), strict=True)
+    )
     where = f"quantize: {'/'.join(path)}"
     return stored_kernel(where, jnp.asarray(x), use.operand, use.axes, lead, amax, key, scale)
 
 
-def _kept(variables: Any, collection: str, use: Kernel) -> Any:
-    """The state that a collection holds for a product; None if it holds none."""
+def _kept(variables: Any, collection: str, use: Kernel) -> dict[str, Any]:
+    """The state that a collection holds for a product."""
     found = variables.get(collection, {})
     for name in (*use.layer, use.product):
         found = found.get(name, {})
-    return found or None
-
-
-def _with(params: Any, path: tuple[str, ...], array: QArray) -> Any:
-    """A copy of the tree with `array` at `path`."""
-    if not path:
-        return array
-    first, *rest = path
-    return {**params, first: _with(params[first], tuple(rest), array)}
+    return dict(found)

@@ -4,7 +4,6 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -17,22 +16,28 @@ from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._arguments import arguments_of, explain_reserved_name
 from qtoolkit.linen._cache import narrow_cache
-from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
-from qtoolkit.linen._state import COLLECTION, SCALES, Kept, started, state_of, unstarted
+from qtoolkit.linen._parameters import STORED, know_parameters, own_parameters, run_with_arrays
+from qtoolkit.linen._state import COLLECTION, SCALES, Kept
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     Found,
+    Marked,
     Module,
+    Multiply,
     Names,
+    Place,
+    Replacing,
     Site,
-    computes_product,
+    Track,
     enclosing,
     held,
-    product_attributes,
-    returns_later,
-    scope,
+    leaving,
+    present_trace,
+    replacing,
+    started,
     unmeasured,
+    unstarted,
 )
 from qtoolkit.scaling import QArray
 
@@ -91,21 +96,30 @@ class Kernels:
     uses: dict[Any, list[Kernel]] = dataclasses.field(default_factory=dict)
     other_uses: set[Any] = dataclasses.field(default_factory=set)
 
-    def note(self, found: Found, recipe: Recipe, layer: tuple[str, ...], product: str) -> None:
+    def note(
+        self,
+        found: Found,
+        paths: Mapping[Any, Any],
+        recipe: Recipe,
+        layer: tuple[str, ...],
+        product: str,
+    ) -> None:
+        """Notes how a product uses parameters; `paths` are those of its module's own."""
         axes = found.function.axes(found.lhs.shape, found.rhs.shape)
-        for side, origin in enumerate(found.origins):
-            if origin is None:
+        for side, source in enumerate(found.sources):
+            path, order = paths.get(source.parameter), source.order
+            if path is None or order is None:
                 continue
             if found.parameters[1 - side]:
-                self.other_uses.add(origin.name)
+                self.other_uses.add(path)
                 continue
             shape = (found.lhs, found.rhs)[side].shape
-            own, order = axes[side], origin.order
-            if order is not None:
+            own = axes[side]
+            if order:
                 own = own.reordered(order)
                 shape = tuple(shape[order.index(axis)] for axis in range(len(order)))
             kernel = Kernel(recipe.forward[1], own, shape, recipe, layer, product)
-            self.uses.setdefault(origin.name, []).append(kernel)
+            self.uses.setdefault(path, []).append(kernel)
 
 
 def noting_kernels() -> AbstractContextManager[Kernels]:
@@ -160,6 +174,7 @@ def run(
     if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
     this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
+    this.is_mutable = not starting and module.is_mutable_collection(COLLECTION)
     intercepting = nn.intercept_methods(this.intercept)
     # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
     observed = None if visited is None and _kernels.get() is None else object()
@@ -169,6 +184,11 @@ def run(
         except TypeError as error:
             explain_reserved_name(error)
             raise
+    for (path, product), moved in this.moved.items():
+        if moved:
+            of_layer = module.variables[COLLECTION][key_of(path)]
+            new = {**of_layer, product: {**of_layer[product], **moved}}
+            module.put_variable(COLLECTION, key_of(path), new)
     # Only now, after the call: state made inside of a nested trace would leak out of it.
     for (path, recipe), products in this.counts.items():
         states = {name: started(recipe, f"{path}:{name}") for name in products}
@@ -243,6 +263,8 @@ class _Run:
       kinds: The types that were seen at each path.
       counts: While starting, the products of each layer whose recipe keeps state, and the recipe
         of each, which is another one for two activations.
+      is_mutable, trace: Whether the collection "qtoolkit" may be written, and in which trace.
+      moved: What products have changed of their state, by path and name.
     """
 
     rules: Rules[Recipe]
@@ -255,6 +277,9 @@ class _Run:
     rng: jax.Array | None
     kinds: dict[str, list[type]] = dataclasses.field(default_factory=dict)
     counts: dict[tuple[str, Recipe], dict[str, Recipe]] = dataclasses.field(default_factory=dict)
+    is_mutable: bool = False
+    trace: Any = dataclasses.field(default_factory=present_trace)
+    moved: dict[tuple[str, str], dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
@@ -271,7 +296,7 @@ class _Run:
         module, name = context.module, context.method_name
         method = getattr(context.orig_method, "func", None)
         is_foreign = _active.get() is not self or module.scope is None
-        if is_foreign or name in ("setup", REWRITING) or _is_in(method, _MODULE):
+        if is_foreign or name in ("setup", STORED) or _is_in(method, _MODULE):
             return call(*args, **kwargs)
         if self.cache is not None and name == "__call__" and isinstance(module, _CACHING):
             with narrow_cache(module, self.cache):
@@ -289,39 +314,86 @@ class _Run:
         while the wrapped module is initialized, with its products counted.
         """
         module, name = context.module, context.method_name
-        method = getattr(context.orig_method, "func", None)
-        path = "/".join(module.path[len(self.root) :])
-        kind: Any = type(module)
+        path, kind = "/".join(module.path[len(self.root) :]), type(module)
         kinds = self._kinds(path, kind)
-        has_products = _has_products(kind, name, method, product_attributes(vars(module)))
+        recipe = self.rules.lookup(path, kinds)
+        seen: list[str] = []
+        self._visit(path, kinds, kind, seen)
+        try:
+            if recipe is None:
+                with leaving(self.shown(path), seen):
+                    return call(*args, **kwargs)
+            method = getattr(context.orig_method, "func", None)
+            if _is_in(method, _FLAX) and not _is_layer(kind, name):
+                if kernels := _kernels.get():  # an `Embed` that looks up, for instance
+                    kernels.other_uses.update(own_parameters(module).values())
+                return call(*args, **kwargs)
+            if self.starting:
+                return self._counted(recipe, path, call, args, kwargs, context, seen)
+            return self._quantized(recipe, path, call, args, kwargs, context, seen)
+        finally:
+            self._visit(path, kinds, kind, seen)
+
+    def _visit(self, path: str, kinds: tuple[type, ...], kind: type, seen: list[str]) -> None:
         visited = _visited.get()
         if visited is not None:
-            visited.add(self.rules, Module([path], kinds, kind.__name__, has_products))
-        recipe = self.rules.lookup(path, kinds)
-        if recipe is None:
-            with jax.named_scope(scope(self.shown(path), None)), enclosing(None):
-                return call(*args, **kwargs)
-        if not has_products:
-            # `qtoolkit.dot` may stand in a function that is not known to compute products.
-            site = None if self.starting else Site(recipe.without_state(), path)
-            with jax.named_scope(scope(self.shown(path), recipe)), enclosing(site):
-                return _noting_other_uses(call, args, kwargs, context)
-        assert method is not None
-        if not self.starting:
-            _check_kernels(module, path)
-            is_apart = _is_apart(module, recipe)
-            multiply = self._multiply(recipe, path, name, kind, is_apart)
-            measured = unmeasured() if _is_under(module, ["custom_vjp("]) else nullcontext()
-            kernels = _kernels.get()
-            other_uses = None if kernels is None else kernels.other_uses
-            with jax.named_scope(scope(self.shown(path), recipe)), enclosing(None), measured:
-                return run_rewritten(method, module, multiply, args, kwargs, other_uses)
-        if not moves_state(recipe) or _is_apart(module, recipe):
+            visited.add(self.rules, Module([path], kinds, kind.__name__, bool(seen)))
+
+    def _quantized(
+        self,
+        recipe: Recipe,
+        path: str,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: nn.module.InterceptorContext,
+        seen: list[str],
+    ) -> Any:
+        """A call with its products computed by a recipe."""
+        module, name = context.module, context.method_name
+        _check_kernels(module, path)
+        kernels = _kernels.get()
+        paths: dict[int, Any] = {}
+        multiply = self._multiply(recipe, path, name, module, paths)
+        names: dict[int, str] = {}
+        trace = Replacing(
+            multiply,
+            names,
+            mark=Marked(Place(self.shown(path), "")),
+            other_uses=None if kernels is None else set(),
+            seen=seen,
+        )
+        measured = unmeasured() if _is_under(module, ["custom_vjp("]) else nullcontext()
+        site = Site(recipe.without_state(), self.shown(path))
+        with enclosing(site), measured, replacing(trace):
+            method = context.orig_method.func
+            out = run_with_arrays(method, call, module, trace, names, paths, args, kwargs)
+        if kernels is not None and trace.other_uses is not None:
+            returned = (trace.known_of(x).source for x in jax.tree.leaves(out))
+            uses = {*trace.other_uses, *(x.parameter for x in returned if x.order is not None)}
+            kernels.other_uses |= {paths[key] for key in uses if key in paths}
+        return out
+
+    def _counted(
+        self,
+        recipe: Recipe,
+        path: str,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: nn.module.InterceptorContext,
+        seen: list[str],
+    ) -> Any:
+        """A call while the wrapped module is initialized: its products are counted."""
+        is_kept = moves_state(recipe) and not _is_apart(context.module, recipe)
+        names: dict[int, str] = {}
+        look = functools.partial(know_parameters, context.module, names)
+        mark = Marked(Place(self.shown(path), ""), is_left=True)
+        count = self._count(recipe, path, context.method_name) if is_kept else lambda found: None
+        trace = Replacing(count, names, mark=mark, look=look, seen=seen)
+        trace.know_inputs((args, kwargs))
+        with replacing(trace):
             return call(*args, **kwargs)
-        # Marked as left, so that a module around it does not count these products as its own.
-        with jax.named_scope(scope(self.shown(path), None)):
-            count = self._count(recipe, path, name)
-            return run_rewritten(method, module, count, args, kwargs)
 
     def shown(self, path: str) -> str:
         """The path from the model around it, where the wrapped module is a part of one."""
@@ -337,12 +409,13 @@ class _Run:
         return tuple(kind for outer in around for kind in self.kinds.get(outer, ()))
 
     def _multiply(
-        self, recipe: Recipe, path: str, name: str, kind: type, is_apart: bool
+        self, recipe: Recipe, path: str, name: str, module: nn.Module, paths: Mapping[int, Any]
     ) -> Multiply:
         """A `multiply` for the products of a method.
 
         It passes each product its state, checks dtypes, and records the kernel if somebody asked.
         """
+        is_apart, kind = _is_apart(module, recipe), type(module)
         if is_apart and any(recipe.learned):
             raise ValueError(
                 f"wrap: {path or '(the model itself)'}: the layer is under nn.jit or "
@@ -360,14 +433,25 @@ class _Run:
         def multiply(found: Found) -> jax.Array:
             product = names(found)
             if kernels is not None:
-                kernels.note(found, recipe, (*self.root, key_of(path)), product)
+                kernels.note(found, paths, recipe, (*self.root, key_of(path)), product)
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
-            known = kept.get(product), rng, scales.get(product)
-            return site.multiplied(found, product, state_of(recipe, f"{path}:{product}", *known))
+            known = {**kept.get(product, {}), **scales.get(product, {})}
+            if not known and rng is None:
+                return site.multiplied(found, product, None)
+            return site.multiplied(found, product, self._track(recipe, path, product, known, rng))
 
         return multiply
+
+    def _track(
+        self, recipe: Recipe, path: str, product: str, kept: Kept, rng: jax.Array | None
+    ) -> Track:
+        moved = self.moved.setdefault((path, product), {})
+        # What moves in an inner trace does not reach the collection.
+        is_carried = self.is_mutable and self.trace == present_trace()
+        write = moved.update if is_carried else None
+        return Track(recipe, f"{path}:{product}", {**kept, **moved}, write, rng)
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
         """A `multiply` that replaces no product, but counts it and records its recipe."""
@@ -399,44 +483,9 @@ def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
         )
 
 
-def _noting_other_uses(
-    call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-) -> Any:
-    """Runs `call`, a method without products, and records its uses of parameters if asked for.
-
-    Example: a table of embeddings that this method looks up and another one multiplies.
-    """
-    kernels, module = _kernels.get(), context.module
-    method = getattr(context.orig_method, "func", None)
-    if kernels is None or not isinstance(method, types.FunctionType):
-        return call(*args, **kwargs)
-    if _calls_products(type(module), method):
-        return call(*args, **kwargs)
-    return run_rewritten(method, module, lambda _: None, args, kwargs, kernels.other_uses)
-
-
-def _calls_products(kind: Any, method: Any) -> bool:
-    """Whether a method calls another one that computes products: then that one records its uses."""
-    others = {name: getattr(kind, name, None) for name in inspect.unwrap(method).__code__.co_names}
-    return any(
-        isinstance(other, types.FunctionType) and _has_products(kind, name, other, frozenset())
-        for name, other in others.items()
-    )
-
-
-@functools.cache
-def _has_products(kind: Any, name: str, method: Any, attributes: frozenset[str]) -> bool:
-    """Whether a method of a module computes products by itself, as far as its code tells."""
-    if any(issubclass(kind, layer) and name == where for layer, where in _LAYERS.items()):
-        return True
-    if not isinstance(method, types.FunctionType):
-        return False
-    if _is_in(method, _FLAX):
-        return False
-    method = inspect.unwrap(method)
-    if not isinstance(method, types.FunctionType) or returns_later(method):
-        return False
-    return computes_product(method, kind, attributes)
+def _is_layer(kind: Any, name: str) -> bool:
+    """Whether a method is one of Flax's that compute products."""
+    return any(issubclass(kind, layer) and name == where for layer, where in _LAYERS.items())
 
 
 def _is_in(function: Any, place: str) -> bool:

@@ -1,143 +1,47 @@
-"""What wrapped modules keep from step to step: histories of magnitudes, keys, learned scales.
+"""The state of wrapped modules in collections, and the step that updates it.
 
 The collection "qtoolkit" holds, in the scope of the wrapped module, a dictionary for each layer
-with products, "self.mlp.Dense_0"; that holds one for each product, "__call__.kernel", with
-
-  history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
-    step first; 0 where there was none yet;
-  bad: uint32[...], the steps with an infinity or a NaN, which were left out;
-  amax: float32[3], what calibration found, of lhs, rhs, and 0: `freeze` writes it;
-  key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
-
-The leading axes belong to stacks of wrapped modules, as `nn.scan` makes them. Within a
-`value_and_grad` there is a probe beside the history, float32[..., 3, buckets].
-
-The collection "qtoolkit_scales" holds, for the same layers and products, what `Learned` scaling
-trains: lhs_scale, lhs_offset, rhs_scale, rhs_offset, float32[...], NaN until `start_scales`.
+with products, "self.mlp.Dense_0"; that holds one for each product, "__call__.kernel", with arrays
+as `products._states` names them. The collection "qtoolkit_scales" holds learned scales likewise.
 """
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from flax import linen as nn
 
-from qtoolkit.products import Learned, Recipe
-from qtoolkit.products.internal import State, check_trainable
-from qtoolkit.scaling.internal import BUCKETS, rolled
+from qtoolkit.products.internal import (
+    HISTORY,
+    KEY,
+    PROBE,
+    Batch,
+    advance,
+    check_trainable,
+    metrics_of,
+    observe,
+    probe_of,
+    products_in,
+    rolled_later,
+    watching,
+    zeros_for,
+)
 
 COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
-_HISTORY, _BAD, _KEY, _PROBE, AMAX = "history", "bad", "key", "probe", "amax"
 
 Kept = Mapping[str, Any]
 Path = tuple[str, ...]
 
 
-def started(recipe: Recipe, name: str) -> dict[str, jax.Array]:
-    """The state of one product before its first step."""
-    state = {}
-    if recipe.is_delayed:
-        state[_HISTORY] = jnp.zeros((3, recipe.history), jnp.float32)
-        state[_BAD] = jnp.zeros((), jnp.uint32)
-    if recipe.is_stochastic:
-        state[_KEY] = jnp.array([_identity(name), 0], jnp.uint32)
-    return state
-
-
-def unstarted(recipe: Recipe) -> dict[str, jax.Array]:
-    """The learned scales and offsets of one product before they are started."""
-    scales: dict[str, jax.Array] = {}
-    for side, operand in zip(("lhs", "rhs"), recipe.forward, strict=True):
-        scaling = None if operand is None else operand.scaling
-        if isinstance(scaling, Learned):
-            names = ("scale", "offset") if scaling.offset else ("scale",)
-            with jax.debug_nans(False):  # no error: NaN says that a scale is not started
-                scales |= {f"{side}_{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
-    return scales
-
-
-def state_of(
-    recipe: Recipe,
-    name: str,
-    kept: Kept | None,
-    rng: jax.Array | None,
-    scales: Kept | None = None,
-) -> State | None:
-    """The state of a product; None where there is nothing to keep.
-
-    Args:
-      name: The name of layer and product, "mlp:__call__.kernel"; it is mixed into keys.
-      kept: The entry of the product in the collection "qtoolkit".
-      rng: uint32[2], words of a key of this step, in place of the key that is kept.
-      scales: The entry of the product in the collection "qtoolkit_scales".
-
-    A recipe with delayed scales uses current ones if there is no history. If the state of a whole
-    stack arrives here, its largest magnitudes are used, and the mean of its learned scales.
-    """
-    amax = probe = key = None
-    kept = kept or {}
-    learned = _learned(scales) if scales else None
-    if recipe.is_delayed:
-        if _HISTORY in kept:
-            _check_steps(recipe, name, kept[_HISTORY].shape[-1])
-            amax = jnp.max(jnp.max(kept[_HISTORY], axis=-1).reshape(-1, 3), axis=0)
-        elif not kept and rng is None and learned is None:
-            return None
-        else:
-            amax = jnp.zeros((3,), jnp.float32)
-        # Without `value_and_grad` there is no probe. Nobody differentiates by the zeros made here,
-        # so under a plain `jax.grad` products use current scales, and the history does not move.
-        given = kept.get(_PROBE, jnp.zeros((3, BUCKETS), jnp.float32))
-        probe = jnp.sum(given.reshape(-1, 3, BUCKETS), axis=0)
-    elif _HISTORY in kept and AMAX not in kept:
-        raise ValueError(
-            f"{name}: the variables have a history of delayed scales, but the recipe of this "
-            "module scales otherwise, expected variables of a module wrapped by the same recipe; "
-            f'wrap it by theirs, or pass variables without the collection "{COLLECTION}"'
-        )
-    if recipe.is_calibrated and AMAX in kept:
-        amax = kept[AMAX]
-    if recipe.is_stochastic:
-        if rng is not None:
-            key = rng ^ jnp.array([_identity(name), 0], jnp.uint32)
-        elif _KEY in kept:
-            key = kept[_KEY].reshape(-1, 2)[0]
-    return State(amax, probe, key, learned=learned)
-
-
-def _learned(scales: Kept) -> Any:
-    """((scale, offset) of lhs, (scale, offset) of rhs), None for what is not learned."""
-
-    def value_of(name: str) -> Any:
-        value: Any = scales.get(name)
-        is_stack = value is not None and value.ndim > 0
-        # A scalar is returned as it is: under a trace `jnp.mean` would make it a tracer.
-        return jnp.mean(value) if is_stack else value
-
-    sides = ("lhs", "rhs")
-    return tuple((value_of(f"{side}_scale"), value_of(f"{side}_offset")) for side in sides)
-
-
-def _check_steps(recipe: Recipe, name: str, steps: int) -> None:
-    if steps != recipe.history:
-        raise ValueError(
-            f'{name.removeprefix(":")}: the collection "{COLLECTION}" has a history of {steps} '
-            f"steps, expected {recipe.history}, as the recipe says: it is of a module wrapped by "
-            f'another recipe. Begin anew with variables["{COLLECTION}"] = wrapped.init(key, x)'
-            f'["{COLLECTION}"]'
-        )
-
-
-def _identity(name: str) -> np.uint32:
-    return np.uint32(zlib.crc32(name.encode()))
-
-
 def value_and_grad(
-    loss: Callable[..., Any], *, has_aux: bool = False, wrt: str | Sequence[str] = "params"
+    loss: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    wrt: str | Sequence[str] = "params",
+    metrics: bool = False,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for wrapped modules: it also updates delayed scales and keys.
 
@@ -161,6 +65,7 @@ def value_and_grad(
         the step. State of other models stays.
       wrt: The collection to differentiate by, or several: ("params", "qtoolkit_scales") where
         scales are learned.
+      metrics: As for `qtoolkit.nnx.value_and_grad`; they are the last result.
 
     Returns:
       A function of (variables, *args, **kwargs), where `variables` is the dictionary of collections
@@ -193,30 +98,40 @@ def value_and_grad(
             check_trainable(collection)
         state = variables.get(COLLECTION, {})
         probes = {
-            path: jnp.zeros((*kept[_HISTORY].shape[:-1], BUCKETS), jnp.float32)
+            path: probe_of(kept)
             for path, kept in _parts((), state)
-            if _is_product(kept) and _HISTORY in kept
+            if _is_product(kept) and HISTORY in kept
         }
 
-        def of(trained: Any, probes: Any) -> Any:
+        def plain(variables: Any, batch: Batch) -> Any:
+            args, kwargs = batch.with_arrays(batch.arrays)
+            value = loss(variables, *args, **kwargs)
+            return value[0] if isinstance(value, tuple) else value
+
+        products = products_in(plain, variables, Batch.of((args, kwargs))) if metrics else {}
+
+        def of(trained: Any, probes: Any, zeros: Any) -> Any:
             def with_probe(path: Path, kept: Kept) -> Kept:
-                return {**kept, _PROBE: probes[path]} if path in probes else kept
+                return {**kept, PROBE: probes[path]} if path in probes else kept
 
             given = {**variables, **trained}
             if COLLECTION in variables:
                 given[COLLECTION] = _mapped(state, with_probe)
-            out = loss(given, *args, **kwargs)
+            with watching(products, zeros) if metrics else nullcontext():
+                out = loss(given, *args, **kwargs)
             if not has_aux or not isinstance(out, tuple) or len(out) != 2:
                 return out  # JAX says what is wrong
             return out[0], _marked(out[1], given.get(COLLECTION, {}))
 
-        graded = jax.value_and_grad(of, argnums=(0, 1), has_aux=has_aux)
-        value, (grads, counts) = graded(trained, probes)
+        graded = jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=has_aux)
+        with rolled_later():
+            value, (grads, counts, rows) = graded(trained, probes, zeros_for(products))
         grads = grads[wrt] if isinstance(wrt, str) else grads
-        rolled = _mapped(state, lambda path, kept: _rolled(kept, counts.get(path)))
+        rolled = _mapped(state, lambda path, kept: advance(observe(kept, counts.get(path))))
         if has_aux:
             value = value[0], _with_state(value[1], rolled)
-        return value, grads, rolled
+        found = (metrics_of(products, rows),) if metrics else ()
+        return value, grads, rolled, *found
 
     return function
 
@@ -229,7 +144,7 @@ def _check_bridged(variables: Mapping[str, Any]) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(variables.get("ScalingState", {}))
     for path, _ in leaves:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        if names and names[-1] in (_HISTORY, _KEY):
+        if names and names[-1] in (HISTORY, KEY):
             raise ValueError(
                 f"value_and_grad: {'/'.join(map(str, names))} is state of an nnx model in "
                 "nnx.bridge.to_linen, which cannot be updated here, expected a recipe without "
@@ -277,7 +192,7 @@ def _with_state(aux: Any, state: Any) -> Any:
 def _arrays(part: Any) -> tuple[int, ...]:
     """Which arrays they are, but for the probes: of these differentiation makes others."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(part)
-    return tuple(id(x) for path, x in leaves if path[-1:] != (jax.tree_util.DictKey(_PROBE),))
+    return tuple(id(x) for path, x in leaves if path[-1:] != (jax.tree_util.DictKey(PROBE),))
 
 
 def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
@@ -288,8 +203,39 @@ def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
         yield path, part
 
 
-def at(tree: Any, path: tuple[str, ...]) -> Any:
+def products_of(collection: Any) -> list[tuple[Path, Kept]]:
+    """The arrays of each product in a collection, with its path there."""
+    found = _parts((), collection)
+    return [(path, part) for path, part in found if part and not _holds_mapping(part)]
+
+
+def _holds_mapping(part: Kept) -> bool:
+    return any(isinstance(inner, Mapping) for inner in part.values())
+
+
+def at(tree: Any, path: Path) -> Any:
     return functools.reduce(lambda part, name: part[name], path, tree)
+
+
+def with_part(tree: Any, path: Path, part: Any) -> Any:
+    """A copy of the tree with `part` at `path`."""
+    if not path:
+        return part
+    first, *rest = path
+    return {**tree, first: with_part(tree[first], tuple(rest), part)}
+
+
+def check_arguments(where: str, module: Any, variables: Any) -> None:
+    """Raises unless `module` is a linen module and `variables` a dictionary with "params".
+
+    Whether it has quantized layers is not checked: `Fp8Dense` in it is known only when it runs.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{where}: module has type {type(module).__name__}, expected an instance of "
+            "flax.linen.Module"
+        )
+    check_variables(where, variables)
 
 
 def check_variables(where: str, variables: Any, hint: str = "") -> None:
@@ -328,14 +274,5 @@ def _mapped(state: Any, function: Callable[[Path, Kept], Kept], path: Path = ())
 
 def _is_product(node: Any) -> bool:
     return isinstance(node, Mapping) and any(
-        name in node and not isinstance(node[name], Mapping) for name in (_HISTORY, _KEY)
+        name in node and not isinstance(node[name], Mapping) for name in (HISTORY, KEY)
     )
-
-
-def _rolled(kept: Kept, counts: jax.Array | None) -> Kept:
-    moved = dict(kept)
-    if counts is not None:
-        moved[_HISTORY], moved[_BAD] = rolled(kept[_HISTORY], kept[_BAD], counts)
-    if _KEY in kept:
-        moved[_KEY] = kept[_KEY] + jnp.array([0, 1], jnp.uint32)
-    return moved

@@ -1,9 +1,8 @@
 """FP8-aware training of Flax nnx models, without editing them."""
 
-from qtoolkit.nnx._calibration import calibrate, freeze, start_scales
+from qtoolkit.nnx._allocation import allocate
+from qtoolkit.nnx._flow import calibrate, freeze, numerics, sensitivity, start_scales
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
-from qtoolkit.nnx._numerics import numerics, sensitivity
-from qtoolkit.nnx._post_training import allocate
 from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._report import report
 from qtoolkit.nnx._serialization import register

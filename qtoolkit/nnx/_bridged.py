@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.scaling.internal import BUCKETS, rolled
+from qtoolkit.products.internal import HISTORY, KEY, PROBE, advance, observe, probe_of
 
 Path = tuple[Any, ...]
 
@@ -25,32 +24,28 @@ def bridged_state() -> type[nnx.Variable[Any]]:
 def is_bridged_probe(path: Path, variable: Any) -> bool:
     """A filter of nnx."""
     kind = getattr(variable, "type", type(variable))
-    return path[-1] == "probe" and issubclass(kind, bridged_state())
+    return path[-1] == PROBE and issubclass(kind, bridged_state())
 
 
 @contextmanager
 def bridged_probes(model: nnx.Module) -> Iterator[None]:
     """In this context the products of linen modules in `model` have probes."""
     for _, node in _products(model):
-        if "history" in node:
-            shape = (*node["history"].shape[:-1], BUCKETS)
-            node["probe"] = bridged_state()(jnp.zeros(shape, jnp.float32))
+        if HISTORY in node:
+            node[PROBE] = bridged_state()(probe_of(node))
     try:
         yield
     finally:
         for _, node in _products(model):  # nnx may have put other dictionaries in their place
-            node.pop("probe", None)
+            node.pop(PROBE, None)
 
 
 def roll_bridged(model: nnx.Module, counts: dict[Path, Any]) -> None:
     """Updates histories after a step; `counts` are the gradients of the probes, by path."""
     for path, node in _products(model):
-        found = counts.get((*path, "probe"))
-        if found is not None:
-            history, bad = node["history"], node["bad"]
-            history[...], bad[...] = rolled(history[...], bad[...], found)
-        if "key" in node:
-            node["key"][...] = node["key"][...] + jnp.array([0, 1], jnp.uint32)
+        arrays = {name: variable[...] for name, variable in node.items()}
+        for name, value in advance(observe(arrays, counts.get((*path, PROBE)))).items():
+            node[name][...] = value
 
 
 def _products(model: nnx.Module) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -64,7 +59,7 @@ def _products(model: nnx.Module) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _within(node: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     if not isinstance(node, dict):
         return
-    if any(isinstance(node.get(name), bridged_state()) for name in ("history", "key")):
+    if any(isinstance(node.get(name), bridged_state()) for name in (HISTORY, KEY)):
         yield path, node
     for name, child in node.items():
         yield from _within(child, (*path, name))

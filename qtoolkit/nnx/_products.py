@@ -1,7 +1,6 @@
 """Callables that layers hold in place of JAX's functions, and the state of their products."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,16 +14,15 @@ from jax import lax
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     MODEL,
+    Replacing,
     Site,
-    State,
-    instrument,
+    Track,
     is_intercepted,
-    rewritten,
-    scope,
+    replacing,
 )
 from qtoolkit.scaling import QArray
 
-States = Sequence[State]
+States = Sequence[Track]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Replacement:
         product: jax.Array = getattr(self.site, self.name)(*args, state=state, **kwargs)
         return product
 
-    def _intercepted(self, args: Any, kwargs: Any, state: State | None) -> jax.Array:
+    def _intercepted(self, args: Any, kwargs: Any, state: Track | None) -> jax.Array:
         function = self.original or getattr(lax, self.name)
         try:
             return self.site.intercepted(function, args, kwargs, state)
@@ -71,83 +69,11 @@ class Attention:
     def __call__(
         self, *arrays: Any, module: Any = None, states: States = (), **options: Any
     ) -> jax.Array:
-        named = {key: options.pop(key) for key in _ARRAYS if options.get(key) is not None}
-
-        scoped = jax.named_scope(scope(self.site.path or "", self.site.recipe.of_activations()))
-        # An instrument needs the path, to tell products apart. Without it equal blocks can share
-        # one trace.
-        place = Site(self.site.recipe, None if instrument() is None else self.site.path)
-        with scoped:
-            # A user's function may close over arrays, so only Flax's own is jitted.
-            # So is none that an interceptor sees: a later call might be without it.
-            is_known = self.original is _FLAXS and module is None and not is_intercepted()
-            static = tuple(sorted(options.items()))
-            if is_known and _is_hashable(static):
-                return _attend(arrays, named, list(states), place, static)
-            return self._sowing(place, arrays, named, options, module, states)
-
-    def _sowing(
-        self,
-        place: Site,
-        arrays: Any,
-        named: Any,
-        options: dict[str, Any],
-        module: Any,
-        states: States,
-    ) -> jax.Array:
-        """Runs a function that sows: its trace returns the sown values, which are sown here."""
-        names: list[Any] = []
-
-        def traced(arrays: Any, named: Any) -> Any:
-            recorder = None if module is None else _Recorder()
-            out = self.original(*arrays, **named, **options, module=recorder)
-            names[:] = [] if recorder is None else recorder.sown
-            return out, [value for _, _, value in names]
-
-        multiply = place.multiply(_by_number(states))
-        out, values = rewritten(traced, multiply)(arrays, named)
-        for (kind, name, _), value in zip(names, values, strict=True):
-            module.sow(kind, name, value)
-        return out
-
-
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
-
-
-# Jitted, so that equal blocks share one trace.
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _attend(arrays: Any, named: Any, states: Any, site: Site, options: Any) -> jax.Array:
-    def pure(arrays: Any, named: Any) -> Any:
-        return _FLAXS(*arrays, **named, **dict(options), module=None)
-
-    return rewritten(pure, site.multiply(_by_number(states)))(arrays, named)
-
-
-_FLAXS: Any = nnx.dot_product_attention
-_ARRAYS = ("bias", "mask", "dropout_rng")
-
-
-class _Recorder:
-    """Stands in for the module and records what an attention function sows.
-
-    The values are tracers, which must not be stored in the module.
-    """
-
-    def __init__(self) -> None:
-        self.sown: list[Any] = []
-
-    def sow(self, kind: Any, name: str, value: Any) -> None:
-        self.sown.append((kind, name, value))
-
-
-def _by_number(states: States) -> Callable[[str], State | None]:
-    """A function from the name of a product, "0" or "1", to its state."""
-    return {str(i): state for i, state in enumerate(states)}.get
+        states_of: dict[str, Track] = {str(i): state for i, state in enumerate(states)}
+        trace = Replacing(self.site.multiply(states_of.get), {}, mark=self.site.mark)
+        trace.know_inputs((arrays, options))
+        with replacing(trace):
+            return self.original(*arrays, module=module, **options)
 
 
 class StatefulProducts(nnx.Module):
@@ -159,7 +85,7 @@ class StatefulProducts(nnx.Module):
 
     def __call__(this, *args: Any, **kwargs: Any) -> jax.Array:  # noqa: N805
         # Interceptors of qwix take the innermost module that a frame calls `self` for the layer.
-        return this.call(*args, states=[kept.state() for kept in this.products], **kwargs)
+        return this.call(*args, states=[kept.track() for kept in this.products], **kwargs)
 
 
 def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> Any:

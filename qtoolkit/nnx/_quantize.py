@@ -3,21 +3,18 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.nnx._post_training import kernel_name, plain_model, with_params
-from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
-from qtoolkit.nnx._rewriting import methods_of
-from qtoolkit.nnx._state import LsqScale, ProductState
+from qtoolkit.nnx._rewriting import hooked_states, methods_of
 from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     einsum_axes,
+    of_kernel,
     serving_rules,
     settings,
     stored_kernel,
@@ -162,15 +159,16 @@ def _store(
         return True
     if operand is None:
         return False
-    kept = _product_of(layer)
-    scale: LsqScale | None = None
+    kept = hooked_states(layer).get("0")
+    amax, key, learned = (None, None, None) if kept is None else of_kernel(kept.arrays)
+    scale: nnx.Variable[Any] | None = None
     if kept is not None and operand.is_learned:  # it becomes the scale of the codes
         scale, kept.scales[1] = kept.scales[1], None
     # Layers that share a kernel also share the stored one, if they store it in the same way.
     name = id(kernel), operand, axes, id(scale)
     if name not in known:
         where = f"quantize: {found.shown}: {type(layer).__name__}.kernel"
-        states = *_kept(kept), None if scale is None else scale[...]
+        states = amax, key, learned
         array = made.get(kernel_name(found, made) or "")
         if array is None:
             array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
@@ -189,24 +187,6 @@ def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
             f"or one in {asked.name}, as the recipe says; quantize the model that it came from, or "
             "leave the layer alone by a rule with None"
         )
-
-
-def _product_of(layer: Any) -> ProductState | None:
-    """The state that a layer keeps for its product; None if it keeps none."""
-    for value in vars(layer).values():
-        if isinstance(value, StatefulProducts):
-            product: ProductState = value.products[0]
-            return product
-    return None
-
-
-def _kept(kept: ProductState | None) -> tuple[jax.Array | None, jax.Array | None]:
-    """The amax and the key of a kernel."""
-    history, calibrated, key = (getattr(kept, name, None) for name in ("history", "amax", "key"))
-    amax = None if history is None else jnp.max(history[...], axis=-1)[..., 1]
-    if calibrated is not None:
-        amax = calibrated[..., 1]
-    return amax, None if key is None else key[...]
 
 
 def kernel_axes(layer: Any) -> Axes | None:

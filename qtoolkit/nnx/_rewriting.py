@@ -1,8 +1,8 @@
 """Quantizes modules that compute products by themselves, by subclasses with rewritten methods.
 
 A layer with `x @ self.kernel` has no attribute for its product that could be replaced. Instead, the
-module gets a subclass of the same name. It runs a method as a pure function of the module's state:
-it is traced, and the trace is evaluated with quantized products. The original class is not changed.
+module gets a subclass of the same name, whose methods run under a trace that replaces products. The
+original class is not changed.
 """
 
 import dataclasses
@@ -10,29 +10,26 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
+    Replacing,
     Site,
-    State,
+    Track,
     as_jax,
     computes_product,
     enclosing,
-    opened,
+    leaving,
     overridden,
     product_attributes,
+    replacing,
     returns_later,
-    rewritten,
-    rewritten_later,
-    scope,
     with_numbers,
-    with_values,
 )
 
 _FRAMEWORK = set(dir(nnx.Module))
@@ -200,7 +197,7 @@ def _remade(making: Any) -> Any:
 def _scoped(method: Callable[..., Any], path: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(scope(path, None)), enclosing(None):
+        with leaving(path):
             return method(self, *args, **kwargs)
 
     return scoped
@@ -240,202 +237,53 @@ def hooked_states(layer: Any) -> dict[str, ProductState]:
 
 
 def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A method whose products are computed by the module's site."""
+    prefix = functools.cache(lambda kind: prefix_of(original_class(kind), name))
+
     @functools.wraps(method)
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: Site | None = getattr(self, _SITE, None)
         if site is None:
             return method(self, *args, **kwargs)
         kept = getattr(self, "qtoolkit_dot", None)
-        within = dataclasses.replace(site, recipe=site.recipe.without_state())
-        with enclosing(within, None if kept is None else kept.state()):
-            running = functools.partial(_run, site, method, name, self, args, kwargs)
-            return with_numbers(running, (args, kwargs))
+        states = named_states(self)
+
+        def state_of(name: str) -> Track | None:
+            return states[name].track() if name in states else None
+
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        dots = dataclasses.replace(site, recipe=site.recipe.without_state())
+
+        def run(integers: bool) -> Any:
+            given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(structure, given)
+            names: dict[int, str] = {}
+            trace = Replacing(site.multiply(state_of, prefix(type(self))), names, mark=site.mark)
+            for node in (self, *given):
+                _know(trace, names, node)
+            with enclosing(dots, None if kept is None else kept.track().unmoved), replacing(trace):
+                return method(self, *args, **kwargs)
+
+        return with_numbers(run, (args, kwargs))
 
     return entering
 
 
-def _run(
-    site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any, integers: bool
-) -> Any:
-    """Runs `method` as a pure function of the module's state and of the arrays in its arguments.
-
-    NumPy's integers among them stay as they are if `integers` is false.
-
-    Modules and variables among the arguments, such as a cache, count as state, too, and so do
-    attributes that are constants, `self.calls += 1` or `self.shape = x.shape`. Afterwards only
-    state that the method has changed is written to the module: `jax.jit` may have closed over the
-    model, and nnx then forbids writing to it.
-    """
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    leaves = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
-    at_arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    at_nodes = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
-    nodes = [leaves[i] for i in at_nodes]
-    graph, state = nnx.split((module, nodes))
-    traced: list[_Traced] = []  # filled by the one trace of `pure`
-
-    def pure(state: Any, arrays: list[Any]) -> Any:
-        copied, given = nnx.merge(graph, state)
-        merged = with_values(leaves, [*at_arrays, *at_nodes], [*arrays, *given])
-        args, kwargs = jax.tree.unflatten(structure, merged)
-        before = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
-        notes = [_notes(node) for node in (copied, *given)]
-        with rewritten_later():
-            out = method(copied, *args, **kwargs)
-        outs, closed = opened(out, is_leaf=_is_node)
-        changed = [
-            (path, variable)
-            for path, variable in nnx.to_flat_state(nnx.state((copied, given)))
-            if not _are_same(jax.tree.leaves(variable), before.get(path))
-        ]
-        pairs = zip([copied, *given], [module, *nodes], strict=True)
-        originals = {id(copy): node for copy, node in pairs}
-        traced[:] = [
-            _Traced(
-                closed,
-                [None if _is_array(out) else (originals.get(id(out), out),) for out in outs],
-                [(path, jax.tree.structure(variable)) for path, variable in changed],
-                [_news(node, was) for node, was in zip((copied, *given), notes, strict=True)],
-            )
-        ]
-        return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]
-
-    prefix = prefix_of(original_class(type(module)), name)
-    kept = named_states(module)
-
-    def state_of(name: str) -> State | None:
-        return kept[name].state() if name in kept else None
-
-    rewriting = rewritten(pure, site.multiply(state_of, prefix), _parameters)
-    with jax.named_scope(scope(site.path or "", site.recipe)):
-        arrays, written = rewriting(state, [leaves[i] for i in at_arrays])
-    (found,) = traced
-    changes = [
-        (node, path, key, value)
-        for node, news in zip((module, *nodes), found.notes, strict=True)
-        for path, key, value in news
-    ]
-    try:  # Find every place first, so that an error leaves the module as it was.
-        holders = [functools.reduce(_part, path, node) for node, path, _, _ in changes]
-        places = [_place((module, nodes), path) for path, _ in found.variables]
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"wrap: {type(module).__name__}.{name} made a module or lengthened a list, expected "
-            "each to be there before the call; make it in __init__, or call the plain model once "
-            "and wrap it then"
-        ) from error
-    for holder, (_, _, key, value) in zip(holders, changes, strict=True):
-        setattr(holder, key, value)
-    for place, (_, variable), values in zip(places, found.variables, written, strict=True):
-        _write(*place, jax.tree.unflatten(variable, values))
-    remaining = iter(arrays)
-    outs = [next(remaining) if other is None else other[0] for other in found.others]
-    return found.closed(outs)
-
-
-class _Traced(NamedTuple):
-    """What the trace of a method returns besides arrays.
-
-    Attributes:
-      closed: Makes the method's result from its leaves, see `opened`.
-      others: For each leaf of the result None if it is an array, else the leaf in a tuple. The
-        method ran on copies; where it returns a copied module or variable, this is the original.
-      variables: The variables that the method wrote or made: paths, and trees of their values.
-      notes: For the module and each node among the arguments the constants that changed: path of
-        the module that holds one, its name, its value.
-    """
-
-    closed: Callable[[list[Any]], Any]
-    others: list[tuple[Any] | None]
-    variables: list[tuple[tuple[Any, ...], Any]]
-    notes: list[list[tuple[Any, str, Any]]]
-
-
-def _are_same(values: list[Any], before: list[Any] | None) -> bool:
-    if before is None or len(values) != len(before):
-        return False
-    return all(value is was for value, was in zip(values, before, strict=True))
-
-
-def _is_note(value: Any) -> bool:
-    """Whether an attribute is a constant: it hashes by value, and holds no part of the model.
-
-    An object that hashes by identity, such as a function, may hold arrays of the trace.
-    """
-    if isinstance(value, nnx.Pytree | nnx.Variable):
-        return False
-    leaves = jax.tree.leaves(value)
-    by_identity: Any = object.__hash__
-    if any(type(leaf).__hash__ is by_identity for leaf in leaves):
-        return False
-    try:
-        hash((value, *leaves))
-    except TypeError:  # arrays do not hash
-        return False
-    return True
-
-
-def _notes(node: Any) -> dict[tuple[Any, ...], Any]:
-    """The constants that the modules of a node hold, by path and name."""
-    if not isinstance(node, nnx.Module):
-        return {}
-    return {
-        (path, name): value
-        for path, module in nnx.iter_modules(node)
-        for name, value in vars(module).items()
-        if not name.startswith(("_pytree", "_object")) and _is_note(value)
-    }
-
-
-def _news(node: Any, before: dict[tuple[Any, ...], Any]) -> list[tuple[Any, str, Any]]:
-    """The constants of `node` that are new or have changed: path, name, value."""
-    return [
-        (path, name, value)
-        for (path, name), value in _notes(node).items()
-        if (path, name) not in before or before[path, name] is not value
-    ]
-
-
-def _part(node: Any, name: Any) -> Any:
-    is_attribute = isinstance(name, str) and hasattr(node, name)
-    return getattr(node, name) if is_attribute else node[name]
-
-
-def _place(module: Any, path: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """The parent of the variable at a path inside of a module or a sequence, its name, and what is
-    there.
-    """
-    *parents, name = path
-    parent = functools.reduce(_part, parents, module)
-    found = getattr(parent, name, None) if isinstance(name, str) else parent[name]
-    return parent, name, found
-
-
-def _write(parent: Any, name: Any, found: Any, variable: Any) -> None:
-    """Sets the variable that was found there, or makes it."""
-    if isinstance(found, nnx.Variable):
-        found.set_value(variable.get_value())
-    else:
-        setattr(parent, name, variable)
+def _know(trace: Replacing, names: dict[int, str], node: Any) -> None:
+    """Tells a trace which arrays of a module or an argument are parameters, and their names."""
+    if not _is_node(node):
+        trace.know_inputs(node)
+        return
+    variables = nnx.to_flat_state(nnx.state(node)) if isinstance(node, nnx.Module) else [((), node)]
+    for path, variable in variables:
+        arrays = jax.tree.leaves(variable.get_value())
+        if isinstance(variable, nnx.Param):
+            for array in arrays:
+                names[id(array)] = ".".join(map(str, path))
+                trace.know_parameter(array)
+        else:
+            trace.know_inputs(arrays)
 
 
 def _is_node(x: Any) -> bool:
     return isinstance(x, nnx.Module | nnx.Variable)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
-
-
-def _parameters(*args: Any) -> Any:
-    """The name of each array in its module, where it is a parameter; else ""."""
-
-    def named(path: Any, leaf: Any) -> Any:
-        # The first two keys are the argument, and the module or one of the nodes in it.
-        parts = [jax.tree_util.keystr((key,), simple=True) for key in path[2:]]
-        name = ".".join(parts) if isinstance(leaf, nnx.Param) else ""
-        return jax.tree.map(lambda _: name, leaf)
-
-    return jax.tree_util.tree_map_with_path(
-        named, args, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )

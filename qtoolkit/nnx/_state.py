@@ -1,19 +1,40 @@
 """The state of wrapped layers: histories of magnitudes, keys, calibrated and learned scales."""
 
 import dataclasses
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen, nnx
+from flax.errors import TraceContextError
 
 from qtoolkit.nnx._bridged import bridged_probes, bridged_state, is_bridged_probe, roll_bridged
-from qtoolkit.products import Learned, Operand, Recipe, Static
-from qtoolkit.products.internal import State, check_trainable
-from qtoolkit.scaling.internal import BUCKETS, rolled
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import (
+    AMAX,
+    BAD,
+    HISTORY,
+    KEY,
+    LEARNED,
+    PROBE,
+    Batch,
+    Track,
+    advance,
+    check_trainable,
+    metrics_of,
+    observe,
+    probe_of,
+    products_in,
+    rolled_later,
+    started,
+    taken_over,
+    uncalibrated,
+    unstarted,
+    watching,
+    zeros_for,
+)
 
 
 class _Statistic(nnx.BatchStat):
@@ -108,22 +129,18 @@ class ProductState(nnx.Module):
     """
 
     def __init__(self, recipe: Recipe, lead: tuple[int, ...], path: str) -> None:
+        self.path = path
+        state = started(recipe, path, lead)
+        for name, value in {**state, **uncalibrated(recipe, lead)}.items():
+            setattr(self, name, ScalingState(value))
         if recipe.is_delayed:
-            self.history = ScalingState(jnp.zeros((*lead, 3, recipe.history), jnp.float32))
-            self.bad = ScalingState(jnp.zeros(lead, jnp.uint32))
-            self.probe = Probe(jnp.zeros((*lead, 3, BUCKETS), jnp.float32))
-        if recipe.is_calibrated:
-            unknown = [o is not None and o.scaling == Static() for o in recipe.forward]
-            with jax.debug_nans(False):  # no error: NaN says that an operand is not calibrated
-                amax = jnp.where(jnp.array([*unknown, False]), jnp.float32(jnp.nan), 0)
-                self.amax = ScalingState(jnp.broadcast_to(amax, (*lead, 3)))
+            self.probe = Probe(probe_of(state))
         if any(recipe.learned):
-            self.scales = nnx.List([_started(LsqScale, o, lead) for o in recipe.forward])
-            self.offsets = nnx.List([_started(LsqOffset, o, lead) for o in recipe.forward])
-        if recipe.is_stochastic:
-            identity = np.arange(int(np.prod(lead, dtype=int)), dtype=np.uint32).reshape(lead)
-            identity = identity + np.uint32(zlib.crc32(path.encode()))
-            self.key = ScalingState(jnp.stack([identity, jnp.zeros_like(identity)], axis=-1))
+            learned = unstarted(recipe, lead)
+            self.scales, self.offsets = (
+                nnx.List([kind(learned[n]) if n in learned else None for n in LEARNED[first::2]])
+                for first, kind in enumerate((LsqScale, LsqOffset))
+            )
         self.recipe = recipe  # the last one: now it is complete
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -136,100 +153,72 @@ class ProductState(nnx.Module):
             )
         super().__setattr__(name, value)
 
-    def go_on(self, was: "ProductState") -> None:
-        """Takes over the state `was` that the product had under another recipe, where it is valid.
+    @property
+    def variables(self) -> dict[str, nnx.Variable[Any]]:
+        """Its variables by the names of `products._states`."""
+        found = {n: getattr(self, n) for n in (HISTORY, BAD, PROBE, AMAX, KEY) if hasattr(self, n)}
+        pairs = zip(getattr(self, "scales", ()), getattr(self, "offsets", ()), strict=True)
+        learned = dict(zip(LEARNED, (x for pair in pairs for x in pair), strict=False))
+        return found | {name: x for name, x in learned.items() if x is not None}
 
-        A history holds magnitudes of the arrays before rounding, so it is copied if it has the same
-        number of steps. Calibrated and learned values are taken over only if the operand, with its
-        format and transform, is the same; learned scales are shared, as parameters are. The count
-        of steps in the key goes on, but the key's identity is that of the layer's new path.
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        return {name: variable[...] for name, variable in self.variables.items()}
+
+    def write(self, state: Mapping[str, jax.Array]) -> None:
+        variables = self.variables
+        for name, value in state.items():
+            if value is not variables[name].get_value():
+                variables[name][...] = value
+
+    @property
+    def _is_writable(self) -> bool:
+        """Whether nnx lets its variables be written in this trace: not what it closes over."""
+        try:
+            for variable in self.variables.values():
+                variable.set_value(variable.get_value())
+        except TraceContextError:
+            return False
+        return True
+
+    def track(self) -> Track:
+        """The state for one call of the product, which also writes what the call moves."""
+        arrays = self.arrays
+        amax = arrays.get(AMAX)
+        if isinstance(amax, jax.core.Tracer):
+            amax = None
+        if amax is not None and bool(jnp.any(jnp.isnan(amax))):
+            raise ValueError(
+                f"nnx: {self.path}: the layer is not calibrated, though its recipe has Static() "
+                "scaling; expected scales from a calibration: wrap the model with a recipe without "
+                "Static(), and write qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, "
+                "batches))"
+            )
+        is_moved = HISTORY in arrays or KEY in arrays
+        write = self.write if is_moved and self._is_writable else None
+        return Track(self.recipe, self.path, arrays, write)
+
+    def take_over(self, was: "ProductState") -> None:
+        """Takes over the state that the product had under another recipe, where it is valid.
+
+        Learned scales are shared, as parameters are.
         """
-        kept = [name for name in vars(self) if hasattr(was, name)]
-        if "history" in kept and self.history.shape == was.history.shape:
-            self.history[...], self.bad[...] = was.history[...], was.bad[...]
-        if "amax" in kept:
-            pairs = zip(self.recipe.forward, was.recipe.forward, strict=True)
-            is_same = jnp.array([*(one == other for one, other in pairs), False])
-            is_known = is_same & jnp.isnan(self.amax[...]) & (was.amax[...] > 0)
-            with jax.debug_nans(False):
-                self.amax[...] = jnp.where(is_known, was.amax[...], self.amax[...])
-        if "key" in kept:
-            self.key[...] = self.key[...].at[..., 1].set(was.key[..., 1])
+        self.write(taken_over(self.recipe, self.arrays, was.recipe, was.arrays))
         for side, operand in enumerate(self.recipe.forward):
             if self.recipe.learned[side] and operand == was.recipe.forward[side]:
                 self.scales[side], self.offsets[side] = was.scales[side], was.offsets[side]
 
-    def state(self) -> State:
-        """The state in the form that the product takes.
-
-        The states of a whole stack of layers arrive here if a scan runs over something else than
-        these layers. Then the product uses the largest magnitudes over the stack, and the probe of
-        each layer gets what the product observes.
-        """
-        self._check()
-        amax = probe = key = None
-        if hasattr(self, "history"):
-            history, probe = self.history[...], self.probe[...]
-            amax = jnp.max(history, axis=-1)
-            amax = jnp.max(amax.reshape(-1, 3), axis=0)
-            probe = jnp.sum(probe.reshape(-1, *probe.shape[-2:]), axis=0)
-        if hasattr(self, "amax"):
-            amax = jnp.max(self.amax[...].reshape(-1, 3), axis=0)
-            if not isinstance(amax, jax.core.Tracer) and bool(jnp.any(jnp.isnan(amax))):
-                raise ValueError(
-                    "nnx: a layer is not calibrated, though its recipe has Static() scaling; "
-                    "expected scales from a calibration: wrap the model with a recipe without "
-                    "Static(), and write qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate("
-                    "wrapped, batches))"
-                )
-        if hasattr(self, "key"):
-            key = self.key[...].reshape(-1, 2)[0]
-        return State(amax, probe, key, learned=self._learned())
-
-    def _check(self) -> None:
-        """Raises if what a checkpoint or a loop has put here cannot be the state of this recipe."""
-        steps = self.history.shape[-1] if hasattr(self, "history") else self.recipe.history
-        if steps != self.recipe.history:
-            raise ValueError(
-                f"nnx: a product has a history of {steps} steps, expected {self.recipe.history}, "
-                "as its recipe says: it is of a model wrapped by another recipe; wrap the model by "
-                "that one, or restore it without its qtoolkit.nnx.ScalingState"
-            )
-        for name in ("bad", "key"):
-            dtype = getattr(self, name).dtype if hasattr(self, name) else np.uint32
-            if dtype != np.uint32:
-                raise ValueError(
-                    f"nnx: {name} of a product has dtype {dtype}, expected uint32: it was averaged "
-                    "with the statistics of batches; average only nnx.All(nnx.BatchStat, nnx.Not("
-                    "nnx.Any(qtoolkit.nnx.ScalingState, qtoolkit.nnx.Probe)))"
-                )
-
-    def _learned(self) -> Any:
-        """((scale, offset) of lhs, (scale, offset) of rhs); for a whole stack, their means."""
-        if not hasattr(self, "scales"):
-            return None
-        pairs = zip(self.scales, self.offsets, strict=True)
-        lhs, rhs = (tuple(x if x is None else jnp.mean(x[...]) for x in pair) for pair in pairs)
-        return lhs, rhs
-
     def roll(self, counts: jax.Array | None) -> None:
         """Updates history and key after a step; `counts` is the gradient of the probe, or None."""
-        if counts is not None:
-            self.history[...], self.bad[...] = rolled(self.history[...], self.bad[...], counts)
-        if hasattr(self, "key"):
-            self.key[...] = self.key[...] + jnp.array([0, 1], jnp.uint32)
-
-
-def _started(kind: type[nnx.Param], operand: Operand | None, lead: tuple[int, ...]) -> Any:
-    scaling = None if operand is None else operand.scaling
-    if not isinstance(scaling, Learned) or (kind is LsqOffset and not scaling.offset):
-        return None
-    with jax.debug_nans(False):  # no error: NaN says that the scale is not started
-        return kind(jnp.full(lead, jnp.nan, jnp.float32))
+        self.write(advance(observe(self.arrays, counts)))
 
 
 def value_and_grad(
-    loss: Callable[..., Any], wrt: Any = nnx.Param, *, has_aux: bool = False
+    loss: Callable[..., Any],
+    wrt: Any = nnx.Param,
+    *,
+    has_aux: bool = False,
+    metrics: bool = False,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` for wrapped models: each call also updates delayed scales and keys.
 
@@ -245,6 +234,11 @@ def value_and_grad(
       loss: A function of the model and further arguments that returns a scalar or (scalar, aux).
       wrt: What to differentiate by, as a filter of nnx.
       has_aux: As in `nnx.value_and_grad`.
+      metrics: Whether to measure what rounding did in this very step. The function then returns
+        them as its third result: {"layers/0:0": {"lhs": {"saturated": ...}}}, by product and
+        operand, with "saturated", "underflowed" and "bad", shares of the elements, and "amax" and
+        "scale". Bad are elements that are not finite, and those that are beyond the format's
+        largest value by more than a factor of 2.
 
     Returns:
       A function of (model, *args, **kwargs) that returns (value, gradients), or ((value, aux),
@@ -286,14 +280,32 @@ def value_and_grad(
         check_trainable(nnx.to_pure_dict(trained))
         probe = nnx.Any(Probe, is_bridged_probe)
         both = nnx.DiffState(0, nnx.Any(wanted, probe))
-        graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)
-        with bridged_probes(model):
-            value, found = graded(model, *args, **kwargs)
+        products = _products_in(loss, model, args, kwargs) if metrics else {}
+
+        def watched(model: nnx.Module, zeros: Any, *args: Any, **kwargs: Any) -> Any:
+            with watching(products, zeros) if metrics else nullcontext():
+                return loss(model, *args, **kwargs)
+
+        graded = nnx.value_and_grad(watched, argnums=(both, 1), has_aux=has_aux)
+        with bridged_probes(model), rolled_later():
+            value, (found, rows) = graded(model, zeros_for(products), *args, **kwargs)
         probes, grads = nnx.split_state(found, probe, ...)
         roll(model, probes)
-        return value, grads
+        return (value, grads, metrics_of(products, rows)) if metrics else (value, grads)
 
     return function
+
+
+def _products_in(loss: Any, model: nnx.Module, args: Any, kwargs: Any) -> Any:
+    graph, state = nnx.split(model)
+    batch = Batch.of((args, kwargs))
+
+    def run(state: Any, arrays: list[Any]) -> Any:
+        args, kwargs = batch.with_arrays(arrays)
+        value = loss(nnx.merge(graph, state, copy=True), *args, **kwargs)
+        return value[0] if isinstance(value, tuple) else value
+
+    return products_in(run, state, batch.arrays)
 
 
 def _check_model(model: Any) -> None:

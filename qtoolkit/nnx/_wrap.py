@@ -1,6 +1,7 @@
 """`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,11 +32,13 @@ from qtoolkit.nnx._rewriting import (
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
+    Batch,
     Module,
     Site,
     cache_format,
     check_all_quantized,
     check_rules,
+    kernels_in,
     strict_inputs,
     training_rules,
 )
@@ -67,6 +70,7 @@ def wrap(
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
+    inputs: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
 ) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
 
@@ -79,10 +83,11 @@ def wrap(
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
-    has scales of its own, see `qtoolkit.dot_general`. Only layers of Flax keep histories for
-    delayed scales and keys for stochastic rounding. Products in your own modules use current scales
-    instead, and their stochastic rounding depends on the numbers alone: equal numbers are rounded
-    equally in every step. Learned scales they cannot have: such a product raises when it is called.
+    has scales of its own, see `qtoolkit.dot_general`. Layers of Flax keep histories for delayed
+    scales, keys for stochastic rounding, and learned scales. Which products there are in your own
+    modules only a trace can tell: they keep the same if `wrap` is given `inputs` or `strict`. If
+    not, they use current scales, equal numbers are rounded equally in every step, and a product
+    with a learned scale raises when it is called.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
@@ -96,6 +101,7 @@ def wrap(
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
         or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a product
         is not quantized though no rule says so.
+      inputs: The same, but nothing raises: products in your own modules then keep state, too.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
         and head, or a format with blocks along the features. Each token is rounded once, when it is
         written; steps compute with the dequantized cache. The wrapped model then has caches of its
@@ -127,14 +133,65 @@ def wrap(
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
+    for given in (inputs, strict):
+        if given is not None:
+            _keep_all(wrapped, given)
     if strict is not None:
         if callable(strict):
             found = report(strict, wrapped)
         else:
-            inputs, options = strict_inputs(strict)
-            found = report(wrapped, *inputs, **options)
+            args, options = strict_inputs(strict)
+            found = report(wrapped, *args, **options)
         check_all_quantized(type(wrapped).__name__, found)
     return wrapped
+
+
+def _keep_all(wrapped: Any, given: Any) -> None:
+    """Gives the products in modules of the user what they keep, if a call with `given` runs them.
+
+    Stacks of layers, as `nnx.vmap` makes them, are known by their kernels: these have leading axes
+    that the kernels in the products do not have.
+    """
+    modules = [found.module for found in modules_of(wrapped)]
+    layers: list[tuple[Any, Site]] = [
+        (module, vars(module)["qtoolkit_site"])
+        for module in modules
+        if "qtoolkit_site" in vars(module)
+    ]
+    layers = [(layer, site) for layer, site in layers if site.recipe.keeps_state]
+    if not layers:
+        return
+    args, options = ((), {}) if callable(given) else strict_inputs(given)
+    batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
+
+    def run(state: Any, arrays: list[Any]) -> Any:
+        args, options = batch.with_arrays(arrays)
+        model: Any = nnx.merge(graph, state, copy=True)
+        outs = given(model) if callable(given) else model(*args, **options)
+        return [out for out in jax.tree.leaves(outs) if hasattr(out, "dtype")]
+
+    kernels = kernels_in(run, state, batch.arrays)
+    for layer, site in layers:
+        shapes = {place.name: shape for place, shape in kernels.items() if place.path == site.path}
+        leads = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
+        lead = next(iter(leads.values()), ())
+        names = {
+            name: (site.recipe, leads[name]) if shape else (site.recipe.of_activations(), lead)
+            for name, shape in shapes.items()
+        }
+        attach(layer, site.recipe, FoundModule(layer, [site.path]), names=names)
+
+
+def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The leading axes of a parameter, "up" or "encode.up#2", of which products take slices."""
+    parts = name.split("#")[0].split(".")
+    for first in range(len(parts)):
+        path = tuple(int(part) if part.isdigit() else part for part in parts[first:])
+        for known, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+            if tuple(known) == path:
+                whole = jnp.shape(variable.get_value())
+                return tuple(whole[: len(whole) - len(shape)])
+    return ()
 
 
 def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:
@@ -246,13 +303,14 @@ def attach(
     found: "FoundModule | None" = None,
     where: str = "wrap",
     *,
-    names: Sequence[str] = (),
+    names: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
     """Gives one layer its quantized products.
 
     Args:
       found: Its paths, for messages and reports; None: it is a model by itself.
-      names: The names of products in its methods that keep state, "up" and "encode.kernel".
+      names: The names of products in its methods that keep state, "up" and "encode.kernel", each
+        with its recipe and the leading axes of a stack; None for those of the layer.
     """
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
@@ -284,10 +342,10 @@ def attach(
             _keep(layer, recipe, site, names)
     for name, kept in product_states(layer).items():
         if name in states:
-            kept.go_on(states[name])
+            kept.take_over(states[name])
 
 
-def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
+def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> None:
     """Gives a layer the states of the products in its methods."""
     hooked = {*hooked_states(layer), "dot"}
     own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
@@ -296,7 +354,11 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
         own = tuple(f"{prefix}{name}" for name in ("kernel", *adapters))
     found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
     if found:
-        states = {name: _state(layer, recipe, name, site) for name in found}
+        kinds = {name: names.get(name) or (recipe, stacked(layer)) for name in found}
+        states = {
+            name: ProductState(own, lead, f"{site.path}:{name}")
+            for name, (own, lead) in kinds.items()
+        }
         setattr(layer, PRODUCTS, Products(states))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.formats import Rules
+from qtoolkit.products._place import MODEL
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
 from qtoolkit.products._sensitivity import Sensitivity
 from qtoolkit.products._stored import serving_rules
-from qtoolkit.products._taps import MODEL
 
 _UNITS = 4096  # sizes are rounded up to the limit over this number
 

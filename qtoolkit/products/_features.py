@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._sources import Step, along
 
 LAST = -1
 # The place of the features in a product of two activations, such as the scores of attention: no
@@ -27,31 +28,30 @@ UNKNOWN = 0
 _PARTS = ("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split")
 
 
-def moved(eqn: Any, places: Sequence[int]) -> list[int]:
-    """The place of the features in each result of an equation; -1 where nothing else is known.
+def moved(step: Step, places: Sequence[int]) -> list[int]:
+    """The place of the features in each result of an operation; -1 where nothing else is known.
 
     Args:
-      eqn: An equation of a jaxpr.
       places: The place of the features in each of its operands.
     """
-    name = eqn.primitive.name
+    name, params, count = step.name, step.params, len(step.outputs)
     if name in ("jit", "pjit"):
-        return _through(eqn.params["jaxpr"].jaxpr, places)
+        return along(params["jaxpr"].jaxpr, moved, places, LAST)
     if all(place == LAST for place in places) and name != "transpose":
-        return [LAST] * len(eqn.outvars)
+        return [LAST] * count
     if name in _PARTS or places[0] == UNKNOWN:
-        return [places[0]] * len(eqn.outvars)
-    shapes, out = [var.aval.shape for var in eqn.invars], eqn.outvars[0].aval.shape
+        return [places[0]] * count
+    shapes, out = [x.shape for x in step.inputs], step.outputs[0].shape
     match name:
         case "transpose":
-            order = eqn.params["permutation"]
+            order = params["permutation"]
             return [order.index(places[0] % len(order)) - len(order)] if order else [LAST]
         case "broadcast_in_dim":
-            kept = eqn.params["broadcast_dimensions"]
+            kept = params["broadcast_dimensions"]
             return [kept[places[0] % len(kept)] - len(out)] if kept else [LAST]
         case "squeeze":
             at, rank = places[0] % len(shapes[0]), len(shapes[0])
-            gone = sum(axis % rank > at for axis in eqn.params["dimensions"])
+            gone = sum(axis % rank > at for axis in params["dimensions"])
             return [places[0] + gone]
         # A model reshapes to split off heads or to join batches. The place counts from the end, so
         # it stays if the axes behind the features do.
@@ -61,7 +61,7 @@ def moved(eqn: Any, places: Sequence[int]) -> list[int]:
             return [places[0] if is_behind and len(out) >= -places[0] else LAST]
     alike = {place for place, shape in zip(places, shapes, strict=True) if shape == out} - {LAST}
     known = alike - {UNKNOWN} or alike
-    return [known.pop() if len(known) == 1 else LAST] * len(eqn.outvars)
+    return [known.pop() if len(known) == 1 else LAST] * count
 
 
 def of_result(function: Bilinear, shapes: tuple[Any, Any], rank: int, kernel: int | None) -> int:
@@ -71,17 +71,6 @@ def of_result(function: Bilinear, shapes: tuple[Any, Any], rank: int, kernel: in
     *_, out = function.axes(*shapes)
     made = out.contracted if kernel else out.kept
     return _summed(made, rank, LAST)
-
-
-def _through(jaxpr: Any, places: Sequence[int]) -> list[int]:
-    known: dict[Any, int] = dict(zip(jaxpr.invars, places, strict=True))
-
-    def of(atom: Any) -> int:
-        return LAST if hasattr(atom, "val") else known.get(atom, LAST)
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, moved(eqn, [of(x) for x in eqn.invars]), strict=True))
-    return [of(x) for x in jaxpr.outvars]
 
 
 def following(

@@ -1,12 +1,12 @@
 """What `rewritten` finds in the trace of a function: products, and the parameters in them."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._features import LAST
+from qtoolkit.products._sources import ACTIVATION, Source
 from qtoolkit.scaling import QArray
 
 
@@ -20,8 +20,7 @@ class Found(NamedTuple):
       parameters: For lhs and rhs the name of the parameter from which alone, beside constants, the
         operand is computed, such as "kernel"; "" for an activation.
       dtype: The dtype of the result.
-      origins: For lhs and rhs the parameter that the operand is, up to a transpose or a cast; None
-        for others, or if nobody asked.
+      sources: Where lhs and rhs come from.
       features: The axes of lhs and rhs along which features lie, counted from the end.
     """
 
@@ -32,7 +31,7 @@ class Found(NamedTuple):
     extra: tuple[jax.Array, ...]
     parameters: tuple[str, str]
     dtype: Any
-    origins: tuple["Origin | None", "Origin | None"] = (None, None)
+    sources: tuple[Source, Source] = (ACTIVATION, ACTIVATION)
     features: tuple[int, int] = (LAST, LAST)
 
     @property
@@ -61,44 +60,3 @@ class Names:
         if not kernel:
             return f"{self.prefix}{before}"
         return f"{self.prefix}{kernel}" + (f"#{before + 1}" if before else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """Wraps a `QArray` among the arguments of `rewritten`.
-
-    The function is traced with an ordinary array of its shape in its place; products then get the
-    `QArray`. JAX must see one leaf here, so this is no pytree, as the `QArray` itself would be.
-    """
-
-    array: QArray
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Follows a parameter through a trace, to find out what else than products uses it.
-
-    Attributes:
-      name: The name of the parameter in the model.
-      parameter: Its name in the module that multiplies it.
-      other_uses: A set to which `name` is added once anything but a product uses the parameter.
-      order: The permutation by which it has been transposed so far; None if it has not.
-    """
-
-    name: Any
-    parameter: str
-    other_uses: set[Any]
-    order: tuple[int, ...] | None = None
-
-    def moved(self, eqn: Any, is_cast: bool) -> "Origin | None":
-        """The parameter after an equation with no other operand; None if that counts as a use."""
-        name = eqn.primitive.name
-        if is_cast or name in ("copy", "copy_p", "stop_gradient", "sharding_constraint"):
-            return self
-        if name != "transpose":
-            return None
-        order = eqn.params["permutation"]
-        before = self.order
-        return dataclasses.replace(
-            self, order=tuple(order if before is None else (before[axis] for axis in order))
-        )

@@ -33,7 +33,9 @@ def as_jax(tree: Any, integers: bool = True) -> Any:
     if not any(is_converted):
         return tree
     pairs = zip(leaves, is_converted, strict=True)
-    return jax.tree.unflatten(structure, [jnp.asarray(x) if is_it else x for x, is_it in pairs])
+    with jax.core.eval_context():  # no tracers under `jax.jit`: a mask needs their numbers
+        leaves = [jnp.asarray(x) if is_it else x for x, is_it in pairs]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def with_numbers(call: Callable[[bool], Any], inputs: Any) -> Any:

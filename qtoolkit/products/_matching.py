@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from qtoolkit.formats import Rules
+from qtoolkit.products._place import MODEL
 from qtoolkit.products._recipe import Recipe, check_recipe
-from qtoolkit.products._taps import MODEL
 
 
 class Module(NamedTuple):

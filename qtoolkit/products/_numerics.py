@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.products._operand import Operand
+from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import MODEL, Place, Stored, Tapped, tapped
+from qtoolkit.products._taps import Stored, Tapped, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,
@@ -294,16 +295,16 @@ class Sums:
     def numerics(self) -> Numerics:
         found = self.found
         products = zip(found.places, found.recipes, found.stored, strict=True)
-        labels = [
+        found_labels = [
             (number, role, twin, label)
             for number, product in enumerate(products)
-            for role, twin, label in _labels(*product)
+            for role, twin, label in labels(*product)
         ]
-        number, role, twin, _ = zip(*labels, strict=True)
+        number, role, twin, _ = zip(*found_labels, strict=True)
         tallies = _tallies(found.rows, *map(np.array, (number, role, twin)))
         rows = (
             Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
-            for i, (*_, label) in enumerate(labels)
+            for i, (*_, label) in enumerate(found_labels)
         )
         return Numerics(rows=tuple(rows), left=self.left)
 
@@ -333,14 +334,6 @@ def sums_of(function: Callable[..., Any], *arguments: Any) -> Sums:
     return Sums(found, left_of(closed))
 
 
-def check_loss(where: str, loss_fn: Any, given: str) -> None:
-    if not callable(loss_fn):
-        raise TypeError(
-            f"{where}: loss_fn has type {type(loss_fn).__name__}, expected a function to a float "
-            f"scalar; write {where}({given}, batch, loss_fn)"
-        )
-
-
 def check_ran(where: str, products: Collection[Any]) -> None:
     if not products:
         raise ValueError(
@@ -366,7 +359,7 @@ def loss_of(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def _labels(
+def labels(
     place: Place, recipe: Recipe, stored: Stored
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """For each row of a product its role, the role of its twin (else its own), and its texts."""

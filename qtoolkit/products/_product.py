@@ -41,11 +41,12 @@ from qtoolkit.products._derivative import (
     tapped_of,
 )
 from qtoolkit.products._learned import with_learned_scales
+from qtoolkit.products._place import Place
 from qtoolkit.products._plan import Given, Plan, State, operand_of
 from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._stored import stored_label
-from qtoolkit.products._taps import Place, Tap, instrument
+from qtoolkit.products._taps import Tap, instrument
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import TornBlocksError
 
@@ -229,19 +230,13 @@ def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]
     derivatives differentiate this function by its residuals, which hold the rounded operands; for
     residuals that are codes, by the carrier beside the codes.
 
-    Delayed scales need the amaxes of each step, which come out as the gradient of the probe. If
-    nobody differentiates by the probe, as in a plain `jax.grad` instead of
-    `qtoolkit.nnx.value_and_grad`, nobody updates them and they would go stale. Then the operands
-    are rounded again here, with current scales.
+    Delayed scales need the amaxes of each step, which come out as the gradient of the probe. What
+    a layer does if nobody differentiates by the probe is said in `_recording`.
     """
     given: tuple[Given, Given]
     (given, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
     is_tapped = state.zeros is not None and not isinstance(state_dots.zeros, SymbolicZero)
-    if state.probe is not None and not is_observed and not is_tapped:
-        state = State(key=state.key)
-        operands = _forward_operands(given[0], given[1], state, plan)
-        out = _multiplied(operands, extra, plan)
     out = _product(given, operands, State(key=state.key), extra, out, plan)
     sides = tuple(side for side in (0, 1) if is_moving(given[side], dots[side]))
     xs = [dots[side] for side in sides]

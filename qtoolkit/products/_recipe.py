@@ -240,6 +240,12 @@ class Recipe:
         return any(isinstance(scaling, Delayed) for scaling in self._scalings)
 
     @property
+    def delays_cotangent(self) -> bool:
+        """Whether the scale of a cotangent comes from earlier steps."""
+        cotangents = (self.dgrad[0], self.wgrad[1])
+        return any(o is not None and isinstance(o.scaling, Delayed) for o in cotangents)
+
+    @property
     def is_calibrated(self) -> bool:
         """Whether it uses scales that calibration found and a layer keeps."""
         return Static() in self._scalings

@@ -21,10 +21,11 @@ from qtoolkit.products._multiplications import (
     runs_of,
 )
 from qtoolkit.products._operand import Learned
+from qtoolkit.products._place import MODEL, Marked, marks_of
+from qtoolkit.products._recording import rolled_later
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
-from qtoolkit.products._site import Scope, place_of
 from qtoolkit.products._stored import STORED
-from qtoolkit.products._taps import MODEL, has_no_derivative
+from qtoolkit.products._taps import has_no_derivative
 from qtoolkit.scaling import QArray
 
 # Folders of installed packages, not just names: a user's model may lie in a folder named "flax".
@@ -225,7 +226,8 @@ def _traced(
     `nnx.BatchNorm(axis_name="batch")` asks for one, and so does a recipe with `axis_names`.
     """
     try:
-        return jax.make_jaxpr(function, axis_env=axes)(*arguments), axes
+        with rolled_later():
+            return jax.make_jaxpr(function, axis_env=axes)(*arguments), axes
     except (NameError, ValueError) as error:
         unbound = re.search(r"unbound axis name: (.+?)(?:\. |\)|$)", str(error), re.M)
         if unbound is None or unbound[1] in dict(axes):
@@ -308,7 +310,8 @@ def _products(
     jaxpr: Any,
     part: str,
     stack: str = "",
-    marked: Scope | None = None,
+    mark: Marked | None = None,
+    is_quantized: bool = False,
     around: str = "",
     line: str = "",
     times: int = 1,
@@ -317,45 +320,52 @@ def _products(
 
     Args:
       part: The part to which its plain products belong: "forward" or "backward".
-      stack: The name stack around the jaxpr.
-      marked: The scope of the quantized product inside of which it lies, or None.
+      stack: The name stack around the jaxpr, in which JAX says what it has derived.
+      mark: The mark of the equation in which it lies, or None.
+      is_quantized: Whether it lies in a quantized product.
       around: The entry of `_OPAQUE` inside of which it lies, or "".
       line: The line of the user's program that made the equation in which it lies, or "".
       times: How often it runs.
     """
+    marks = marks_of(jaxpr)
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = eqn.primitive.name
-        place = marked or place_of(here)
+        own = next((marks[var] for var in eqn.outvars if var in marks), mark)
         if name == "linear_with_transpose":
-            yield from _derivatives(eqn, place, times)
+            yield from _derivatives(eqn, own, times)
         elif name in (*PRODUCTS, SCALED):
             number = times * multiplications_of(eqn)
             # `lax.associative_scan` makes products of empty arrays.
             if not number or _RECOMPUTED in here:
                 continue
-            if marked is not None:
-                label = marked.label
-                reason = BY_RECIPE if label == _WIDE else ""
-                if marked.is_native and not reason:
-                    label += _NATIVE if is_native(eqn) else _EMULATED
-                found = Product(marked.path, "forward", label, reason)
+            if is_quantized:
+                found = _quantized(eqn, own)
             else:
                 part_here = part if "transpose(" in here else "forward"
                 where = _users_line(eqn) or line or _librarys_line(eqn)
-                found = _left(eqn, place, part_here, around, where)
+                found = _left(eqn, own, part_here, around, where)
             yield dataclasses.replace(found, multiplications=number)
         else:
-            inside = marked
-            if eqn.params.get("name") == MARKER:
-                inside = Scope("", "") if place is None else place
+            inside = is_quantized or eqn.params.get("name") == MARKER
             outer = _OPAQUE.get(name, around)
             # JAX keeps some twenty frames of a traceback, and `jnp.linalg.solve` and others use all
             # of them: there the line of an equation around it says where the user called it.
             outer_line = _users_line(eqn) or line
             again = times * runs_of(eqn)
             for inner in inner_jaxprs(eqn):
-                yield from _products(inner, part, here, inside, outer, outer_line, again)
+                yield from _products(inner, part, here, own, inside, outer, outer_line, again)
+
+
+def _quantized(eqn: Any, mark: Marked | None) -> Product:
+    """A product in the forward pass of a quantized one; without a mark, one on plain arrays."""
+    if mark is None or mark.recipe is None:
+        return Product("", "forward", "")
+    label = " x ".join(mark.labels)
+    reason = BY_RECIPE if label == _WIDE else ""
+    if mark.recipe.arithmetic == "native" and not reason:
+        label += _NATIVE if is_native(eqn) else _EMULATED
+    return Product(mark.path, "forward", label, reason)
 
 
 # In the name stack of what `jax.checkpoint` computes again in the backward pass.
@@ -370,7 +380,7 @@ _OPAQUE = {
 }
 
 
-def _derivatives(eqn: Any, place: Scope | None, times: int) -> Iterator[Product]:
+def _derivatives(eqn: Any, mark: Marked | None, times: int) -> Iterator[Product]:
     """The products dgrad and wgrad in the equation that computes both.
 
     The parameter `forward` of the equation is a `Cotangent`; its plan says how operands are
@@ -388,7 +398,7 @@ def _derivatives(eqn: Any, place: Scope | None, times: int) -> Iterator[Product]
     recipe = facts.plan.recipe
     is_asked = recipe.arithmetic == "native"
     native = native_gradients(eqn, recipe.axis_names) if is_asked else []
-    forward = [] if place is None else place.label.split(" x ")
+    forward = [] if mark is None else list(mark.labels)
     for index, side in enumerate(facts.sides):
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
@@ -402,14 +412,14 @@ def _derivatives(eqn: Any, place: Scope | None, times: int) -> Iterator[Product]
         reason = BY_RECIPE if label == _WIDE else ""
         if is_asked and not reason:
             label += _NATIVE if native[index] else _EMULATED
-        path = "" if place is None else place.path
+        path = "" if mark is None else mark.path
         yield Product(path, part, label, reason, multiplications=number)
 
 
-def _left(eqn: Any, place: Scope | None, part: str, around: str, where: str) -> Product:
+def _left(eqn: Any, mark: Marked | None, part: str, around: str, where: str) -> Product:
     shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
     dtypes = [x.aval.dtype for x in eqn.invars[:2]]
-    if place is not None and place.is_left:
+    if mark is not None and mark.is_left:
         reason = BY_RULE
     elif any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
         reason = "complex numbers are not rounded: multiply real and imaginary parts"
@@ -421,7 +431,7 @@ def _left(eqn: Any, place: Scope | None, part: str, around: str, where: str) -> 
         reason = "derivative of what is left, or of a custom_vjp"
     else:
         reason = "computed by itself, in no wrapped layer"
-    path = "" if place is None else place.path
+    path = "" if mark is None else mark.path
     return Product(path, part, shapes, reason, where)
 
 

@@ -1,20 +1,23 @@
 """Replaces the products that a function computes by itself, such as `x @ w` or `jnp.einsum`.
 
-The function is traced to a jaxpr, and the jaxpr is evaluated with other products in place of its
-own. Nothing is patched, so this works for whatever the function calls. Products inside of custom
-derivatives are left as they are.
+While the function runs, a `jax.core.Trace` stands between it and JAX, as those of `jax.vmap` and
+`jax.jvp` do: it gets every operation, computes it as it is, and a product by `multiply`. Nothing is
+patched, so this works for whatever the function calls. The bodies of `jit`, `scan`, `cond`,
+`while_loop`, `remat` and `shard_map` arrive as jaxprs, and run in the same way. Products inside of
+custom derivatives are left as they are.
 """
 
 import contextlib
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextvars
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
-from jax.extend.source_info_util import user_context
+from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
 from qtoolkit.products._bilinear import (
     RAGGED,
@@ -23,131 +26,373 @@ from qtoolkit.products._bilinear import (
     DotGeneral,
     RaggedDot,
 )
+from qtoolkit.products._context import held
 from qtoolkit.products._features import LAST, moved, of_result
-from qtoolkit.products._found import Found, Origin, Standing
+from qtoolkit.products._found import Found
+from qtoolkit.products._place import Marked, Place, mark_in, marked
+from qtoolkit.products._sources import (
+    ACTIVATION,
+    CONSTANT,
+    Source,
+    Step,
+    original_of,
+    sources_of,
+)
 from qtoolkit.scaling import QArray
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 SCALED = "scaled_dot"  # never replaced: its operands are rounded already
 MARKER = "qtoolkit_product"  # the jitted function around each quantized product
-# Prefixes of names in the name stack: of layers with a recipe, and of layers that a rule leaves.
-SCOPE, LEFT = "qtoolkit=", "plainly.="
-# Primitives that only move elements. They are applied to a bfloat16 copy of a parameter and to its
-# float32 original alike, so that a later product can round the original.
-_VIEWS = (
-    *("transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "expand_dims", "slice"),
-    *("dynamic_slice", "stop_gradient", "sharding_constraint"),
-)
 _OF_CONVOLUTION = (  # parameters of the primitive that describe the product
     *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
     *("feature_group_count", "batch_group_count", "precision"),
 )
 
-
-class _Value(NamedTuple):
-    """A value during the evaluation of a jaxpr, with what is known about it: see `Found`."""
-
-    array: Any
-    parameter: str = ""
-    wide: Any = None  # a parameter before its cast to half precision
-    is_constant: bool = False
-    origin: Origin | None = None
-    features: int = LAST
-
-
 Multiply = Callable[[Found], jax.Array | None]
 
 
-def rewritten(
-    function: Callable[..., Any],
-    multiply: Multiply,
-    parameters: Callable[..., Any] | None = None,
-    made: Callable[[Any], Any] | None = None,
-    captured: Mapping[int, str] = types.MappingProxyType({}),
-) -> Callable[..., Any]:
-    """`function` with `multiply(found)` in place of each product.
+class Known(NamedTuple):
+    """What is known of a value while a function runs.
 
-    Args:
-      function: A pure function of pytrees of arrays. Its arguments may contain `Standing`, to pass
-        a `QArray` to products as it is.
-      multiply: Returns the result of a product; None leaves the product as it is.
-      parameters: Called with the arguments, it returns a pytree with one leaf for each of their
-        leaves: the name of a parameter or its `Origin`, or "" for anything else. None: it has no
-        parameters.
-      made: Called with the shapes of the results, it returns such a pytree for these, with names
-        for parameters that the function creates. None: it creates none.
-      captured: Names of parameters that the function closes over, by the ids of their arrays.
+    Attributes:
+      source: Where it comes from.
+      features: The axis along which features lie, from the end.
+      original: What a product rounds in its place: see `original_of`.
+      is_left: Whether it is an operand of a product that a rule leaves in high precision.
     """
 
-    def rewriting(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        traced = jax.tree.unflatten(structure, [_stand_in(leaf) for leaf in leaves])
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*traced)
-        given = [""] * len(leaves) if parameters is None else jax.tree.leaves(parameters(*args))
-        inputs = [_input(leaf, one) for leaf, one in zip(leaves, given, strict=True)]
-        names = {} if made is None else _names(closed.jaxpr.outvars, made(shapes))
-        outs = _evaluate(closed, inputs, multiply, names, captured)
-        for out in outs:
-            _is_used_otherwise(out)
-        arrays = [_widened(out).array for out in outs]
-        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+    source: Source = ACTIVATION
+    features: int = LAST
+    original: Any = None
+    is_left: bool = False
 
-    return rewriting
+    def within(self) -> "Known":
+        """The same of a value inside of a loop or a `shard_map`, where it is another array."""
+        return self._replace(source=self.source._replace(order=None), original=None)
 
 
-def _stand_in(leaf: Any) -> Any:
-    if not isinstance(leaf, Standing):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype)
+_ACTIVATION = Known()
+_NOWHERE = Marked(Place("", ""))
 
 
-def _input(leaf: Any, given: Any) -> _Value:
-    array = leaf.array if isinstance(leaf, Standing) else leaf
-    if isinstance(given, Origin):
-        return _Value(array, given.parameter, origin=given)
-    return _Value(array, given)
+class Replacing(jax.core.Trace):
+    """The trace that replaces products, on top of the one in which the function runs.
+
+    Attributes:
+      parent_trace: The trace underneath, in which everything is computed.
+      multiply: Returns the result of a product; None leaves the product as it is. If there is no
+        `multiply`, all stay.
+      names: The names of parameters, by what `Source.parameter` says.
+      mark: What the program says of products that stay as they are.
+      other_uses: Filled with the parameters that anything but a product uses; None: nobody asks.
+      look: Called before each operation, to know parameters that the function has made.
+      seen: The names of the primitives of the products that have run.
+    """
+
+    def __init__(
+        self,
+        multiply: Multiply | None,
+        names: Mapping[Hashable, str],
+        *,
+        mark: Marked = _NOWHERE,
+        other_uses: set[Any] | None = None,
+        look: Callable[["Replacing"], None] | None = None,
+        seen: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        with take_current_trace() as parent:
+            pass
+        self._known: dict[int, tuple[Any, Known]] = {}
+        self._parameters: list[jax.Array] = []
+        if isinstance(parent, Replacing):  # of the module around this one
+            self._known, parent = parent._known, parent.parent_trace
+        self.parent_trace = parent
+        self.multiply, self.names, self.mark = multiply, names, mark
+        self.other_uses, self.look = other_uses, look
+        self.seen: list[str] = [] if seen is None else seen
+        self.is_eager = isinstance(parent, _EAGER)
+        self.requires_low = parent.requires_low
+        # Flax compares this reference to forbid that a variable of one trace is changed in another.
+        # It is the parent's: no value of this trace differs from one of that.
+        self._weakref = parent._weakref
+
+    def know(self, x: Any, known: Known) -> None:
+        self._known[id(x)] = weakref.ref(x), known
+
+    def know_inputs(self, tree: Any) -> None:
+        """Notes that the arrays in a pytree are no parameters, and no constants."""
+        for x in jax.tree.leaves(tree):
+            if isinstance(x, jax.Array):
+                self.know(x, _ACTIVATION)
+
+    def know_parameter(self, x: jax.Array, original: Any = None) -> None:
+        """Notes that an array is a parameter, whose key in `names` is its id."""
+        self._parameters.append(x)  # so that no other array gets its id
+        self.know(x, Known(Source(id(x), order=()), original=original))
+
+    def known_of(self, x: Any) -> Known:
+        reference, known = self._known.get(id(x), (None, _ACTIVATION))
+        if reference is not None and reference() is x:
+            return known
+        is_activation = isinstance(x, jax.core.Tracer)
+        return _ACTIVATION if is_activation else Known(CONSTANT)
+
+    def original_codes(self, x: Any) -> Any:
+        """The stored parameter that an array is, if it is one; else the array."""
+        original = self.known_of(x).original
+        return original if isinstance(original, QArray) else x
+
+    def original(self, x: Any) -> Any:
+        known = self.known_of(x)
+        return x if known.original is None else known.original
+
+    def again(self) -> "Replacing":
+        """The same on top of the present trace, for the body of a loop."""
+        return Replacing(
+            self.multiply,
+            self.names,
+            mark=self.mark,
+            other_uses=self.other_uses,
+            look=self.look,
+            seen=self.seen,
+        )
+
+    def stage_value(self, value: Any) -> Any:
+        return self.parent_trace.stage_value(value)
+
+    def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
+        with set_current_trace(self.parent_trace):
+            if _running.get() is not self:
+                # It comes from a module inside of this one, through a `vmap` between them.
+                return primitive.bind(*args, **params)
+            return self._computed(primitive, args, params)
+
+    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
+        outs = self.parent_trace.process_custom_jvp_call(*args, **params)
+        return self._noted(Step("custom_jvp_call", {}, *_types(args[-1], outs)), args[-1], outs)
+
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
+        outs = self.parent_trace.process_custom_vjp_call(*args, **params)
+        with set_current_trace(self.parent_trace):
+            outs = [marked(out, self.mark) for out in outs]
+        return self._noted(Step("custom_vjp_call", {}, *_types(args[-1], outs)), args[-1], outs)
+
+    def process_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_call(*args, **params)
+
+    def process_shard_map(
+        self, primitive: Any, function: Callable[..., Any], args: Any, **params: Any
+    ) -> Any:
+        known = [self.known_of(x) for x in args]
+
+        def inside(*shards: Any) -> Any:
+            inner = self.again()
+            with replacing(inner):
+                for x, one in zip(shards, known, strict=True):
+                    inner.know(x, one.within())
+                return function(*shards)
+
+        outs = self.parent_trace.process_shard_map(primitive, inside, args, **params)
+        self._note_uses(known, [])
+        self.know_inputs(list(outs))
+        return outs
+
+    def _computed(self, primitive: Any, args: Any, params: Any) -> Any:
+        if self.look is not None:
+            self.look(self)
+        name, mark = primitive.name, mark_in(primitive, params)
+        if mark is not None and mark.is_left:
+            out = primitive.bind(*args, **params)
+            self.know(out, self.known_of(args[0])._replace(is_left=True))
+            return out
+        if name not in PRODUCTS and not _computes_products(primitive, params):
+            return self._as_it_is(primitive, args, params)
+        if self.multiply is not None and not any(self.known_of(x).is_left for x in args):
+            found = self._found(name, args, params) if name in PRODUCTS else None
+            out = None
+            if found is not None:
+                self.seen.append(name)
+                with _watched(None):  # equal products share one trace, eager or not
+                    out = self.multiply(found)
+            if found is not None and out is not None:
+                shapes = found.lhs.shape, found.rhs.shape
+                place = of_result(found.function, shapes, out.ndim, found.kernel)
+                self.know(out, Known(features=place))
+                return out
+            if name in _REWRITES:
+                return self._replaced_within(name, args, params)
+        if self.multiply is None:
+            self.seen.append(name)
+        return self._left(primitive, args, params)
+
+    def _replaced_within(self, name: str, args: Any, params: Any) -> Any:
+        outs = _REWRITES[name](self, args, params)
+        if name not in ("jit", "pjit"):
+            self._note_uses([self.known_of(x) for x in args], [])
+            for out in outs:
+                self.know(out, _ACTIVATION)
+        return outs
+
+    def _left(self, primitive: Any, args: Any, params: Any) -> Any:
+        """An operation with products that stay as they are.
+
+        The mark after it is for reports. The one before it tells a trace around this one, which may
+        see it only later, in the body of a loop, that a rule leaves it.
+        """
+        args = list(args)
+        at = next((i for i, x in enumerate(args) if _is_number(x)), None)
+        if self.mark.is_left and at is not None:
+            args[at] = marked(args[at], self.mark)
+        outs = self._as_it_is(primitive, args, params)
+        if primitive.multiple_results:
+            return [self._marked(out) for out in outs]
+        return self._marked(outs)
+
+    def _marked(self, x: Any) -> Any:
+        out = marked(x, self.mark)
+        if out is not x:
+            self.know(out, self.known_of(x))
+        return out
+
+    def _as_it_is(self, primitive: Any, args: Any, params: Any) -> Any:
+        if self.is_eager and primitive.name == "jit":
+            params = {**params, "jaxpr": _copied(params["jaxpr"])}
+        outs = primitive.bind(*args, **params)
+        listed = outs if primitive.multiple_results else [outs]
+        step = Step(primitive.name, params, *_types(args, listed))
+        bind = functools.partial(_bound, primitive, args[1:], params)
+        self._noted(step, args, listed, bind)
+        return outs
+
+    def _noted(self, step: Step, args: Any, outs: Any, bind: Any = None) -> Any:
+        """Notes what is known of the results of an operation, which it returns."""
+        known = [self.known_of(x) for x in args]
+        sources = sources_of(step, [x.source for x in known])
+        self._note_uses(known, sources)
+        places = moved(step, [x.features for x in known]) if known else [LAST] * len(outs)
+        for out, source, place in zip(outs, sources, places, strict=True):
+            original = None
+            if source.parameter is not None and bind is not None:
+                original = original_of(step, bind, args[0], known[0].original)
+            this = Known(source, place, original)
+            if this != _ACTIVATION or not isinstance(out, jax.core.Tracer):
+                self.know(out, this)
+        return outs
+
+    def _note_uses(self, known: Sequence[Known], sources: Sequence[Source]) -> None:
+        if self.other_uses is None:
+            return
+        if not sources or sources[0].order is None:
+            for value in known:
+                if value.source.order is not None:
+                    self.other_uses.add(value.source.parameter)
+
+    def _found(self, name: str, args: Any, params: Any) -> Found | None:
+        """The product that an operation computes.
+
+        None for integers, and for ragged products other than `lax.ragged_dot`.
+        """
+        if not all(_is_float(x) for x in args[:2]):
+            return None
+        function: Bilinear
+        match name:
+            case "dot_general":
+                names = ("dimension_numbers", "precision", "out_sharding")
+                function = DotGeneral(**{name: params[name] for name in names})
+            case "ragged_dot_general":
+                numbers = params["ragged_dot_dimension_numbers"]
+                if numbers != RAGGED or params["group_offset"] is not None:
+                    return None
+                function = RaggedDot(params["precision"])
+            case _:
+                function = ConvGeneralDilated(**{name: params[name] for name in _OF_CONVOLUTION})
+        lhs, rhs = known = [self.known_of(x) for x in args[:2]]
+        dtype = params["preferred_element_type"]
+        first, second = (self.names.get(x.source.parameter, "") for x in known)
+        return Found(
+            name,
+            function,
+            self.original(args[0]),
+            self.original(args[1]),
+            tuple(args[2:]),
+            (first, second),
+            args[0].dtype if dtype is None else dtype,
+            (lhs.source, rhs.source),
+            (lhs.features, rhs.features),
+        )
 
 
-def _names(variables: Sequence[Any], names: Any) -> dict[Any, str]:
-    """A name for each variable of a jaxpr that is a parameter."""
-    pairs = zip(variables, jax.tree.leaves(names), strict=True)
-    return {
-        variable: name for variable, name in pairs if name and not isinstance(variable, Literal)
-    }
+def _types(args: Any, outs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(map(jax.typeof, args)), tuple(map(jax.typeof, outs))
 
 
-def _is_used_otherwise(value: _Value) -> None:
-    if value.origin is not None:
-        value.origin.other_uses.add(value.origin.name)
+def _bound(primitive: Any, others: Any, params: Any, x: Any) -> Any:
+    return primitive.bind(x, *others, **params)
 
 
-def _widened(value: _Value) -> _Value:
-    """The value as an ordinary array, for operations other than products: a QArray dequantized."""
-    if isinstance(value.array, QArray):
-        return value._replace(array=value.array.dequantize())
-    return value
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _is_number(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.number)
+
+
+with jax.core.eval_context(), take_current_trace() as _trace:
+    _EAGER: Any = type(_trace)
+_running: contextvars.ContextVar[Replacing | None] = contextvars.ContextVar("run", default=None)
+# Part of the key by which `jax.jit` finds compiled functions: without it, an eager call of
+# `jnp.matmul` would run one that was compiled before, and no trace would see its product.
+_watched = jax.make_user_context(None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _copied(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """An equal jaxpr.
+
+    `jax.jit` remembers what it ran for the jaxpr of a function and runs it again, without asking
+    the trace, when the function is called a second time. It cannot if it ran another jaxpr.
+    """
+    return ClosedJaxpr(closed.jaxpr, closed.consts)
+
+
+@contextlib.contextmanager
+def replacing(trace: Replacing) -> Iterator[Replacing]:
+    """In this context products are computed by `trace.multiply`."""
+    watched = _watched(True) if trace.is_eager else contextlib.nullcontext()
+    with set_current_trace(trace), held(_running, trace), watched:
+        yield trace
+
+
+def is_watched() -> bool:
+    """Whether a product that is computed now is seen, and may be replaced."""
+    with take_current_trace() as trace:
+        return isinstance(trace, Replacing)
 
 
 def has_products(jaxpr: Any) -> bool:
     """Whether a jaxpr computes a product that is not a quantized one."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in PRODUCTS:
-            return True
-        if not is_quantized(eqn) and any(has_products(inner) for inner in inner_jaxprs(eqn)):
-            return True
-    return False
+    return any(
+        eqn.primitive.name in PRODUCTS or _computes_products(eqn.primitive, eqn.params)
+        for eqn in jaxpr.eqns
+    )
 
 
-def is_quantized(eqn: Any) -> bool:
-    is_marker = eqn.params.get("name") == MARKER and "jaxpr" in eqn.params
-    return is_marker or eqn.primitive.name == "linear_with_transpose"
+def _computes_products(primitive: Any, params: Any) -> bool:
+    """Whether an operation runs jaxprs that compute products which are not quantized ones."""
+    if primitive.name == "linear_with_transpose" or params.get("name") == MARKER:
+        return False
+    return any(map(has_products, jaxprs_in(params)))
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation."""
+    return jaxprs_in(eqn.params)
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> list[Any]:
     found = []
-    for value in eqn.params.values():
+    for value in params.values():
         for item in value if isinstance(value, list | tuple) else [value]:
             jaxpr = getattr(item, "jaxpr", item)
             if hasattr(jaxpr, "eqns"):
@@ -163,262 +408,100 @@ def with_values(leaves: Sequence[Any], places: Sequence[int], values: Sequence[A
     return merged
 
 
-def _evaluate(
-    closed: ClosedJaxpr,
-    inputs: Sequence[_Value],
-    multiply: Multiply,
-    names: Mapping[Any, str] = types.MappingProxyType({}),
-    captured: Mapping[int, str] = types.MappingProxyType({}),
-) -> list[_Value]:
-    """Evaluates a jaxpr with its products replaced; `names` are those that `_names` found."""
-    jaxpr = closed.jaxpr
-    values: dict[Any, _Value] = {}
-
-    def read(atom: Any) -> _Value:
-        if isinstance(atom, Literal):
-            return _Value(atom.val, is_constant=True)
-        return values[atom]
-
-    def write(variables: Sequence[Any], found: Iterable[_Value]) -> None:
-        for variable, value in zip(variables, found, strict=True):
-            name = names.get(variable)
-            values[variable] = value._replace(parameter=name, is_constant=False) if name else value
-
-    def const(x: Any) -> _Value:
-        name = captured.get(id(x), "")
-        return _Value(x, name, is_constant=not name and not isinstance(x, jax.core.Tracer))
-
-    write(jaxpr.constvars, map(const, closed.consts))
-    write(jaxpr.invars, inputs)
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        # Keep the line of the user's program, which reports and errors show.
-        with user_context(eqn.source_info.traceback), eqn.ctx.manager, _scopes(eqn):
-            outs = _equation(eqn, operands, multiply)
-        write(eqn.outvars, outs)
-    return [read(atom) for atom in jaxpr.outvars]
+def _inlined(trace: Replacing, args: Any, params: Any) -> Any:
+    return _run(trace, params["jaxpr"], args)
 
 
-@contextlib.contextmanager
-def _scopes(eqn: Any) -> Iterator[None]:
-    """The name stack in which the equation was traced."""
-    with contextlib.ExitStack() as stack:
-        for name in str(eqn.source_info.name_stack).split("/"):
-            if name and "(" not in name:  # "jvp(...)" comes from a transformation, not a scope
-                stack.enter_context(jax.named_scope(name))
-        yield
+def _run(trace: Replacing, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    with set_current_trace(trace):
+        return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
 
 
-def _equation(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
-    name = eqn.primitive.name
-    if LEFT in str(eqn.source_info.name_stack):  # a rule leaves this layer as it is
-        return _bound(eqn, operands)
-    if name in PRODUCTS:
-        found = _found(eqn, operands)
-        if found is not None and (out := multiply(found)) is not None:
-            shapes = found.lhs.shape, found.rhs.shape
-            place = of_result(found.function, shapes, out.ndim, found.kernel)
-            return [_Value(out, features=place)]
-    elif not is_quantized(eqn) and any(map(has_products, inner_jaxprs(eqn))):
-        if name in ("jit", "pjit"):
-            return _evaluate(eqn.params["jaxpr"], operands, multiply)
-        if name in _REWRITES:
-            for operand in operands:
-                _is_used_otherwise(operand)
-            return [_Value(out) for out in _REWRITES[name](eqn, operands, multiply)]
-    return _bound(eqn, operands)
+def _remat(trace: Replacing, args: Any, params: Any) -> Any:
+    body = _body(trace, ClosedJaxpr(params["jaxpr"], ()), args)
+    options = {name: params[name] for name in ("prevent_cse", "policy")}
+    return jax.checkpoint(body, **options)(*map(trace.original_codes, args))
 
 
-def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
-    """Evaluates an equation that is not replaced, and works out what is known of its results."""
-    if len(operands) == 1 and isinstance(operands[0].array, QArray):
-        array = _moved(eqn, operands[0].array)
-        if array is not None:
-            return [operands[0]._replace(array=array)]
-    operands = [_widened(operand) for operand in operands]
-    params = eqn.primitive.get_bind_params(eqn.params)
-    outs = eqn.primitive.bind(*(x.array for x in operands), **params)
-    outs = outs if eqn.primitive.multiple_results else [outs]
-    name = eqn.primitive.name
-    is_constant = all(x.is_constant for x in operands)
-    parameter = ""
-    if not is_constant and all(x.parameter or x.is_constant for x in operands):
-        parameter = next(x.parameter for x in operands if x.parameter)
-    wide = None
-    if parameter and name == "convert_element_type":
-        # A cast to a narrower dtype is a rounding that the user wants, so it is kept.
-        is_half = outs[0].dtype in (jnp.bfloat16, jnp.float16)
-        wide = operands[0].array if is_half and operands[0].array.dtype == jnp.float32 else None
-    elif parameter and name in _VIEWS and operands[0].wide is not None:
-        others = (x.array for x in operands[1:])
-        wide = eqn.primitive.bind(operands[0].wide, *others, **params)
-    origin = None
-    if len(operands) == 1 and operands[0].origin is not None:
-        # A "cast" to the same dtype only makes a weak type strong.
-        is_same = outs[0].dtype == operands[0].array.dtype
-        is_cast = name == "convert_element_type" and (wide is not None or is_same)
-        origin = operands[0].origin.moved(eqn, is_cast)
-    if origin is None:
-        for operand in operands:
-            _is_used_otherwise(operand)
-    features = moved(eqn, [x.features for x in operands])
-    return [
-        _Value(out, parameter, wide, is_constant, origin, place)
-        for out, place in zip(outs, features, strict=True)
-    ]
-
-
-def _moved(eqn: Any, array: QArray) -> QArray | None:
-    """The QArray after an equation that only moves its elements; None for other equations."""
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
-    is_cast = name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.floating)
-    if is_cast or name in ("copy", "copy_p", "stop_gradient", "sharding_constraint"):
-        return array
-    try:
-        if name == "transpose":
-            return array.transpose(eqn.params["permutation"])
-        if name in ("reshape", "squeeze", "expand_dims"):
-            return array.reshape(out.shape)
-    except ValueError:  # it would tear a block apart, or the codes are packed
-        return None
-    return None
-
-
-def _found(eqn: Any, operands: list[_Value]) -> Found | None:
-    """The product that an equation computes.
-
-    None for integers, and for ragged products other than `lax.ragged_dot`.
-    """
-    lhs, rhs, *extra = operands
-    params = eqn.params
-    if not all(jnp.issubdtype(x.array.dtype, jnp.floating) for x in (lhs, rhs)):
-        return None
-    function: Bilinear
-    match eqn.primitive.name:
-        case "dot_general":
-            names = ("dimension_numbers", "precision", "out_sharding")
-            function = DotGeneral(**{name: params[name] for name in names})
-        case "ragged_dot_general":
-            if (
-                params["ragged_dot_dimension_numbers"] != RAGGED
-                or params["group_offset"] is not None
-            ):
-                return None
-            function = RaggedDot(params["precision"])
-        case _:
-            function = ConvGeneralDilated(**{name: params[name] for name in _OF_CONVOLUTION})
-    return Found(
-        eqn.primitive.name,
-        function,
-        _as_parameter(lhs),
-        _as_parameter(rhs),
-        tuple(x.array for x in extra),
-        (lhs.parameter, rhs.parameter),
-        eqn.outvars[0].aval.dtype,
-        (lhs.origin, rhs.origin),
-        (lhs.features, rhs.features),
-    )
-
-
-def _as_parameter(value: _Value) -> Any:
-    """The array to be rounded for a product.
-
-    For a bfloat16 copy of a float32 parameter that is the parameter itself: rounding the copy would
-    round twice.
-    """
-    return value.array if value.wide is None else value.wide
-
-
-def _remat(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[Any]:
-    params = eqn.params
-    rerun = jax.checkpoint(
-        _on_arrays(ClosedJaxpr(params["jaxpr"], ()), operands, multiply),
-        prevent_cse=params["prevent_cse"],
-        policy=params["policy"],
-    )
-    return rerun(*(x.array for x in operands))
-
-
-def _scan(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[Any]:
-    params = eqn.params
+def _scan(trace: Replacing, args: Any, params: Any) -> Any:
     if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
         fixed, carries, _ = (len(part) for part in params["ft_in"].unpack())
     else:
         fixed, carries = params["num_consts"], params["num_carry"]
-    consts, state, xs = operands[:fixed], operands[fixed:][:carries], operands[fixed + carries :]
-    body = _on_arrays(params["jaxpr"], [*consts, *map(_carried, state), *xs], multiply)
+    consts, state, xs = args[:fixed], args[fixed:][:carries], args[fixed + carries :]
+    body = _body(trace, params["jaxpr"], args, range(fixed, fixed + carries))
+    passed = [*map(trace.original_codes, consts)]
 
     def step(carry: Any, x: Any) -> Any:
-        outs = body(*(x.array for x in consts), *carry, *x)
+        outs = body(*passed, *carry, *x)
         return outs[:carries], outs[carries:]
 
-    carry, ys = lax.scan(
-        step,
-        [_widened(x).array for x in state],
-        [_sliceable(x).array for x in xs],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+    sliced = [_sliceable(trace, x) for x in xs]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(step, list(state), sliced, **options)
     return [*carry, *ys]
 
 
-def _cond(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[Any]:
-    index, *rest = operands
-    branches = [_on_arrays(closed, rest, multiply) for closed in eqn.params["branches"]]
-    return lax.switch(index.array, branches, *(x.array for x in rest))
+def _cond(trace: Replacing, args: Any, params: Any) -> Any:
+    index, *rest = args
+    branches = [_body(trace, closed, rest) for closed in params["branches"]]
+    return lax.switch(index, branches, *map(trace.original_codes, rest))
 
 
-def _while(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[Any]:
-    params = eqn.params
+def _while(trace: Replacing, args: Any, params: Any) -> Any:
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    of_cond, of_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
-    state = list(map(_carried, operands[n_cond + n_body :]))
-    test = _on_arrays(params["cond_jaxpr"], [*of_cond, *state], multiply)
-    step = _on_arrays(params["body_jaxpr"], [*of_body, *state], multiply)
+    of_cond, of_body = args[:n_cond], args[n_cond : n_cond + n_body]
+    state = args[n_cond + n_body :]
+    test = _body(trace, params["cond_jaxpr"], [*of_cond, *state], range(n_cond, 10**6))
+    step = _body(trace, params["body_jaxpr"], [*of_body, *state], range(n_body, 10**6))
+    of_cond, of_body = ([*map(trace.original_codes, part)] for part in (of_cond, of_body))
     return lax.while_loop(
-        lambda carry: test(*(x.array for x in of_cond), *carry)[0],
-        lambda carry: step(*(x.array for x in of_body), *carry),
-        [_widened(x).array for x in state],
+        lambda carry: test(*of_cond, *carry)[0], lambda carry: step(*of_body, *carry), list(state)
     )
 
 
-def _sliceable(value: _Value) -> _Value:
+def _sliceable(trace: Replacing, x: Any) -> Any:
     """Prepares a value that a scan slices along its first axis.
 
-    A QArray that is a stack of kernels, each with its own scales, is sliced as codes. Any other is
-    dequantized: its slices would tear blocks apart or lack a scale.
+    A QArray that is a stack of kernels, each with its own scales, is sliced as codes. Any other
+    stays dequantized: its slices would tear blocks apart or lack a scale.
     """
-    array = value.array
-    if isinstance(array, QArray):
-        has_one = array.tensor_scale is not None and array.tensor_scale.ndim == 0
-        if array.ndim < 2 or array.blocks.lengths[0] != 1 or has_one:
-            return _widened(value)
-    return value
+    codes = trace.original_codes(x)
+    if isinstance(codes, QArray):
+        has_one = codes.tensor_scale is not None and codes.tensor_scale.ndim == 0
+        if codes.ndim < 2 or codes.blocks.lengths[0] != 1 or has_one:
+            return x
+    return codes
 
 
-def _carried(value: _Value) -> _Value:
-    """Prepares a value that a loop carries: its features are taken to lie along the last axis.
-
-    Where they lie may change from one iteration to the next.
-    """
-    return value._replace(features=LAST)
-
-
-def _on_arrays(
-    closed: ClosedJaxpr, like: Sequence[_Value], multiply: Multiply
+def _body(
+    trace: Replacing, closed: ClosedJaxpr, args: Sequence[Any], carried: range = range(0)
 ) -> Callable[..., list[Any]]:
-    """A jaxpr as a function of arrays. What is known of its arguments is what `like` says."""
-    known = [value._replace(array=None, wide=None, origin=None) for value in like]
+    """A jaxpr as a function of arrays and stored parameters, with its products replaced.
+
+    What is known of its arguments is what is known of `args`. Those that a loop carries may change
+    from one iteration to the next, so their features are taken to lie along the last axis.
+    """
+    known = [trace.known_of(x) for x in args]
+    places = [LAST if i in carried else one.features for i, one in enumerate(known)]
 
     def function(*arrays: Any) -> list[Any]:
-        inputs = [value._replace(array=x) for x, value in zip(arrays, known, strict=True)]
-        return [out.array for out in _evaluate(closed, inputs, multiply)]
+        inner = trace.again()
+        with replacing(inner):
+            values = []
+            for x, one, place in zip(arrays, known, places, strict=True):
+                value = x.dequantize() if isinstance(x, QArray) else x
+                original = x if value is not x else None
+                inner.know(value, one.within()._replace(features=place, original=original))
+                values.append(value)
+            return _run(inner, closed, values)
 
     return function
 
 
 _REWRITES = {
+    "jit": _inlined,
+    "pjit": _inlined,
     "checkpoint": _remat,
     "remat": _remat,
     "remat2": _remat,
@@ -426,3 +509,35 @@ _REWRITES = {
     "cond": _cond,
     "while": _while,
 }
+
+
+def rewritten(
+    function: Callable[..., Any],
+    multiply: Multiply,
+    parameters: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """`function` with `multiply(found)` in place of each product.
+
+    Args:
+      function: A function of pytrees. An argument that is a `QArray` is an ordinary array to it,
+        and its codes and scales to products.
+      multiply: Returns the result of a product; None leaves the product as it is.
+      parameters: Called with the arguments, it returns a pytree with one leaf for each of their
+        arrays: the name of a parameter, or "" for anything else. None: it has no parameters.
+    """
+
+    def rewriting(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, QArray))
+        names = [""] * len(leaves) if parameters is None else jax.tree.leaves(parameters(*args))
+        with replacing(Replacing(multiply, {name: name for name in names if name})) as trace:
+            values = []
+            for x, name in zip(leaves, names, strict=True):
+                value = x.dequantize() if isinstance(x, QArray) else jnp.asarray(x)
+                original = x if isinstance(x, QArray) else None
+                trace.know(
+                    value, Known(Source(name, order=()) if name else ACTIVATION, original=original)
+                )
+                values.append(value)
+            return function(*jax.tree.unflatten(structure, values))
+
+    return rewriting

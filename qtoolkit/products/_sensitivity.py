@@ -12,14 +12,15 @@ import numpy as np
 
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
+from qtoolkit.products._finding import HIGH_PRECISION
 from qtoolkit.products._numerics import check_ran, loss_of
+from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
-from qtoolkit.products._taps import MODEL, Place, Stored, instrumented
+from qtoolkit.products._taps import Stored, instrumented
 from qtoolkit.scaling import QArray
 
 _STATIC: Any = {"static": True}
-_WIDE = Recipe((None, None), None)
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +129,7 @@ class _Choosing:
         quantized = compute(recipe, state)
         if self.chosen is None:
             return quantized
-        return jnp.where(self.chosen[place.path], quantized, compute(_WIDE, None))
+        return jnp.where(self.chosen[place.path], quantized, compute(HIGH_PRECISION, None))
 
 
 def sensitivity_of(function: Callable[..., Any], *arguments: Any) -> Sensitivity:

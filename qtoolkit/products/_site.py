@@ -3,26 +3,27 @@
 import contextlib
 import contextvars
 import dataclasses
-import urllib.parse
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, Einsum
 from qtoolkit.products._context import held
 from qtoolkit.products._features import LAST, following
-from qtoolkit.products._found import Found, Names, Standing
+from qtoolkit.products._finding import note_kernel
+from qtoolkit.products._found import Found, Names
+from qtoolkit.products._place import MODEL, Marked, Place, marked
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rewrite import LEFT, SCOPE, Multiply, rewritten
+from qtoolkit.products._rewrite import Multiply, Replacing, is_watched, replacing
 from qtoolkit.products._stored import stored_label
-from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray
+
+StateLike: TypeAlias = State | Callable[[Any, Any], State | None] | None
 
 
 class _Enclosing(NamedTuple):
@@ -31,13 +32,10 @@ class _Enclosing(NamedTuple):
     Attributes:
       site: The site of the layer that is running; None outside of layers.
       state: The state for all calls of `dot` in this layer.
-      trace: The trace in which `rewritten` will replace products later; None if it will not. In it
-        `dot` is a plain product.
     """
 
     site: "Site | None" = None
     state: State | None = None
-    trace: Any = None
 
 
 _KERNEL = "kernel"  # what `Site.intercepted` calls it, whatever its name in the layer
@@ -53,12 +51,11 @@ class Site:
 
     Attributes:
       recipe: What the products round.
-      path: The path of the layer, "blocks/0/mlp", written to the name stack, where reports find it.
-        None if the caller has written it there.
+      path: The path of the layer, "blocks/0/mlp".
     """
 
     recipe: Recipe
-    path: str | None = ""
+    path: str = ""
 
     def product(
         self,
@@ -67,7 +64,7 @@ class Site:
         lhs: jax.Array | QArray,
         rhs: jax.Array | QArray,
         dtype: DTypeLike | None,
-        state: State | None = None,
+        state: StateLike = None,
         extra: tuple[jax.Array, ...] = (),
         *,
         name: str = "0",
@@ -82,7 +79,8 @@ class Site:
         Args:
           where: The name of the function that was called, for messages.
           dtype: The dtype of the result; None for that of `lhs`.
-          state: The layer's state for this product, for (input, kernel, cotangent), if any.
+          state: The layer's state for this product, for (input, kernel, cotangent), if any; or a
+            function that gives it, called with (input, kernel).
           extra: Integer arrays that `function` takes besides.
           name: The name of the product in its layer.
           kernel: Which operand is a kernel: 0, 1, or None if both are activations.
@@ -92,14 +90,12 @@ class Site:
         recipe = self.recipe.of_activations() if kernel is None else self.recipe
         recipe = following(recipe, function, (lhs, rhs), extra, features, kernel)
         is_swapped = kernel == 0
-        named_scope: Any = contextlib.nullcontext()
-        if self.path is not None:
-            # Reports name lhs first, recipes the input.
-            shown = recipe.swapped() if is_swapped else recipe
-            stored = (stored_label(lhs), stored_label(rhs))
-            named_scope = jax.named_scope(scope(self.path, shown, stored))
-        with named_scope:
-            return quantized_product(
+        if callable(state):  # it stores what the product moves, see `_recording`
+            state = state(rhs, lhs) if is_swapped else state(lhs, rhs)
+        place = Place(self.path, name)
+        note_kernel(place, (lhs, rhs), kernel)
+        with jax.named_scope(self.path or MODEL):
+            out = quantized_product(
                 named,
                 function,
                 lhs,
@@ -108,12 +104,20 @@ class Site:
                 dtype,
                 state,
                 extra,
-                place=Place(self.path or "", name),
+                place=place,
                 is_swapped=is_swapped,
             )
+        # Reports name lhs first, recipes the input.
+        shown = recipe.swapped() if is_swapped else recipe
+        return marked(out, Marked(place, shown, (stored_label(lhs), stored_label(rhs))))
+
+    @property
+    def mark(self) -> Marked:
+        """The mark of products in the layer that stay as they are, such as those of integers."""
+        return Marked(Place(self.path, ""))
 
     def multiply(
-        self, state_of: Callable[[str], State | None] = lambda name: None, prefix: str = ""
+        self, state_of: Callable[[str], StateLike] = lambda name: None, prefix: str = ""
     ) -> Multiply:
         """A `multiply` for `rewritten`, which computes each product with the state of its name."""
         names = Names(prefix)
@@ -124,7 +128,7 @@ class Site:
 
         return multiply
 
-    def multiplied(self, found: Found, name: str, state: State | None) -> jax.Array:
+    def multiplied(self, found: Found, name: str, state: StateLike) -> jax.Array:
         """Computes a product that was found in a trace.
 
         A kernel on either side is rounded as a kernel; of two activations both are rounded as
@@ -145,7 +149,7 @@ class Site:
         )
 
     def intercepted(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, state: State | None
+        self, function: Callable[..., Any], args: Any, kwargs: Any, state: StateLike
     ) -> jax.Array:
         """`function(*args, **kwargs)`, a product of JAX that an interceptor such as qwix replaces.
 
@@ -154,14 +158,9 @@ class Site:
         layer's own, which multiplies its kernel, has the state.
         """
         at = 1 if isinstance(args[0], str) else 0  # einsum takes its subscripts first
-        kernel = args[at + 1]
-        stored = (Standing(kernel),) if isinstance(kernel, QArray) else ()
-
-        def plain(lhs: jax.Array, *arrays: jax.Array) -> Any:
-            # An interceptor finds the layer's parameters by identity, so close over the kernel.
-            rhs = (arrays[0] if arrays else kernel).astype(lhs.dtype)
-            return function(*args[:at], lhs, rhs, *args[at + 2 :], **kwargs)
-
+        lhs, kernel = args[at : at + 2]
+        # An interceptor finds the layer's parameters by identity: give it the kernel itself.
+        array = kernel.dequantize() if isinstance(kernel, QArray) else kernel
         names = Names("intercepted.")
 
         def multiply(found: Found) -> jax.Array:
@@ -169,13 +168,12 @@ class Site:
             is_own = name == f"intercepted.{_KERNEL}"
             return self.multiplied(found, "0" if is_own else name, state if is_own else None)
 
-        rewriting = rewritten(
-            plain,
-            multiply,
-            lambda lhs, *arrays: ("", *(_KERNEL for _ in arrays)),
-            captured={id(kernel): _KERNEL},
-        )
-        out: jax.Array = rewriting(args[at], *stored)
+        trace = Replacing(multiply, {id(array): _KERNEL}, mark=self.mark)
+        trace.know_inputs(lhs)
+        trace.know_parameter(array, kernel if array is not kernel else None)
+        with replacing(trace):
+            rhs = array.astype(lhs.dtype)
+            out: jax.Array = function(*args[:at], lhs, rhs, *args[at + 2 :], **kwargs)
         return out
 
     def dot_general(
@@ -187,7 +185,7 @@ class Site:
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: Any = None,
-        state: State | None = None,
+        state: StateLike = None,
     ) -> jax.Array:
         function = DotGeneral(dimension_numbers, precision, out_sharding)
         return self.product("dot_general", function, lhs, rhs, preferred_element_type, state)
@@ -201,7 +199,7 @@ class Site:
         precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
         out_sharding: Any = None,
-        state: State | None = None,
+        state: StateLike = None,
     ) -> jax.Array:
         function = Einsum(subscripts, precision, out_sharding)
         return self.product("einsum", function, lhs, rhs, preferred_element_type, state)
@@ -221,7 +219,7 @@ class Site:
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: Any = None,
-        state: State | None = None,
+        state: StateLike = None,
     ) -> jax.Array:
         function = ConvGeneralDilated(
             window_strides,
@@ -245,18 +243,12 @@ def enclosing(
     return held(_enclosing, _Enclosing(site, state))
 
 
-def rewritten_later() -> contextlib.AbstractContextManager[_Enclosing]:
-    """In this context `dot` is a plain product, which `rewritten` replaces afterwards.
-
-    `rewritten` knows which operand is a parameter; `dot` does not. Inside of a nested trace, such
-    as that of a custom derivative, `dot` computes the quantized product itself, since `rewritten`
-    may not look into that trace.
-    """
-    return held(_enclosing, _enclosing.get()._replace(trace=_present_trace()))
-
-
-def _present_trace() -> Any:
-    return get_opaque_trace_state(convention="flax")
+@contextlib.contextmanager
+def leaving(path: str, seen: list[str] | None = None) -> Iterator[None]:
+    """In this context products stay in high precision, because a rule says so."""
+    mark = Marked(Place(path, ""), is_left=True)
+    with enclosing(None), replacing(Replacing(None, {}, mark=mark, seen=seen)):
+        yield
 
 
 def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
@@ -287,10 +279,10 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
       >>> Layer()(x), qt.nnx.wrap(Layer())(x)  # 0.3 became 0.3125
       (Array(582.4, dtype=float32), Array(588., dtype=float32))
     """
-    site, state, trace = _enclosing.get()
+    site, state = _enclosing.get()
     given: tuple[Any, Any] = lhs, rhs  # may be QArrays: the kernels of a quantized module
     stored = [isinstance(operand, QArray) for operand in given]
-    is_replaced = trace is not None and not any(stored) and trace == _present_trace()
+    is_replaced = is_watched() and not any(stored)
     if site is None or is_replaced or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
@@ -298,49 +290,3 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     kernel = 0 if stored == [True, False] else 1
     dtype = jnp.result_type(lhs, rhs)
     return site.product("dot", function, lhs, rhs, dtype, state, name="dot", kernel=kernel)
-
-
-class Scope(NamedTuple):
-    """What the name stack of a program says about a product.
-
-    Attributes:
-      path: The path of the layer.
-      label: The formats to which its operands are rounded.
-      is_left: Whether a rule leaves the layer as it is.
-      is_native: Whether its recipe says `arithmetic="native"`.
-    """
-
-    path: str
-    label: str
-    is_left: bool = False
-    is_native: bool = False
-
-
-_ESCAPES = {"/": ".", ".": "%2E", "%": "%25", "|": "%7C", "(": "%28"}
-
-
-def scope(path: str, recipe: Recipe | None, stored: Sequence[str] = ("", "")) -> str:
-    """The name that a layer's products get in the name stack of the program.
-
-    Args:
-      recipe: None for a layer that a rule leaves as it is.
-      stored: Labels of lhs and rhs if they come as codes, whatever the recipe says; else "".
-    """
-    # In a name stack "/" begins another scope, and "(" belongs to a transformation: escape both.
-    named = "".join(_ESCAPES.get(letter, letter) for letter in path) or "."
-    if recipe is None:
-        return f"{LEFT}{named}|"
-    pairs = zip(stored, recipe.forward, strict=True)
-    label = " x ".join(what or ("wide" if o is None else str(o)) for what, o in pairs)
-    return f"{SCOPE}{named}|{label}|{recipe.arithmetic}|"
-
-
-def place_of(name_stack: str) -> Scope | None:
-    """The innermost scope in a name stack that `scope` has written, or None."""
-    at = max(name_stack.rfind(SCOPE), name_stack.rfind(LEFT))
-    if at < 0:
-        return None
-    is_left = name_stack.startswith(LEFT, at)
-    path, label, arithmetic, *_ = (*name_stack[at + len(SCOPE) :].split("|"), "", "")
-    path = MODEL if path == "." else urllib.parse.unquote(path.replace(".", "/"))
-    return Scope(path, "", True) if is_left else Scope(path, label, False, arithmetic == "native")

@@ -13,7 +13,7 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._context import held
+from qtoolkit.products._place import Place
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
 
@@ -30,18 +31,6 @@ ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotan
 # (input, kernel) of a product: a label such as "e4m3fn by tensor, stored" for an operand that is
 # stored as codes and scales, "" for an ordinary array.
 Stored = tuple[str, str]
-
-MODEL = "(model)"  # the path of the model itself
-
-
-class Place(NamedTuple):
-    """Names a product: the path of its layer, and the name of the product within that layer."""
-
-    path: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.path or MODEL}:{self.name}"
 
 
 class Tap(Protocol):

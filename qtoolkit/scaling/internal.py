@@ -20,7 +20,7 @@ from qtoolkit.scaling._engine import (
 )
 from qtoolkit.scaling._gptq import solved
 from qtoolkit.scaling._hadamard import computed_now
-from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
+from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled, rolled_by
 from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize

@@ -535,12 +535,11 @@ class Yielding(nn.Module):
         return sum(self.steps(x))
 
 
-def test_a_method_that_yields_runs_as_it_is():
-    """Oracle: a product of three for each step. Its gradient was lost, silently."""
+def test_a_method_that_yields():
+    """Oracle: two products of three for each step. Its gradient was lost, silently."""
     variables = shapes(Yielding(), X)
     found = report(wrap(Yielding()), variables, X)
-    assert sum(p.count for p in found.quantized) == sum(p.count for p in found.left) == 6
-    assert len(found.unexplained) == len(found.left)
+    assert (sum(p.count for p in found.quantized), found.left) == (12, ())
 
 
 class Optional(nn.Module):

@@ -1,17 +1,16 @@
-"""`calibrate` and `freeze`: static scales for wrapped models."""
+"""Measuring wrapped models, and setting the scales that they keep."""
 
-import functools
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._numerics import check_wrapped
 from qtoolkit.nnx._post_training import observed_inputs
 from qtoolkit.nnx._products import StatefulProducts
-from qtoolkit.nnx._report import site_of
+from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import (
     FoundModule,
@@ -20,19 +19,47 @@ from qtoolkit.nnx._wrap import (
     needs_no_scale,
     product_states,
 )
-from qtoolkit.products import Calibration
-from qtoolkit.products.internal import (
-    Batch,
-    Constant,
-    Tapped,
-    calibration_of,
-    check_calibrated,
-    first_scales,
-    summary_of,
-)
-from qtoolkit.scaling import Bins, QArray
+from qtoolkit.products import Calibration, Numerics, Sensitivity
+from qtoolkit.products.internal import AMAX, Constant, Kept, check_calibrated, flow
+from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Adapter:
+    """An nnx model for `products._flow`: its arrays are its state."""
+
+    graph: Constant
+
+    def model(self, state: Any) -> Any:
+        # A copy: the model may write its state, which `jax.grad` closes over.
+        return nnx.merge(self.graph.value, state, copy=True)
+
+    call = model
+
+
+def _opened(where: str, wrapped: Any) -> tuple[_Adapter, Any]:
+    check_wrapped(where, wrapped)
+    graph, state = nnx.split(wrapped)
+    return _Adapter(Constant(graph)), state
+
+
+def _layers(model: nnx.Module) -> Iterator[tuple[nnx.Module, Any]]:
+    """Each wrapped layer of a model, with its site."""
+    for _, module in nnx.iter_modules(model):
+        site = None if isinstance(module, StatefulProducts) else site_of(module)
+        if site is not None:
+            yield module, site
+
+
+def _products(model: nnx.Module) -> list[tuple[ProductState, Kept]]:
+    return [
+        (state, Kept(site.path, name, state.arrays, needs_no_scale(layer)))
+        for layer, site in _layers(model)
+        for name, state in product_states(layer).items()
+    ]
 
 
 def calibrate(
@@ -78,21 +105,7 @@ def calibrate(
     """
     if observer == "hessian":
         return observed_inputs(wrapped, batches, **options)
-    check_wrapped("calibrate", wrapped)
-    graph, state = nnx.split(wrapped)
-    summarize = functools.partial(_summary, Constant(graph), state)
-    return calibration_of(summarize, batches, observer, options)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _summary(graph: Constant, state: Any, bins: Bins | None, batch: Batch) -> Tapped:
-    return summary_of(bins, functools.partial(_called, graph), state, batch)
-
-
-def _called(graph: Constant, state: Any, batch: Batch) -> Any:
-    # A copy: the model may write its state, which `jax.grad` closes over.
-    model: Any = nnx.merge(graph.value, state, copy=True)
-    return batch.given_to(model)
+    return flow.calibrate(*_opened("calibrate", wrapped), batches, observer, options)
 
 
 def freeze(wrapped: Model, calibration: Calibration) -> Model:
@@ -127,11 +140,8 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
       True
     """
     check_wrapped("freeze", wrapped)
-    if not isinstance(calibration, Calibration):
-        raise TypeError(
-            f"freeze: calibration has type {type(calibration).__name__}, expected a Calibration; "
-            "write freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
-        )
+    line = "freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
+    flow.check_calibration(calibration, line)
     missing = [str(place) for place in calibration.unreached]
     seen: set[int] = set()
 
@@ -150,12 +160,12 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
             return node
-        attach(node, recipe, found, names=tuple(amaxes))
+        attach(node, recipe, found, names=dict.fromkeys(amaxes))
         if amaxes:
             _fill(node, amaxes)
         if "dot" in amaxes:
             node.qtoolkit_dot = ProductState(recipe, (), f"{site.path}:dot")
-            node.qtoolkit_dot.amax[...] = amaxes["dot"]
+            node.qtoolkit_dot.write({AMAX: amaxes["dot"]})
         return node
 
     model = nnx.recursive_map(frozen, wrapped, graph=True)
@@ -173,7 +183,7 @@ def _fill(layer: Any, amaxes: dict[str, jax.Array]) -> None:
     """Writes calibrated amaxes into the states of a layer's products."""
     for name, kept in product_states(layer).items():
         found = amaxes.get(name, jnp.zeros((3,), jnp.float32))
-        kept.amax[...] = jnp.broadcast_to(found, kept.amax.shape)
+        kept.write({AMAX: jnp.broadcast_to(found, kept.arrays[AMAX].shape)})
 
 
 def start_scales(wrapped: nnx.Module, batch: Any) -> None:
@@ -206,41 +216,90 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       ('dot_general', 'products', 0, 'scales', 0) 1.512
       ('dot_general', 'products', 0, 'scales', 1) 0.545
     """
-    check_wrapped("start_scales", wrapped)
-    graph, state = nnx.split(wrapped)
-    values = _first_jitted(Constant(graph), state, Batch.of(batch))
-    if not values:
+    opened, products = _opened("start_scales", wrapped), _products(wrapped)
+    new = flow.start_scales(*opened, batch, [kept for _, kept in products])
+    for (state, _), values in zip(products, new, strict=True):
+        state.write(values)
+
+
+def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
+    """What rounding does to every operand of a wrapped model's products, forward and backward.
+
+        found = qtoolkit.nnx.numerics(wrapped, batch, loss_fn)
+        print(found)
+        found.plot("numerics.png")
+
+    One step is computed, forward and backward, as the recipe rounds it; its parameters, histories
+    and keys stay as they are. Compiled once for a model, a loss function and shapes.
+
+    Args:
+      wrapped: A model from `wrap`.
+      batch: A pytree of arrays.
+      loss_fn: From (model, batch) to a float scalar, or to (scalar, aux), as for `value_and_grad`.
+
+    Returns:
+      `Numerics`, a pytree: those of several batches add up. Sums leave the program as gradients, so
+      a product that no gradient of the loss reaches (behind `jax.lax.stop_gradient`) has empty rows
+      and is named in `unreached`.
+
+    Raises:
+      TypeError: `wrapped` is no `nnx.Module`; the loss is no float scalar.
+      ValueError: The model is not wrapped, or the loss calls another one.
+
+    Examples:
+      >>> wrapped = qt.nnx.wrap(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
+      >>> x = jnp.asarray([[448.0, 0.3, 0.0001, 0.0]])
+      >>> found = qt.nnx.numerics(wrapped, x, lambda model, x: model(x).sum())
+      >>> for row in found.rows:  # of three numbers that are not zero one became zero
+      ...     print(row.operand, row.parts, f"{row.tally.flushed_fraction:.0%}")
+      lhs forward, wgrad 33%
+      rhs forward, dgrad 0%
+      cotangent dgrad, wgrad 0%
+    """
+    return flow.numerics(*_opened("numerics", wrapped), batch, loss_fn, "wrapped")
+
+
+def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
+    """Ranks the layers of a wrapped model by how much quantizing each alone adds to the loss.
+
+        found = qtoolkit.nnx.sensitivity(wrapped, batch, loss_fn)
+        print(found)  # the worst first
+        better = qtoolkit.nnx.wrap(model, found.rules(keep=2))
+
+    The loss is computed once for each layer, with that layer quantized as its recipe says and all
+    others wide; then once with no layer quantized, and once with all. Forward only, in one program.
+    Choose a batch that is large enough for differences of the loss to mean something.
+
+    Args:
+      wrapped, batch, loss_fn: As for `numerics`.
+
+    Returns:
+      `Sensitivity`: `.ranking`, `.rules(keep)`, `.wide` and `.quantized`, the losses of the model
+      plain and quantized.
+
+    Raises:
+      TypeError, ValueError: As `numerics`; the model has stored kernels, from `quantize`, whose
+        original values are gone; or a learned scale has not been started.
+
+    Examples:
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs))
+      >>> wrapped = qt.nnx.wrap(model, qt.Rules({"0": qt.Recipe("int4"), "1": qt.Recipe("e4m3fn")}))
+      >>> x = jax.random.normal(jax.random.key(0), (64, 8))
+      >>> found = qt.nnx.sensitivity(wrapped, x, lambda m, x: ((m(x) - model(x)) ** 2).mean())
+      >>> [(path, f"{added:.3f}") for path, added in found.ranking]  # the worst first
+      [('layers/0', '0.029'), ('layers/1', '0.001')]
+    """
+    opened, products = _opened("sensitivity", wrapped), [kept for _, kept in _products(wrapped)]
+    return flow.sensitivity(*opened, batch, loss_fn, "wrapped", products)
+
+
+def check_wrapped(where: str, model: Any) -> None:
+    """Raises unless `model` is an `nnx.Module` with a quantized layer."""
+    check_module(where, model)
+    if all(site_of(module) is None for _, module in nnx.iter_modules(model)):
+        name = type(model).__name__
         raise ValueError(
-            "start_scales: no learned scale was used, expected a recipe with Learned scaling such "
-            "as qtoolkit.recipes.int4_lsq"
+            f"{where}: {name} is not wrapped, expected a model from qtoolkit.nnx.wrap; write "
+            f"{where}(qtoolkit.nnx.wrap(model, recipe), ...)"
         )
-    missing: list[str] = []
-    for _, module in nnx.iter_modules(wrapped):
-        site = None if isinstance(module, StatefulProducts) else site_of(module)
-        if site is None:
-            continue
-        for name, kept in product_states(module).items():
-            for side in (0, 1):
-                is_started = _start(kept, side, values.get((site.path, name, side)))
-                if not (is_started or needs_no_scale(module)):
-                    missing.append(site.path)
-    check_calibrated("start_scales", dict.fromkeys(missing))
-
-
-def _start(kept: ProductState, side: int, value: jax.Array | None) -> bool:
-    """Starts the scale and the offset of an operand, if it has them; False if `value` has none."""
-    is_started = True
-    for place, variables in enumerate((getattr(kept, "scales", ()), getattr(kept, "offsets", ()))):
-        variable = variables[side] if len(variables) else None
-        if variable is None or not jnp.any(jnp.isnan(variable[...])):
-            continue
-        if value is None or jnp.isnan(value[place]):
-            is_started = False
-        else:
-            variable[...] = jnp.where(jnp.isnan(variable[...]), value[place], variable[...])
-    return is_started
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _first_jitted(graph: Constant, state: Any, batch: Batch) -> Any:
-    return first_scales(functools.partial(_called, graph), state, batch)

@@ -1,33 +1,52 @@
-"""`calibrate`, `freeze` and `start_scales`: static and learned scales for wrapped modules."""
+"""Measuring wrapped modules, and setting the scales that they keep."""
 
+import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from qtoolkit.formats import Rules
-from qtoolkit.linen._numerics import check_arguments
 from qtoolkit.linen._post_training import observed_inputs
 from qtoolkit.linen._run import key_of, path_of
-from qtoolkit.linen._state import AMAX, COLLECTION, SCALES
+from qtoolkit.linen._state import COLLECTION, SCALES, at, check_arguments, products_of, with_part
 from qtoolkit.linen._wrap import wrap
-from qtoolkit.products import Calibration, Recipe
-from qtoolkit.products.internal import (
-    Batch,
-    Constant,
-    Tapped,
-    calibration_of,
-    check_calibrated,
-    first_scales,
-    summary_of,
-)
-from qtoolkit.scaling import Bins
+from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
+from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, check_calibrated, flow
 
 Model = TypeVar("Model", bound=nn.Module)
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Adapter:
+    """A linen module for `products._flow`: its arrays are its variables."""
+
+    module: Constant
+
+    def model(self, variables: Any) -> Any:
+        return variables
+
+    def call(self, variables: Any) -> Callable[..., Any]:
+        return functools.partial(self.module.value.apply, variables)
+
+
+def _opened(where: str, wrapped: Any, variables: Any) -> tuple[_Adapter, Any]:
+    check_arguments(where, wrapped, variables)
+    return _Adapter(Constant(wrapped)), variables
+
+
+def _learned(scales: Any) -> dict[tuple[str, ...], Kept]:
+    """The learned scales of each product, by its path in the collection."""
+    found = {}
+    for path, arrays in products_of(scales):
+        *around, layer, name = path
+        parts = [*around, *path_of(layer).split(".")]
+        found[path] = Kept("/".join(filter(None, parts)), name, arrays)
+    return found
 
 
 def calibrate(
@@ -69,18 +88,7 @@ def calibrate(
     """
     if observer == "hessian":
         return observed_inputs(wrapped, variables, batches, **options)
-    check_arguments("calibrate", wrapped, variables)
-    summarize = functools.partial(_summary, Constant(wrapped), variables)
-    return calibration_of(summarize, batches, observer, options)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _summary(module: Constant, variables: Any, bins: Bins | None, batch: Batch) -> Tapped:
-    return summary_of(bins, functools.partial(_applied, module.value), variables, batch)
-
-
-def _applied(module: nn.Module, variables: Any, batch: Batch) -> Any:
-    return batch.given_to(module.apply, variables)
+    return flow.calibrate(*_opened("calibrate", wrapped, variables), batches, observer, options)
 
 
 def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Model, Any]:
@@ -117,11 +125,7 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
       True
     """
     check_arguments("freeze", wrapped, variables)
-    if not isinstance(calibration, Calibration):
-        raise TypeError(
-            f"freeze: calibration has type {type(calibration).__name__}, expected a Calibration; "
-            "write calibrate(wrapped, variables, batches)"
-        )
+    flow.check_calibration(calibration, "calibrate(wrapped, variables, batches)")
     rules: Rules[Recipe] | None = getattr(wrapped, "qtoolkit_rules", None)
     if rules is None:
         raise ValueError(
@@ -179,32 +183,87 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
       >>> jax.tree.map(lambda scale: f"{scale.item():.3f}", variables["qtoolkit_scales"])
       {'self': {'__call__.kernel': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
     """
-    check_arguments("start_scales", wrapped, variables)
+    opened = _opened("start_scales", wrapped, variables)
     scales = variables.get(SCALES) or _unstarted(wrapped, batch)
     if not scales:
         raise ValueError(
             f"start_scales: {type(wrapped).__name__} has no learned scale, expected a module from "
             "wrap and a recipe with Learned scaling such as qtoolkit.recipes.int4_lsq"
         )
-    first = _first_jitted(Constant(wrapped), {**variables, SCALES: scales}, Batch.of(batch))
-    values = {
-        (path.replace("/", "."), name, side): value for (path, name, side), value in first.items()
-    }
-    missing: list[str] = []
-
-    def begun(path: Any, scale: jax.Array) -> jax.Array:
-        *around, layer, product, name = (key.key for key in path)
-        side, kind = name.split("_")
-        shown = ".".join(filter(None, (*around, path_of(layer))))
-        value = values.get((shown, product, ("lhs", "rhs").index(side)))
-        first = np.float32(np.nan) if value is None else value[("scale", "offset").index(kind)]
-        if jnp.any(jnp.isnan(scale)) and jnp.isnan(first):
-            missing.append(shown)
-        return jnp.where(jnp.isnan(scale), first, scale)
-
-    scales = jax.tree_util.tree_map_with_path(begun, scales)
-    check_calibrated("start_scales", dict.fromkeys(missing))
+    variables, products = {**variables, SCALES: scales}, _learned(scales)
+    new = flow.start_scales(opened[0], variables, batch, list(products.values()))
+    for path, values in zip(products, new, strict=True):
+        scales = with_part(scales, path, {**at(scales, path), **values})
     return {**variables, SCALES: scales}
+
+
+def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Numerics:
+    """What rounding does to every operand of a wrapped module's products, forward and backward.
+
+        found = qtoolkit.linen.numerics(wrapped, variables, batch, loss_fn)
+        print(found)
+
+    As `qtoolkit.nnx.numerics`. Layers that `nn.scan` stacks have one row for all; layers alike
+    under `nn.jit` may share a trace, and then have one row, too.
+
+    Args:
+      wrapped: A module from `wrap`.
+      variables: What `init` returned, a dictionary of collections.
+      batch: A pytree of arrays.
+      loss_fn: From (variables, batch) to a float scalar, or to (scalar, aux), as for
+        `value_and_grad`; it calls `wrapped.apply`.
+
+    Returns:
+      `Numerics`, a pytree: those of several batches add up.
+
+    Raises:
+      TypeError: `wrapped` is no linen module, `variables` no dictionary with "params"; the loss is
+        no float scalar.
+      ValueError: No quantized product ran: the module is not wrapped, or the loss calls another.
+
+    Examples:
+      >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
+      >>> x = jnp.asarray([[448.0, 0.3, 0.0001, 0.0]])
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> found = qt.linen.numerics(module, variables, x, lambda v, x: module.apply(v, x).sum())
+      >>> for row in found.rows:  # of three numbers that are not zero one became zero
+      ...     print(row.operand, row.parts, f"{row.tally.flushed_fraction:.0%}")
+      lhs forward, wgrad 33%
+      rhs forward, dgrad 0%
+      cotangent dgrad, wgrad 0%
+    """
+    opened = _opened("numerics", wrapped, variables)
+    return flow.numerics(*opened, batch, loss_fn, "wrapped, variables")
+
+
+def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
+    """Ranks the layers of a wrapped module by how much quantizing each alone adds to the loss.
+
+    As `qtoolkit.nnx.sensitivity`.
+
+    Args:
+      wrapped, variables, batch, loss_fn: As for `numerics`.
+
+    Returns:
+      `Sensitivity`: `.ranking`, `.rules(keep)`, `.wide` and `.quantized`.
+
+    Raises:
+      TypeError, ValueError: As `numerics`; the module has stored kernels, from `quantize`, of which
+        no wide ones are known; or a learned scale has not been started.
+
+    Examples:
+      >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+      >>> rules = qt.Rules({"layers_0": qt.Recipe("int4"), "layers_1": qt.Recipe("e4m3fn")})
+      >>> x = jax.random.normal(jax.random.key(0), (64, 8))
+      >>> module, variables = qt.linen.wrap(model, rules), model.init(jax.random.key(1), x)
+      >>> def loss(variables, x):
+      ...     return ((module.apply(variables, x) - model.apply(variables, x)) ** 2).mean()
+      >>> [path for path, _ in qt.linen.sensitivity(module, variables, x, loss).ranking]
+      ['layers_0', 'layers_1']
+    """
+    opened = _opened("sensitivity", wrapped, variables)
+    products = _learned(variables.get(SCALES, {})).values()
+    return flow.sensitivity(*opened, batch, loss_fn, "wrapped, variables", products)
 
 
 def _unstarted(module: nn.Module, batch: Any) -> Any:
@@ -216,8 +275,3 @@ def _unstarted(module: nn.Module, batch: Any) -> Any:
     shapes = jax.eval_shape(init, Batch.of(batch)).get(SCALES, {})
     with jax.debug_nans(False):
         return jax.tree.map(lambda scale: jnp.full(scale.shape, jnp.nan, scale.dtype), shapes)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _first_jitted(module: Constant, variables: Any, batch: Batch) -> Any:
-    return first_scales(functools.partial(_applied, module.value), variables, batch)

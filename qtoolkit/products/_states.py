@@ -1,0 +1,209 @@
+"""What a wrapped layer keeps for one product from step to step: a dictionary of arrays.
+
+  history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
+    step first; 0 where there was none yet; for `Delayed` scaling.
+  bad: uint32[...], the steps with an infinity or a NaN, which were left out of the history.
+  probe: float32[..., 3, buckets], zeros whose gradient is what a step observed.
+  amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; for `Static` scaling.
+  key: uint32[..., 2], an identity and a count of steps; for stochastic rounding.
+  lhs_scale, lhs_offset, rhs_scale, rhs_offset: float32[...], parameters, NaN until `start_scales`;
+    for `Learned` scaling.
+
+Leading axes belong to stacks of layers, as `nnx.vmap` and `nn.scan` make them. In nnx these arrays
+are Variables of the model, in linen they are two collections. All state of a model is one pytree:
+such a dictionary for each product, by the path of its layer and its name.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.products._operand import Learned, Static
+from qtoolkit.products._plan import State
+from qtoolkit.products._recipe import Recipe
+from qtoolkit.scaling.internal import BUCKETS, rolled
+
+HISTORY, BAD, PROBE, AMAX, KEY = "history", "bad", "probe", "amax", "key"
+LEARNED = ("lhs_scale", "lhs_offset", "rhs_scale", "rhs_offset")
+Array = jax.Array
+Kept = Mapping[str, Any]
+
+
+def started(recipe: Recipe, name: str, lead: tuple[int, ...] = ()) -> dict[str, Array]:
+    """Histories and keys before the first step; `name` is mixed into keys."""
+    state: dict[str, Array] = {}
+    if recipe.is_delayed:
+        state[HISTORY] = jnp.zeros((*lead, 3, recipe.history), jnp.float32)
+        state[BAD] = jnp.zeros(lead, jnp.uint32)
+    if recipe.is_stochastic:
+        numbers = np.arange(int(np.prod(lead, dtype=int)), dtype=np.uint32).reshape(lead)
+        identity = numbers + _identity(name)
+        state[KEY] = jnp.stack([identity, jnp.zeros_like(identity)], axis=-1)
+    return state
+
+
+def uncalibrated(recipe: Recipe, lead: tuple[int, ...] = ()) -> dict[str, Array]:
+    """Calibrated amaxes before `freeze` writes them: NaN."""
+    if not recipe.is_calibrated:
+        return {}
+    unknown = [o is not None and o.scaling == Static() for o in recipe.forward]
+    with jax.debug_nans(False):  # no error: NaN says that an operand is not calibrated
+        amax = jnp.where(jnp.array([*unknown, False]), jnp.float32(jnp.nan), 0)
+        return {AMAX: jnp.broadcast_to(amax, (*lead, 3))}
+
+
+def unstarted(recipe: Recipe, lead: tuple[int, ...] = ()) -> dict[str, Array]:
+    """Learned scales and offsets before `start_scales`: NaN."""
+    names = []
+    for side, operand in zip(("lhs", "rhs"), recipe.forward, strict=True):
+        scaling = None if operand is None else operand.scaling
+        if isinstance(scaling, Learned):
+            names += [f"{side}_scale"] + ([f"{side}_offset"] if scaling.offset else [])
+    with jax.debug_nans(False):  # no error: NaN says that a scale is not started
+        return {name: jnp.full(lead, jnp.nan, jnp.float32) for name in names}
+
+
+def probe_of(kept: Kept) -> Array:
+    return jnp.zeros((*kept[HISTORY].shape[:-1], BUCKETS), jnp.float32)
+
+
+def state_of(
+    recipe: Recipe, name: str, kept: Kept | None, rng: Array | None = None
+) -> State | None:
+    """The state in the form that a product takes; None if there is nothing for it.
+
+    If the state of a whole stack of layers arrives here, because a scan runs over something else,
+    the product uses its largest magnitudes, the mean of its learned scales and the first key.
+
+    Args:
+      name: The name of layer and product, "mlp:kernel", for messages and keys.
+      rng: uint32[2], words of a key of this step, in place of the key that is kept.
+    """
+    kept = kept or {}
+    _check(recipe, name, kept)
+    if not kept and rng is None:
+        return None
+    amax = probe = key = None
+    if recipe.is_delayed:  # without a history by current scales
+        amax = _largest(jnp.max(kept[HISTORY], axis=-1)) if HISTORY in kept else jnp.zeros(3)
+        # Nobody differentiates by the zeros made here: scales are current ones, see `_product_jvp`.
+        given = kept.get(PROBE, jnp.zeros((3, BUCKETS), jnp.float32))
+        probe = jnp.sum(given.reshape(-1, 3, BUCKETS), axis=0)
+    if recipe.is_calibrated and AMAX in kept:
+        amax = _largest(kept[AMAX])
+    if recipe.is_stochastic and rng is not None:
+        key = rng ^ jnp.array([_identity(name), 0], jnp.uint32)
+    elif recipe.is_stochastic and KEY in kept:
+        key = kept[KEY].reshape(-1, 2)[0]
+    return State(amax, probe, key, learned=_learned(kept))
+
+
+def _largest(amax: Array) -> Array:
+    return amax if amax.ndim == 1 else jnp.max(amax.reshape(-1, 3), axis=0)
+
+
+def _learned(kept: Kept) -> Any:
+    """((scale, offset) of lhs, (scale, offset) of rhs), None for what is not learned."""
+    if not any(name in kept for name in LEARNED):
+        return None
+    # A scalar is returned as it is: under a trace `jnp.mean` would make it a tracer.
+    values = (kept.get(name) for name in LEARNED)
+    first, second, third, fourth = (x if x is None or not x.ndim else jnp.mean(x) for x in values)
+    return (first, second), (third, fourth)
+
+
+def _check(recipe: Recipe, name: str, kept: Kept) -> None:
+    """Raises if what a checkpoint or a loop has put here cannot be the state of this recipe."""
+    name = name.removeprefix(":") or "the model"
+    steps = kept[HISTORY].shape[-1] if HISTORY in kept else recipe.history
+    if recipe.is_delayed and steps != recipe.history:
+        raise ValueError(
+            f"{name}: a history of {steps} steps, expected {recipe.history}, as its recipe says: "
+            "it is of a model wrapped by another recipe; wrap the model by that one, or begin "
+            "anew: nnx without the qtoolkit.nnx.ScalingState of a checkpoint, linen with "
+            'variables["qtoolkit"] = wrapped.init(key, x)["qtoolkit"]'
+        )
+    if HISTORY in kept and not recipe.is_delayed and AMAX not in kept:
+        raise ValueError(
+            f"{name}: the variables have a history of delayed scales, but the recipe of this "
+            "module scales otherwise, expected variables of a module wrapped by the same recipe; "
+            'wrap it by theirs, or pass variables without the collection "qtoolkit"'
+        )
+    for part in (BAD, KEY):
+        dtype = kept[part].dtype if part in kept else np.uint32
+        if dtype != np.uint32:
+            raise ValueError(
+                f"{name}: {part} of a product has dtype {dtype}, expected uint32: it was averaged "
+                "with the statistics of batches; average only nnx.All(nnx.BatchStat, nnx.Not("
+                "nnx.Any(qtoolkit.nnx.ScalingState, qtoolkit.nnx.Probe)))"
+            )
+
+
+def of_kernel(kept: Kept) -> tuple[Array | None, Array | None, Array | None]:
+    """(amax, key, learned scale) of the kernel, for each layer of a stack."""
+    amax = kept.get(AMAX)
+    if amax is None and HISTORY in kept:
+        amax = jnp.max(kept[HISTORY], axis=-1)
+    return None if amax is None else amax[..., 1], kept.get(KEY), kept.get(LEARNED[2])
+
+
+def observe(kept: Kept, counts: Array | None) -> dict[str, Any]:
+    """The state after a step: histories moved by `counts`, the gradient of the probe, if any."""
+    if counts is None:
+        return dict(kept)
+    history, bad = rolled(kept[HISTORY], kept[BAD], counts)
+    return {**kept, HISTORY: history, BAD: bad}
+
+
+def advance(kept: Kept) -> dict[str, Any]:
+    """The state with the key of the next step."""
+    if KEY not in kept:
+        return dict(kept)
+    return {**kept, KEY: kept[KEY] + jnp.array([0, 1], jnp.uint32)}
+
+
+def taken_over(recipe: Recipe, kept: Kept, was_recipe: Recipe, was: Kept) -> dict[str, Any]:
+    """`kept`, with what stays valid of the state `was` that the product had under another recipe.
+
+    A history holds magnitudes of the arrays before rounding, so it is copied if it has the same
+    number of steps. Calibrated and learned values are taken over only if the operand, with its
+    format and transform, is the same. The count of steps in the key goes on, but the key's identity
+    is that of the layer's new path.
+    """
+    new = dict(kept)
+    if HISTORY in kept and HISTORY in was and kept[HISTORY].shape == was[HISTORY].shape:
+        new[HISTORY], new[BAD] = jnp.copy(was[HISTORY]), jnp.copy(was[BAD])
+    is_same = [one == other for one, other in zip(recipe.forward, was_recipe.forward, strict=True)]
+    if AMAX in kept and AMAX in was:
+        is_known = jnp.array([*is_same, False]) & jnp.isnan(kept[AMAX]) & (was[AMAX] > 0)
+        with jax.debug_nans(False):
+            new[AMAX] = jnp.where(is_known, was[AMAX], kept[AMAX])
+    if KEY in kept and KEY in was:
+        new[KEY] = kept[KEY].at[..., 1].set(was[KEY][..., 1])
+    return new
+
+
+def first_values(kept: Kept, found: Callable[[int], Any]) -> tuple[dict[str, Any], bool]:
+    """The learned scales that have no value yet, with those of `found`; and whether one has none.
+
+    Args:
+      found: From 0 for lhs or 1 for rhs to (scale, offset), see `first_scales`; None: not measured.
+    """
+    new, is_missing = {}, False
+    for number, name in enumerate(LEARNED):
+        before = kept.get(name)
+        if before is None or not bool(jnp.any(jnp.isnan(before))):
+            continue
+        values = found(number // 2)
+        value = np.float32(np.nan) if values is None else values[number % 2]
+        is_missing |= bool(jnp.isnan(value))
+        new[name] = jnp.where(jnp.isnan(before), value, before)
+    return new, is_missing
+
+
+def _identity(name: str) -> np.uint32:
+    return np.uint32(zlib.crc32(name.encode()))

@@ -1,0 +1,142 @@
+"""What the rounding of one training step lost, measured in that step: small enough to log."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts.internal import exact_float32
+from qtoolkit.products._numerics import labels
+from qtoolkit.products._place import Place
+from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._taps import ROLES, Stored, Tapping, instrumented
+from qtoolkit.scaling.internal import (
+    amax_of,
+    effective,
+    extreme,
+    kept_range,
+    marked,
+    marked_size,
+    scaled_values,
+)
+
+Array = jax.Array
+FAR = 2.0  # an element counts as bad if it is beyond the format's largest value by this factor
+_COUNTS = ("uses", "elements", "saturated", "underflowed", "bad")
+_MARKS = marked_size(0)
+_SAMPLE = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class _WatchTap:
+    """Measures the counts of `_COUNTS`, the marked amax and the marked largest scale."""
+
+    # Not those of dgrad and wgrad that the forward product rounds, too: they are as these are.
+    roles: tuple[int, ...] = (0, 1, 2, 5)
+    size: int = len(_COUNTS) + 2 * _MARKS
+
+    def __call__(self, x: Array, rounded: Rounded) -> Array:
+        spec, (amax, is_bad) = rounded.spec, amax_of(x)
+        wide, q = _sample(exact_float32(x)), _sample(rounded.q)
+        counts, scale = [jnp.float32(0)] * 3, jnp.ones((1,), jnp.float32)
+        if spec is not None:
+            largest = np.float32(max(map(abs, kept_range(spec))))
+            if spec.scale is not None:
+                assert rounded.scales.scale is not None
+                scale = effective(rounded.scales.scale, rounded.scales.tensor_scale, spec)
+            u, limit, most = jnp.abs(wide), largest * jnp.max(scale), amax
+            if scale.size > 1:  # else the elements need not be divided
+                u = jnp.abs(_sample(scaled_values(x, spec, rounded.scales)))
+                limit, most = jnp.asarray(largest), jnp.zeros_like(amax)
+            far = np.float32(FAR) * limit
+            # The largest of all elements counts, too: no sample misses that something saturates.
+            counts = [
+                _at_least(most > limit, u > limit),
+                jnp.sum((q == 0) & (wide != 0), dtype=jnp.float32),
+                _at_least((most > far) | is_bad, ~(u <= far)),
+            ]
+        first = jnp.stack([jnp.float32(1), jnp.float32(wide.size), *counts])
+        return jnp.concatenate([first, marked(amax, 0), marked(jnp.max(scale), 0)])
+
+
+def _sample(x: Array) -> Array:
+    """At most some `_SAMPLE` elements of an array, evenly spaced along its first axes.
+
+    All elements would take further passes over each operand: 20 % of a step of d = 512 on a CPU.
+    """
+    for axis in range(x.ndim):
+        step = min(x.shape[axis], -(-x.size // _SAMPLE))
+        x = lax.slice_in_dim(x, 0, None, step, axis)
+    return x
+
+
+def _at_least(is_any: Array, flags: Array) -> Array:
+    """How many flags of a sample are set, at least 1 where any flag is."""
+    return jnp.maximum(jnp.sum(flags, dtype=jnp.float32), is_any.astype(jnp.float32))
+
+
+Products = Mapping[Place, tuple[Any, Stored]]
+
+
+def products_in(function: Callable[..., Any], *arguments: Any) -> dict[Place, tuple[Any, Stored]]:
+    """The products that run in a function, found by tracing it."""
+    finding = Tapping(_WatchTap())
+    with instrumented(finding):
+        jax.eval_shape(function, *arguments)
+    return finding.found
+
+
+def zeros_for(products: Products) -> dict[str, Array]:
+    """Zeros by which to differentiate: their gradients are what `metrics_of` takes."""
+    return {str(place): jnp.zeros((len(ROLES), _WatchTap().size)) for place in products}
+
+
+@contextlib.contextmanager
+def watching(products: Products, zeros: Mapping[str, Array]) -> Iterator[None]:
+    """In this context products measure their operands."""
+    with instrumented(Tapping(_WatchTap(), {place: zeros[str(place)] for place in products})):
+        yield
+
+
+def metrics_of(
+    products: Products, rows: Mapping[str, Array]
+) -> dict[str, dict[str, dict[str, Array]]]:
+    """By product and operand: shares of elements, the amax and the scale of this step.
+
+    saturated, underflowed, bad: shares of the elements, float32: those that the format's largest
+    value clamps; those that became zero and were not; those that are not finite or beyond the
+    largest value by more than a factor of 2 (`FAR`). Shares are of some 65,536 elements, evenly
+    spaced, and of the largest one. amax, scale: the largest of the step. A product on which the
+    loss does not depend was not measured: its numbers are NaN.
+    """
+    found: dict[str, dict[str, dict[str, Array]]] = {}
+    for place, (recipe, stored) in products.items():
+        of_place = found.setdefault(str(place), {})
+        for role, twin, label in labels(place, recipe, stored):
+            if recipe.operands[role] is None or role not in _WatchTap().roles:
+                continue
+            row = rows[str(place)][role]
+            row = row if role == twin else row + rows[str(place)][twin]
+            name = label["operand"]
+            of_place[f"{name} of {label['parts']}" if name in of_place else name] = _numbers(row)
+    return found
+
+
+def _numbers(row: Array) -> dict[str, Array]:
+    uses, elements, *counts = row[: len(_COUNTS)]
+    amax, scale = row[len(_COUNTS) :].reshape(2, _MARKS)
+    with jax.debug_nans(False):  # no error: NaN says that nothing was measured
+        shares = {
+            name: jnp.where(uses > 0, count / elements, np.float32(np.nan))
+            for name, count in zip(_COUNTS[2:], counts, strict=True)
+        }
+        largest = {"amax": amax, "scale": scale}
+        return shares | {
+            name: jnp.where(uses > 0, extreme(marks, 0, lowest=False), np.float32(np.nan))
+            for name, marks in largest.items()
+        }

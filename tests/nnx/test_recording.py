@@ -1,0 +1,274 @@
+"""Other people's trainers: histories and keys that the forward pass itself moves.
+
+Oracles: NumPy for the magnitudes (buckets of an eighth of a binade); `qt.nnx.value_and_grad`, of
+which other tests show what it does; `Current` scaling where no state is carried.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit.products import Delayed, Operand, Recipe
+
+FORWARD = Recipe(Operand("e4m3fn", scaling=Delayed(4)), "e5m2")
+BOTH = Recipe(Operand("e4m3fn", scaling=Delayed(4)), Operand("e5m2", scaling=Delayed(4)))
+CURRENT = Recipe()
+X = jnp.float32(np.random.default_rng(0).normal(size=(8, 16)))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a = nnx.Linear(16, 16, rngs=rngs)
+        self.b = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.a(x)))
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def histories(model):
+    return [
+        np.asarray(variable[...])
+        for path, variable in nnx.to_flat_state(nnx.state(model, qt.nnx.ScalingState))
+        if path[-1] == "history"
+    ]
+
+
+def edge(amax):
+    bits = np.asarray(amax, np.float32).view(np.uint32)
+    return (((bits >> 20) + 1) << 20).view(np.float32)
+
+
+def rematted(model, x):
+    return nnx.remat(loss)(model, x)
+
+
+def jitted(model, x):
+    return nnx.jit(loss)(model, x)
+
+
+def mapped(model, x):
+    run = nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))
+    return jnp.mean(run(model, x) ** 2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("loss", [loss, rematted, jitted, mapped])
+def test_a_plain_gradient_moves_the_histories_of_lhs_and_rhs(loss):
+    model, other = (qt.nnx.wrap(Net(), FORWARD) for _ in range(2))
+    for factor in (1, 3):
+        nnx.jit(nnx.value_and_grad(loss))(model, factor * X)
+        qt.nnx.value_and_grad(loss)(other, factor * X)
+    for mine, theirs in zip(histories(model), histories(other), strict=True):
+        np.testing.assert_array_equal(mine[:2], theirs[:2])
+        assert not mine[2].any()
+    assert histories(model)[0][0, 0] == edge(3 * np.abs(X).max())
+
+
+def test_the_next_step_is_scaled_by_the_history():
+    """And not by its own magnitudes: what is larger saturates."""
+    model = qt.nnx.wrap(Net(), FORWARD)
+    step = nnx.jit(nnx.value_and_grad(loss))
+    step(model, X)
+    expected = loss(model, 9 * X)
+    value, _ = step(model, 9 * X)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert abs(value / loss(qt.nnx.wrap(Net(), CURRENT), 9 * X) - 1) > 0.1
+
+
+def test_evaluation_moves_nothing_whatever_runs_it():
+    model = qt.nnx.wrap(Net(), FORWARD)
+    nnx.value_and_grad(loss)(model, X)
+    before = histories(model)
+    model(100 * X)
+    nnx.jit(loss)(model, 100 * X)
+    jax.jit(lambda x: model(x))(100 * X)
+    jax.jit(loss)(model, 100 * X)
+    for mine, was in zip(histories(model), before, strict=True):
+        np.testing.assert_array_equal(mine, was)
+
+
+def test_a_user_is_told_that_cotangents_have_current_scales():
+    model = qt.nnx.wrap(Net(), BOTH)
+    with pytest.warns(RuntimeWarning, match=r"those of cotangents are current ones; different"):
+        nnx.jit(nnx.value_and_grad(loss))(model, X)
+    assert all(history[:2, 0].all() and not history[2].any() for history in histories(model))
+
+
+@pytest.mark.parametrize("recipe", [BOTH, FORWARD, qt.recipes.nvfp4])
+def test_a_user_is_told_where_no_state_is_carried(recipe):
+    """The model is closed over, so nnx forbids writing to it. Oracle: `Current` scaling."""
+    model = qt.nnx.wrap(Net(), recipe)
+    qt.nnx.value_and_grad(loss)(model, 1e-3 * X)
+    before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
+
+    def of_input(x):
+        return loss(model, x)
+
+    with pytest.warns(RuntimeWarning, match=r"histories of delayed scales and keys .* do not mo"):
+        value, grad = jax.value_and_grad(of_input)(X)
+    for mine, was in zip(jax.tree.leaves(nnx.state(model)), before, strict=True):
+        np.testing.assert_array_equal(mine, was)
+    if recipe != qt.recipes.nvfp4:
+        current = qt.nnx.wrap(Net(), CURRENT)
+        wanted, wanted_grad = jax.value_and_grad(lambda x: loss(current, x))(X)
+        np.testing.assert_allclose(value, wanted, rtol=1e-6)
+        np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-7)
+
+
+def test_keys_advance_and_say_nothing():
+    model = qt.nnx.wrap(Net(), qt.recipes.nvfp4)
+    step = nnx.jit(nnx.value_and_grad(loss))
+    _, first = step(model, X)
+    _, second = step(model, X)
+    assert not np.array_equal(first["a"]["kernel"], second["a"]["kernel"])
+    keys = nnx.to_flat_state(nnx.state(model, qt.nnx.ScalingState))
+    assert [int(key[...][1]) for _, key in keys] == [2, 2]
+
+
+@nnx.vmap(in_axes=0, out_axes=0)
+def _stack(rngs):
+    return nnx.Linear(16, 16, rngs=rngs)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_each_layer_of_a_scan_has_its_own(remat):
+    def body(x, layer):
+        return jnp.tanh(layer(x))
+
+    def of(model, x):
+        inner = nnx.remat(body) if remat else body
+        return jnp.mean(nnx.scan(inner, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, model) ** 2)
+
+    model, other = (qt.nnx.wrap(_stack(nnx.Rngs(0).split(3)), FORWARD) for _ in range(2))
+    for _ in range(2):
+        nnx.jit(nnx.value_and_grad(of))(model, X)
+        nnx.jit(qt.nnx.value_and_grad(of))(other, X)
+    (mine,), (theirs,) = histories(model), histories(other)
+    np.testing.assert_array_equal(mine[:, :2], theirs[:, :2])
+
+
+class Block(nnx.Module):
+    """Attention beside a product of its own, whose method is therefore traced."""
+
+    def __init__(self):
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
+        self.gate = nnx.Param(jnp.eye(16))
+
+    def __call__(self, x):
+        return self.attention(x) @ self.gate
+
+
+def test_layers_inside_of_a_traced_method_are_carried():
+    model, other = (qt.nnx.wrap(Block(), FORWARD) for _ in range(2))
+    x = X[None]
+    nnx.jit(nnx.value_and_grad(loss))(model, x)
+    nnx.jit(qt.nnx.value_and_grad(loss))(other, x)
+    assert len(histories(model)) == 6
+    for mine, theirs in zip(histories(model), histories(other), strict=True):
+        np.testing.assert_array_equal(mine[:2], theirs[:2])
+    before = histories(model)
+    jax.jit(lambda x: model(x))(100 * x)  # nnx forbids writing here
+    for mine, was in zip(histories(model), before, strict=True):
+        np.testing.assert_array_equal(mine, was)
+
+
+def test_a_step_with_an_infinity_changes_no_history():
+    model = qt.nnx.wrap(Net(), FORWARD)
+    step = nnx.jit(nnx.value_and_grad(loss))
+    step(model, X)
+    before = histories(model)
+    step(model, X.at[0, 0].set(jnp.inf))
+    for mine, was in zip(histories(model), before, strict=True):
+        np.testing.assert_array_equal(mine, was)
+    bad = [x for x in jax.tree.leaves(nnx.state(model, qt.nnx.ScalingState)) if x.ndim == 0]
+    assert [int(x) for x in bad] == [1, 1]
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_have_one_history(check_vma):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    recipe = Recipe(*FORWARD.forward[:1], "e5m2", axis_names=() if check_vma else ("d",))
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), recipe)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def step(params, rest, x):
+        def of(params):
+            merged = nnx.merge(graph, params, rest, copy=True)
+            return loss(merged, x), nnx.state(merged, qt.nnx.ScalingState)
+
+        grads, state = jax.grad(of, has_aux=True)(params)
+        return grads, state
+
+    out = (jax.P(), jax.P())
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=(jax.P(), jax.P(), jax.P("d")), out_specs=out, check_vma=check_vma
+    )
+    _, state = jax.jit(run)(params, rest, X)
+    history = next(x for x in jax.tree.leaves(state) if x.ndim == 2)
+    assert history[0, 0] == edge(np.abs(X).max())
+
+
+class Gated(nnx.Module):
+    """Products by `@`: of kernels, and of two activations."""
+
+    def __init__(self, rngs):
+        self.up, self.down = (
+            nnx.Param(jax.random.normal(rngs.params(), (16, 16)) / 4) for _ in range(2)
+        )
+
+    def __call__(self, x):
+        x = jnp.tanh(x @ self.up)
+        return (x @ x.T) @ x @ self.down
+
+
+@pytest.mark.quick
+def test_products_of_own_modules_keep_state_if_inputs_are_known():
+    """As those of layers do. Oracle: NumPy, and the plain model."""
+    model = qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH, inputs=(X,))
+    assert len(histories(model)) == 4
+    step = nnx.jit(qt.nnx.value_and_grad(loss))
+    value, _ = step(model, X)
+    np.testing.assert_allclose(value, loss(Gated(nnx.Rngs(0)), X), rtol=0.2)
+    kept = model.qtoolkit_products.up
+    assert kept.history[...][0, 0] == edge(np.abs(X).max())
+    assert kept.history[...][1, 0] == edge(np.abs(model.up[...]).max())
+    assert all(history[:, 0].all() for history in histories(model))
+    report = qt.nnx.report(model, X)
+    assert "current" not in str(report)
+    strict = qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH, strict=lambda model: loss(model, X))
+    assert nnx.graphdef(strict) == nnx.graphdef(qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH, inputs=(X,)))
+    assert not histories(qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH))
+
+
+def test_learned_scales_of_own_modules():
+    model = qt.nnx.wrap(Gated(nnx.Rngs(0)), qt.recipes.int4_lsq, inputs=(X,))
+    qt.nnx.start_scales(model, X)
+    scales = jax.tree.leaves(nnx.state(model, qt.nnx.LsqScale))
+    assert len(scales) == 8
+    _, grads = nnx.jit(nnx.value_and_grad(loss))(model, X)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_a_stack_of_own_modules_has_a_history_for_each():
+    make = nnx.vmap(lambda rngs: Gated(rngs), in_axes=0, out_axes=0)
+
+    def run(model, x):
+        body = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return body(x, model)
+
+    given = make(nnx.Rngs(0).split(3))
+    model = qt.nnx.wrap(given, BOTH, inputs=lambda model: run(model, X))
+    nnx.jit(qt.nnx.value_and_grad(lambda model, x: jnp.mean(run(model, x) ** 2)))(model, X)
+    kept = model.qtoolkit_products.up.history[...]
+    assert kept.shape == (3, 3, 4)
+    for i in range(3):
+        assert kept[i, 1, 0] == edge(np.abs(model.up[...][i]).max())

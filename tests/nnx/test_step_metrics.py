@@ -1,0 +1,101 @@
+"""`value_and_grad(loss, metrics=True)`. Oracles: NumPy and ml_dtypes; the step without metrics."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import qtoolkit as qt
+from qtoolkit.products import Operand, Recipe, Static
+
+X = jnp.float32(np.random.default_rng(0).normal(size=(64, 16))).at[0, 0].set(40.0)
+STATIC = Recipe(Operand("e4m3fn", scaling=Static(2.0**-7)), "e5m2")
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def expected(x, scale, fmt=ml_dtypes.float8_e4m3fn, largest=464):
+    """Of E4M3 everything up to 464, halfway to 480, rounds to 448."""
+    u = np.abs(np.asarray(x, np.float32)) / np.float32(scale)
+    q = np.minimum(u, 448).astype(fmt).astype(np.float32)
+    return {
+        "saturated": np.mean(u > largest),
+        "underflowed": np.mean((q == 0) & (u != 0)),
+        "bad": np.mean(~(u <= 2 * largest)),
+        "amax": np.abs(x).max(),
+        "scale": scale,
+    }
+
+
+@pytest.mark.quick
+def test_a_step_says_what_its_rounding_lost():
+    model = qt.nnx.wrap(nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), STATIC)
+    step = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))
+    x = 2 * X
+    value, grads, found = step(model, x)
+    plain, wanted = nnx.jit(qt.nnx.value_and_grad(loss))(model, x)
+    np.testing.assert_array_equal(value, plain)
+    jax.tree.map(np.testing.assert_array_equal, grads, wanted)
+    (operands,) = found.values()
+    assert set(operands) == {"lhs", "rhs", "cotangent"}
+    kernel = model.kernel[...]
+    for name, array in (("lhs", x), ("rhs", kernel)):
+        for part, number in expected(array, 2.0**-7).items():
+            np.testing.assert_allclose(operands[name][part], number, rtol=1e-6, err_msg=part)
+    assert operands["lhs"]["saturated"] > operands["lhs"]["bad"] > 0
+    cotangent = 2 * np.asarray(model(x)) / (64 * 8)
+    np.testing.assert_allclose(operands["cotangent"]["amax"], np.abs(cotangent).max(), rtol=1e-5)
+
+
+def test_infinities_are_bad():
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), STATIC)
+    *_, found = qt.nnx.value_and_grad(loss, metrics=True)(model, X.at[1, 1].set(jnp.inf))
+    (operands,) = found.values()
+    np.testing.assert_allclose(operands["lhs"]["bad"], 2 / X.size)
+
+
+class Twice(nnx.Module):
+    def __init__(self):
+        self.shared = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.idle = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.shared(self.shared(x)) + jax.lax.stop_gradient(self.idle(x))
+
+
+def test_shares_are_over_all_runs_and_what_no_gradient_reaches_is_nan():
+    model = qt.nnx.wrap(Twice(), qt.recipes.te_delayed_hybrid)
+    *_, found = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))(model, X)
+    assert set(found) == {"shared:0", "idle:0"}
+    np.testing.assert_allclose(found["shared:0"]["lhs"]["amax"], 40)
+    assert found["shared:0"]["lhs"]["saturated"] == 0
+    assert np.isnan(found["idle:0"]["lhs"]["amax"])
+    history = model.shared.dot_general.products[0].history[...]
+    assert history[0, 0] > 40  # it is rolled as ever
+
+
+@pytest.mark.parametrize("recipe", [qt.recipes.mxfp8, qt.recipes.nvfp4, qt.recipes.token_scaled])
+def test_scales_of_blocks_too(recipe):
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), recipe)
+    *_, found = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))(model, X)
+    (operands,) = found.values()
+    assert all(np.isfinite(x) for x in jax.tree.leaves(operands))
+    np.testing.assert_allclose(operands["lhs"]["amax"], 40)
+
+
+def test_linen_gives_the_same():
+    module = qt.linen.wrap(linen.Dense(8, use_bias=False), STATIC)
+    variables = module.init(jax.random.key(0), X)
+    model = qt.nnx.wrap(nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), STATIC)
+    model.kernel[...] = variables["params"]["kernel"]
+    step = qt.linen.value_and_grad(lambda v, x: jnp.mean(module.apply(v, x) ** 2), metrics=True)
+    *_, found = jax.jit(step)(variables, X)
+    *_, wanted = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))(model, X)
+    (mine,), (theirs,) = found.values(), wanted.values()
+    for operand, numbers in theirs.items():
+        for name, number in numbers.items():
+            np.testing.assert_allclose(mine[operand][name], number, rtol=1e-5)
