@@ -293,6 +293,7 @@ def _with_factors(
 ) -> tuple[PlainModel, tuple[str, ...]]:
     """The model with factors in its kernels, and their reciprocals in what writes the inputs."""
     groups: dict[int, _Group] = {}
+    sources: dict[Key, list[Node]] = {}
 
     def visit(use: Use) -> None:
         place = id(use.node)
@@ -301,38 +302,38 @@ def _with_factors(
             _observed(seen, use)
             groups[place] = _Group(use.node, {}, seen[use.key][0])
         groups[place].uses[use.key] = use.kernel, use.how
+        sources.setdefault(use.key, []).append(use.source)
 
     model.tracked(batches, visit)
     params, unfolded = dict(model.params), []
     for group in groups.values():
-        names = [key[0] for key in group.uses]
-        if not any(name in kernels for name in names):
-            continue
+        names = [key[0] for key in group.uses if key[0] in kernels]
         roots = group.node.roots
         is_free = all(root.is_read_only_by(group.uses) for root in roots)
-        is_free &= sum(key in other.uses for other in groups.values() for key in group.uses) == len(
-            group.uses
-        )
-        if not (roots and is_free and all(name in kernels for name in names)):
-            unfolded += [name for name in names if name in kernels]
-            continue
-        _fold(params, roots, group, _factors(kernels, group, method))
+        is_free &= all(len(sources[key]) == 1 for key in group.uses)
+        if not roots or not is_free or not all(sources[key][0].is_used_once for key in group.uses):
+            unfolded += names
+        elif names:
+            _fold(params, roots, group, _factors(kernels, group, method))
     return model._replace(params=params), tuple(dict.fromkeys(unfolded))
 
 
 def _factors(kernels: Mapping[str, Operand], group: _Group, method: str) -> Array:
-    """The factors of a group: powers of two for half precision, which multiplies exactly then."""
-    arrays = [array for array, _ in group.uses.values()]
-    is_half = any(array.dtype != jnp.float32 for array in arrays)
-    where = f"quantize: {_shown(next(iter(group.uses)))}"
+    """The factors of a group: powers of two for half precision, which multiplies exactly then.
+
+    Kernels that stay high precision are multiplied, but do not decide.
+    """
+    uses = {key: use for key, use in group.uses.items() if key[0] in kernels}
+    arrays = [array for array, _ in uses.values()]
+    is_half = any(array.dtype != jnp.float32 for array, _ in group.uses.values())
+    where = f"quantize: {_shown(next(iter(uses)))}"
     if method == "awq":
         hows = [
-            (_spec(kernels[key[0]], how, array.shape), how)
-            for key, (array, how) in group.uses.items()
+            (_spec(kernels[key[0]], how, array.shape), how) for key, (array, how) in uses.items()
         ]
         return searched(where, arrays, group.hessian, hows, power_of_two=is_half)
     amaxes = []
-    for array, how in group.uses.values():
+    for array, how in uses.values():
         check_inputs(where, array, group.hessian, how)
         magnitudes = jnp.abs(how.matrices(exact_float32(array)))
         amaxes.append(jnp.max(magnitudes, (0, 2)))

@@ -42,8 +42,8 @@ class Root(NamedTuple):
 
     def is_read_only_by(self, keys: Iterable[Key]) -> bool:
         """Whether only these kernels read what the parameter writes, and nothing else reads it."""
-        is_once = self.node is self.source or len(self.source.users) == 1
-        return is_once and self.node.read_by() == set(keys)
+        is_vector = self.node is self.source and not self.source.is_used_as_stack
+        return (is_vector or self.source.is_used_once) and self.node.read_by() == set(keys)
 
 
 class Node:
@@ -54,11 +54,21 @@ class Node:
         and the value alone decides on nothing else. Empty if there are none.
       users: The nodes that are computed from it, and the keys of kernels that it is multiplied by;
         None for anything else.
+      stack: Of one step's part of what a scan goes over, the whole.
     """
 
-    def __init__(self, roots: tuple[Root, ...] = ()) -> None:
+    def __init__(self, roots: tuple[Root, ...] = (), stack: "Node | None" = None) -> None:
         self.roots = roots
+        self.stack = stack
         self.users: list[Node | Key | None] = []
+
+    @property
+    def is_used_as_stack(self) -> bool:
+        return self.stack is not None and bool(self.stack.users)
+
+    @property
+    def is_used_once(self) -> bool:
+        return len(self.users) == 1 and not self.is_used_as_stack
 
     def read_by(self) -> set[Key | None]:
         """The kernels that read what the roots write; None among them for anything else."""
@@ -97,6 +107,7 @@ class Use(NamedTuple):
       how: The axes of the kernel, of one of a stack.
       kernel: Its value.
       node: Its inputs, in the graph.
+      source: The kernel, in the graph.
       rows: The inputs of one batch, [..., rows, channels], in the order that `how` says.
       batches: How many batches there are.
     """
@@ -105,6 +116,7 @@ class Use(NamedTuple):
     how: Contraction
     kernel: Array
     node: Node
+    source: Node
     rows: Callable[[int], Array]
     batches: int
 
@@ -178,12 +190,12 @@ class _Run(NamedTuple):
         arrays = self._bound(eqn, inputs)
         if name in ("convert_element_type", "copy"):  # the same place in the graph
             return [Value(arrays[0], inputs[0].node, inputs[0].origin)]
+        if name == "transpose" and inputs[0].origin is not None:
+            key, places = inputs[0].origin
+            order = tuple(places[axis] for axis in eqn.params["permutation"])
+            return [Value(arrays[0], inputs[0].node, Origin(key, order))]
         node = _following(name, eqn, inputs)
-        origin = inputs[0].origin if name == "transpose" else None
-        if origin is not None:
-            order = tuple(origin.order[axis] for axis in eqn.params["permutation"])
-            origin = origin._replace(order=order)
-        return [Value(out, node, origin) for out in arrays]
+        return [Value(out, node) for out in arrays]
 
     def _bound(self, eqn: Any, inputs: Sequence[Value]) -> list[tuple[Any, ...]]:
         """The results of an operation, each for all batches or for each."""
@@ -239,7 +251,7 @@ class _Run(NamedTuple):
 
         back = sorted(range(len(order)), key=order.__getitem__)
         array = lax.transpose(kernel.arrays[0], back)
-        new = self.visit(Use(key, how, array, x.node, rows, len(x.arrays)))
+        new = self.visit(Use(key, how, array, x.node, kernel.node, rows, len(x.arrays)))
         if new is not None:
             turned = lax.transpose(new.astype(array.dtype), order)
             inputs = list(inputs)
@@ -347,7 +359,8 @@ def _at(value: Value, i: int) -> Value:
         value.node.users.append(None)
         return Value(arrays, Node())
     (name, index), order = origin
-    return Value(arrays, Node(), Origin((name, (*index, i)), tuple(a - 1 for a in order[1:])))
+    key, rest = (name, (*index, i)), tuple(axis - 1 for axis in order[1:])
+    return Value(arrays, Node(stack=value.node), Origin(key, rest))
 
 
 def _stacked(values: Sequence[Value]) -> Value:
