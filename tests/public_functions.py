@@ -451,15 +451,15 @@ EXCLUDED = {
     **dict.fromkeys(("CotangentEstimator", "Estimator"), "a type, for annotations"),
     **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
     **dict.fromkeys(("Operand", "Recipe"), DATA),
-    "Calibration": HELD,
+    **dict.fromkeys(("Allocation", "Calibration", "InputStatistics"), HELD),
     **dict.fromkeys(("gptq", "awq_factors"), "run once, over a trained kernel; sums decide"),
     **dict.fromkeys(
         (
             f"{shell}.{name}"
             for shell in ("nnx", "linen")
             for name in (
-                *("calibrate", "freeze", "numerics", "quantize", "report", "sensitivity"),
-                *("start_scales", "value_and_grad"),
+                *("allocate", "calibrate", "freeze", "numerics", "quantize", "report"),
+                *("sensitivity", "start_scales", "value_and_grad"),
             )
         ),
         OF_MODELS,
