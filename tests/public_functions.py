@@ -98,6 +98,7 @@ SCALING = {
     ],
     "smoothing_factors": lambda x: scaling.smoothing_factors(jnp.abs(x[0]), jnp.abs(x[1])),
     "cross_layer_factors": lambda x: scaling.cross_layer_factors(x, x, axis1=0, axis2=0),
+    "Hessian": lambda x: scaling.Hessian.of(COLUMNS).observe(x).largest,
     "AbsMax": observed(scaling.AbsMax, "e4m3fn"),
     "AmaxHistory": observed(scaling.AmaxHistory, "e4m3fn", margin=1),
     "MovingAverage": observed(scaling.MovingAverage, "int8"),
@@ -450,14 +451,15 @@ EXCLUDED = {
     **dict.fromkeys(("CotangentEstimator", "Estimator"), "a type, for annotations"),
     **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
     **dict.fromkeys(("Operand", "Recipe"), DATA),
-    "Calibration": HELD,
+    **dict.fromkeys(("Allocation", "Calibration", "InputStatistics"), HELD),
+    **dict.fromkeys(("gptq", "awq_factors"), "run once, over a trained kernel; sums decide"),
     **dict.fromkeys(
         (
             f"{shell}.{name}"
             for shell in ("nnx", "linen")
             for name in (
-                *("calibrate", "freeze", "numerics", "quantize", "report", "sensitivity"),
-                *("start_scales", "value_and_grad"),
+                *("allocate", "calibrate", "freeze", "numerics", "quantize", "report"),
+                *("sensitivity", "start_scales", "value_and_grad"),
             )
         ),
         OF_MODELS,

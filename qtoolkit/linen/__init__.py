@@ -1,5 +1,6 @@
 """FP8-aware training of Flax linen modules, without editing them."""
 
+from qtoolkit.linen._allocation import allocate
 from qtoolkit.linen._flow import calibrate, freeze, numerics, sensitivity, start_scales
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
 from qtoolkit.linen._quantize import quantize
@@ -12,6 +13,7 @@ __all__ = [
     "Fp8Conv",
     "Fp8Dense",
     "Fp8Einsum",
+    "allocate",
     "calibrate",
     "freeze",
     "numerics",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from qtoolkit.formats import Rules
+from qtoolkit.linen._post_training import observed_inputs
 from qtoolkit.linen._run import key_of, path_of
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_arguments, products_of, with_part
 from qtoolkit.linen._wrap import wrap
@@ -54,7 +55,7 @@ def calibrate(
     batches: Iterable[Any],
     observer: Any = "absmax",
     **options: Any,
-) -> Calibration:
+) -> Any:
     """Finds one scale for each operand of a wrapped module's products, from batches of inputs.
 
         found = qtoolkit.linen.calibrate(wrapped, variables, batches, "percentile")
@@ -85,6 +86,8 @@ def calibrate(
       >>> found.states[0], found.states[0].scale()  # of the input: 896 / 448
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
+    if observer == "hessian":
+        return observed_inputs(wrapped, variables, batches, **options)
     return flow.calibrate(*_opened("calibrate", wrapped, variables), batches, observer, options)
 
 

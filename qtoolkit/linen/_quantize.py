@@ -1,6 +1,7 @@
 """`quantize`: linen variables whose kernels are stored as codes and scales, to be served."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -9,11 +10,19 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.linen._post_training import plain_model, with_params
 from qtoolkit.linen._run import Kernel, moves_state, noting_kernels
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, with_part
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Batch, of_kernel, serving_rules, stored_kernel
+from qtoolkit.products.internal import (
+    Batch,
+    of_kernel,
+    serving_rules,
+    settings,
+    stored_kernel,
+    tuned,
+)
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -24,7 +33,12 @@ def quantize(
     variables: Any,
     recipe: Recipe | Rules[Recipe] | SpecLike | None,
     inputs: Any,
+    calibration: Any = None,
     *,
+    algorithm: str = "nearest",
+    sequential: bool = False,
+    damping: float = 0.01,
+    act_order: bool = False,
     kv_cache: SpecLike | None = None,
     method: Any = None,
 ) -> tuple[Model, Any]:
@@ -52,11 +66,13 @@ def quantize(
       recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
         beside wide activations.
       inputs: What the module is called with, as a batch of `calibrate`.
+      calibration, algorithm, sequential, damping, act_order: As `calibration`, `method` and so on
+        of `qtoolkit.nnx.quantize`: "gptq", "awq" and others, for a module that is not wrapped.
       kv_cache, method: As for `wrap` and `apply`.
 
     Returns:
       The module from `wrap`, and the variables with `QArray`s in "params"; everything else in them
-      is unchanged.
+      is unchanged, but for parameters that took factors of AWQ or SmoothQuant.
 
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
@@ -77,6 +93,7 @@ def quantize(
       True
     """
     check_variables("quantize", variables, '; pass {"params": params}')
+    how = settings(algorithm, calibration, sequential, damping, act_order)
     served = _served(module, recipe, kv_cache)
     apply = functools.partial(
         served.apply,
@@ -87,13 +104,23 @@ def quantize(
     batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
     with noting_kernels() as kernels:
         jax.eval_shape(lambda variables, batch: batch.given_to(apply, variables), variables, batch)
+    alike = {
+        path: uses[0]
+        for path, uses in kernels.uses.items()
+        if path not in kernels.other_uses and all(_are_alike(use, uses[0]) for use in uses)
+    }
+    made: Mapping[str, QArray] = {}
+    if how.needs_inputs:
+        plain = plain_model("quantize", module, variables, method)
+        operands = {"/".join(p): use.operand for p, use in alike.items() if use.operand is not None}
+        made, arrays = tuned(plain, operands, calibration, how)
+        variables = {**variables, "params": with_params(variables, arrays)}
     params, count = variables["params"], 0
-    for path, uses in kernels.uses.items():
+    for path, use in alike.items():
         value = at(params, path)
-        if path in kernels.other_uses or any(not _are_alike(use, uses[0]) for use in uses):
-            continue
         is_stored = isinstance(value, QArray)
-        array = value if is_stored else _stored_kernel(path, value, uses[0], variables)
+        array = value if is_stored else made.get("/".join(path))
+        array = _stored_kernel(path, value, use, variables) if array is None else array
         if array is not None:
             params, count = with_part(params, path, array), count + 1
     if not count:

@@ -1,5 +1,6 @@
 """FP8-aware training of Flax nnx models, without editing them."""
 
+from qtoolkit.nnx._allocation import allocate
 from qtoolkit.nnx._flow import calibrate, freeze, numerics, sensitivity, start_scales
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
 from qtoolkit.nnx._quantize import quantize
@@ -19,6 +20,7 @@ __all__ = [
     "LsqScale",
     "Probe",
     "ScalingState",
+    "allocate",
     "calibrate",
     "freeze",
     "numerics",

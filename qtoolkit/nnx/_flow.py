@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qtoolkit.nnx._post_training import observed_inputs
 from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import (
@@ -62,7 +63,7 @@ def _products(model: nnx.Module) -> list[tuple[ProductState, Kept]]:
 
 def calibrate(
     wrapped: nnx.Module, batches: Iterable[Any], observer: Any = "absmax", **options: Any
-) -> Calibration:
+) -> Any:
     """Finds one scale for each operand of a wrapped model's products, from batches of inputs.
 
         found = qtoolkit.nnx.calibrate(wrapped, batches, "percentile", fraction=0.999)
@@ -79,14 +80,15 @@ def calibrate(
       batches: The model is called with each: as `*batch` if it is a tuple, as `**batch` if it is a
         dictionary. Arrays are traced, all else is passed as it is.
       observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
-        such a class of `qtoolkit.scaling`.
+        such a class of `qtoolkit.scaling`. "hessian" is for `quantize(model, recipe, calibration,
+        method="gptq")`: it takes the model before `wrap`, and observes the inputs of all kernels.
       options: Arguments for its `of`, e.g. `fraction` of `Percentile`.
 
     Returns:
-      `Calibration`, a pytree of observers; calibrations of several devices or runs can be merged. A
-      product that runs several times in a batch (a shared layer, layers that `nnx.scan` stacks) has
-      one observer per operand. Its amax may be too large by less than 12.5 %, if the amaxes of
-      several runs are that close to each other.
+      `Calibration`, a pytree of observers (for "hessian" `InputStatistics`); calibrations of
+      several devices or runs can be merged. A product that runs several times in a batch (a shared
+      layer, layers that `nnx.scan` stacks) has one observer per operand. Its amax may be too large
+      by less than 12.5 %, if the amaxes of several runs are that close to each other.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
@@ -100,6 +102,8 @@ def calibrate(
       >>> found.states[0], found.states[0].scale()  # of the input: 896 / 448
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
+    if observer == "hessian":
+        return observed_inputs(wrapped, batches, **options)
     return flow.calibrate(*_opened("calibrate", wrapped), batches, observer, options)
 
 

@@ -1,15 +1,25 @@
 """`quantize`: an nnx model whose kernels are stored as codes and scales, to be served."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.nnx._post_training import kernel_name, plain_model, with_params
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._rewriting import adapters, original_class, product_states
 from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
 from qtoolkit.products import Operand, Recipe
-from qtoolkit.products.internal import Axes, einsum_axes, of_kernel, serving_rules, stored_kernel
+from qtoolkit.products.internal import (
+    Axes,
+    einsum_axes,
+    of_kernel,
+    serving_rules,
+    settings,
+    stored_kernel,
+    tuned,
+)
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -18,7 +28,12 @@ Model = TypeVar("Model", bound=nnx.Module)
 def quantize(
     model: Model,
     recipe: Recipe | Rules[Recipe] | SpecLike | None = None,
+    calibration: Any = None,
     *,
+    method: str = "nearest",
+    sequential: bool = False,
+    damping: float = 0.01,
+    act_order: bool = False,
     kv_cache: SpecLike | None = None,
 ) -> Model:
     """A model like `model`, to be served: its kernels are 8-bit or narrower codes with scales.
@@ -37,11 +52,26 @@ def quantize(
     compute products by themselves, which are rounded in each call as in a wrapped model. Kernels
     that are `QArray`s already, from `qtoolkit.checkpoints.load`, are used as they are.
 
+    With a calibration, kernels are rounded so that the matmuls lose little, not the kernels: the
+    method is one of "gptq"; "awq" and "smoothquant", which multiply the channels of kernels by
+    factors that the norm or matmul before takes up (kernels before which nothing can are rounded
+    without, and a warning names them); "awq+gptq" and "smoothquant+gptq". The model is run
+    operation by operation, also through `jit`, `scan` and `checkpoint`; kernels of a stack have
+    inputs of their own. Convolutions with groups, and matmuls inside of a `while_loop`, must be
+    excluded by a rule. Memory for GPTQ: channels**2 float32 numbers for each kernel.
+
     Args:
       model: Any `nnx.Module`. If it is from `wrap` and `recipe` is None, it keeps its recipes and
         scales. It is not changed.
       recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
         beside wide activations.
+      calibration: Batches of inputs, as for `calibrate`, all of one shape; the model must not be
+        wrapped then. For GPTQ that is not sequential also what `calibrate(model, batches,
+        "hessian")` returns.
+      method: How kernels are rounded.
+      sequential: Whether GPTQ gives each layer the inputs that the quantized layers before it
+        compute, so that it makes their errors good as well. One run, all batches at once.
+      damping, act_order: As in `qtoolkit.scaling.gptq`.
       kv_cache: As for `wrap`.
 
     Returns:
@@ -53,8 +83,9 @@ def quantize(
       TypeError: As `wrap`.
       ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, is
         stored in another format than `recipe` says, has a learned scale that was not started, or a
-        learned offset (LSQ+), which codes cannot hold since their zero points are integers; or
-        `recipe` is None and `model` is not wrapped.
+        learned offset (LSQ+), which codes cannot hold since their zero points are integers;
+        `recipe` is None and `model` is not wrapped; or the calibration is missing, reaches a kernel
+        with too few rows (fewer than channels), not at all, or only with infinities and NaNs.
 
     Gradient: Stored kernels have none: `value_and_grad` raises, and `nnx.grad` refuses integers, so
     select other parameters, e.g. `wrt=nnx.LoRAParam`. Gradients of inputs and other parameters use
@@ -74,10 +105,17 @@ def quantize(
       True
     """
     rules = None if recipe is None else serving_rules(recipe)
+    how = settings(method, calibration, sequential, damping, act_order)
     served = rewired("quantize", model, rules, kv_cache)
+    made: Mapping[str, QArray] = {}
+    if how.needs_inputs:
+        plain = plain_model("quantize", model)
+        made, params = tuned(plain, _operands(served, plain.params), calibration, how)
+        if params is not plain.params:
+            served = rewired("quantize", with_params(model, params), rules, kv_cache)
     known: dict[Any, Any] = {}
     found = [layer for layer in modules_of(served) if site_of(layer.module) is not None]
-    stored = [_store(layer, known, recipe is not None) for layer in found]
+    stored = [_store(layer, known, recipe is not None, made) for layer in found]
     if not any(stored):
         names = ", ".join(layer.shown for layer in found[:3])
         raise ValueError(
@@ -89,14 +127,27 @@ def quantize(
     return served
 
 
-def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
-    """Stores the kernel of a layer, if it has one that can be stored.
+def _operands(served: Any, params: Mapping[str, Any]) -> dict[str, Operand]:
+    """How each kernel that can be stored is rounded, by the name of the parameter."""
+    operands = {}
+    for layer in modules_of(served):
+        site, name = site_of(layer.module), kernel_name(layer, params)
+        operand = None if site is None else site.recipe.forward[1]
+        if operand is not None and name is not None and kernel_axes(layer.module) is not None:
+            operands[name] = operand
+    return operands
+
+
+def _store(
+    found: FoundModule, known: dict[Any, Any], is_asked: bool, made: Mapping[str, QArray]
+) -> bool:
+    """Stores the kernel of a layer, if it has one that can be stored; those of `made` as they are.
 
     Returns whether the kernel is stored now. If the user gave a recipe (`is_asked`), a kernel that
     was stored before must have the format that the recipe says.
     """
     layer: Any = found.module
-    axes = _kernel_axes(layer)
+    axes = kernel_axes(layer)
     if axes is None:
         return False
     kernel = layer.kernel
@@ -118,7 +169,9 @@ def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
     if name not in known:
         where = f"quantize: {found.shown}: {type(layer).__name__}.kernel"
         states = amax, key, learned
-        array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
+        array = made.get(kernel_name(found, made) or "")
+        if array is None:
+            array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
         stored = type(kernel).from_metadata(array, kernel.get_metadata())
         # Keep kernel and scale alive: an object made later could get the `id` of a freed one.
         known[name] = (kernel, scale), stored
@@ -136,7 +189,7 @@ def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
         )
 
 
-def _kernel_axes(layer: Any) -> Axes | None:
+def kernel_axes(layer: Any) -> Axes | None:
     """The axes of a layer's kernel in its product, without leading axes of a stack.
 
     None if the layer has no attribute for its product, or multiplies something else than its

@@ -3,6 +3,7 @@
 # ruff: noqa: F401  (imported for those packages)
 
 from qtoolkit.products import _flow as flow
+from qtoolkit.products._allocation import allocated
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch, check_calibrated
@@ -31,6 +32,7 @@ from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._place import MODEL, Marked, Place
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
+from qtoolkit.products._post_training import PlainModel, input_statistics, settings, tuned
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._recording import (
     Track,

@@ -1,9 +1,12 @@
 """Chooses scales, x ~ q * scale, and quantizes arrays in blocks. Nothing here has derivatives."""
 
 from qtoolkit.scaling._amax import amax
+from qtoolkit.scaling._awq import awq_factors
 from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage
 from qtoolkit.scaling._equalization import cross_layer_factors, equalize, smoothing_factors
+from qtoolkit.scaling._gptq import gptq
 from qtoolkit.scaling._hadamard import hadamard_transform
+from qtoolkit.scaling._hessian import Hessian
 from qtoolkit.scaling._histogram import MSE, Bins, Entropy, Percentile
 from qtoolkit.scaling._history import AmaxHistory
 from qtoolkit.scaling._metrics import Metrics, sqnr_db
@@ -20,6 +23,7 @@ __all__ = [
     "AmaxHistory",
     "Bins",
     "Entropy",
+    "Hessian",
     "Metrics",
     "MetricsTable",
     "MinMax",
@@ -29,8 +33,10 @@ __all__ = [
     "QArray",
     "Tally",
     "amax",
+    "awq_factors",
     "cross_layer_factors",
     "equalize",
+    "gptq",
     "hadamard_transform",
     "metrics",
     "quantize",

@@ -117,8 +117,39 @@ def pytree(kind: Kind) -> Kind:
     return kind
 
 
+class Mergeable:
+    """A frozen dataclass whose fields say how they are merged."""
+
+    def merge(self, other: Self) -> Self:
+        """A state that has seen the batches of both. Associative and commutative, up to rounding.
+
+        Raises:
+          TypeError: `other` is of another class.
+          ValueError: It has another format, shape or configuration.
+        """
+        where = f"{type(self).__name__}.merge"
+        if type(other) is not type(self):
+            raise TypeError(
+                f"{where}: other is of type {type(other).__name__}, expected {type(self).__name__}"
+            )
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        for name in (f.name for f in fields if "static" in f.metadata):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"{where}: other has {name}={theirs}, expected {mine}")
+        return merged(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
+
+    def merge_across(self, axis_name: AxisNames) -> Self:
+        """A state that has seen the batches of all devices along mesh axes, the same on each.
+
+        Args:
+          axis_name: One or more axes of `shard_map`, or that of `pmap` or `vmap`.
+        """
+        return merged(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Observer:
+class Observer(Mergeable):
     """The base class of all observers.
 
     Attributes:
@@ -173,32 +204,6 @@ class Observer:
                 f"{self.shape}; only axes of which a block is the whole may differ between batches"
             )
         return _on_any_mesh(self, lax.stop_gradient(batch))
-
-    def merge(self, other: Self) -> Self:
-        """A state that has seen the batches of both. Associative and commutative, up to rounding.
-
-        Raises:
-          TypeError: `other` is of another class.
-          ValueError: It has another format, shape or configuration.
-        """
-        where = f"{type(self).__name__}.merge"
-        if type(other) is not type(self):
-            raise TypeError(
-                f"{where}: other is of type {type(other).__name__}, expected {type(self).__name__}"
-            )
-        for name in (f.name for f in dataclasses.fields(self) if "static" in f.metadata):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(f"{where}: other has {name}={theirs}, expected {mine}")
-        return merged(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
-
-    def merge_across(self, axis_name: AxisNames) -> Self:
-        """A state that has seen the batches of all devices along mesh axes, the same on each.
-
-        Args:
-          axis_name: One or more axes of `shard_map`, or that of `pmap` or `vmap`.
-        """
-        return merged(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
 
     def amax(self) -> Array:
         """The magnitude that becomes the largest element: float32, the shape of the scales.

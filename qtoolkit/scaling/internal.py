@@ -3,6 +3,7 @@
 # ruff: noqa: F401  (imported for those packages)
 
 from qtoolkit.scaling._amax import check_axes
+from qtoolkit.scaling._awq import searched
 from qtoolkit.scaling._blocks import (
     Blocks,
     TornBlocksError,
@@ -10,6 +11,7 @@ from qtoolkit.scaling._blocks import (
     largest_magnitude,
     magnitude_max,
 )
+from qtoolkit.scaling._contraction import Contraction, check_inputs, squared_error
 from qtoolkit.scaling._elements import Scales, element_values, may_overflow
 from qtoolkit.scaling._engine import (
     block_codes,
@@ -23,6 +25,7 @@ from qtoolkit.scaling._engine import (
     single_scale,
     unscaled_values,
 )
+from qtoolkit.scaling._gptq import solved
 from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import (
     BUCKETS,

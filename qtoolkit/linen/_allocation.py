@@ -1,0 +1,92 @@
+"""`allocate`: a format for each layer under a size."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from qtoolkit.linen._flow import sensitivity
+from qtoolkit.linen._post_training import plain_model
+from qtoolkit.linen._run import Kernels, noting_kernels
+from qtoolkit.linen._state import at
+from qtoolkit.linen._wrap import wrap
+from qtoolkit.products import Allocation
+from qtoolkit.products.internal import allocated, serving_rules, stored_kernel
+
+
+def allocate(
+    module: nn.Module,
+    variables: Any,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any, Any], Any],
+    *,
+    choices: Sequence[Any],
+    bytes: int,
+) -> Allocation:
+    """Choose a format for each layer, so that all kernels fit a size at the least loss.
+
+    As `qtoolkit.nnx.allocate`.
+
+    Args:
+      module: A module that is not wrapped.
+      variables: What `init` returned.
+      batch: A pytree of arrays.
+      loss_fn: From (module, variables, batch) to a float scalar: it is called with the module
+        wrapped by each choice, and calls `module.apply(variables, ...)`.
+      choices, bytes: As for `qtoolkit.nnx.allocate`.
+
+    Returns:
+      `Allocation`, rules for `quantize` and `wrap`.
+
+    Raises:
+      TypeError, ValueError: As `qtoolkit.nnx.allocate`.
+
+    Examples:
+      >>> module, x = nn.Sequential([nn.Dense(64), nn.Dense(64)]), jnp.ones((4, 64)) / 7
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> def loss(module, variables, x):
+      ...     return jnp.square(module.apply(variables, x)).mean()
+      >>> rules = qt.linen.allocate(
+      ...     module, variables, x, loss, choices=["int4_group32", "int8"], bytes=5000)
+      >>> [recipe.forward[1].spec.name for _, recipe in rules.rules], rules.size
+      (['int4_group32', 'int4_group32'], 5120)
+    """
+    plain_model("allocate", module, variables)
+    found: list[dict[str, int]] = []
+
+    def measured(recipe: Any) -> tuple[Any, dict[str, int]]:
+        wrapped = wrap(module, serving_rules(recipe))
+
+        def loss(variables: Any, batch: Any) -> Any:
+            return loss_fn(wrapped, variables, batch)
+
+        with noting_kernels() as kernels:
+            jax.eval_shape(loss, variables, batch)
+        sizes, wide = _kernel_bytes(variables["params"], kernels)
+        found.append(wide)
+        return sensitivity(wrapped, variables, batch, loss), sizes
+
+    anything = next((choice for choice in choices if choice is not None), "int8")
+    measured(anything)
+    return allocated(choices, bytes, measured, found[0])
+
+
+def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of the kernels of each layer as `quantize` stores them, and as they are."""
+    sizes: dict[str, int] = {}
+    wide: dict[str, int] = {}
+    for path, uses in kernels.uses.items():
+        use, x = uses[0], at(params, path)
+        lead = x.ndim - len(use.shape)
+        if use.operand is None or path in kernels.other_uses or tuple(x.shape[lead:]) != use.shape:
+            continue
+        stored = jax.eval_shape(
+            lambda x, use=use, lead=lead: stored_kernel("allocate", x, use.operand, use.axes, lead),
+            x,
+        )
+        layer = "/".join(path[:-1])
+        leaves = jax.tree.leaves(stored)
+        sizes[layer] = sizes.get(layer, 0) + sum(a.size * a.dtype.itemsize for a in leaves)
+        wide[layer] = wide.get(layer, 0) + x.size * x.dtype.itemsize
+    return sizes, wide

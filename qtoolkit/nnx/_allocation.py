@@ -1,0 +1,82 @@
+"""`allocate`: a format for each layer under a size."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+
+from qtoolkit.nnx._flow import sensitivity
+from qtoolkit.nnx._post_training import plain_model
+from qtoolkit.nnx._quantize import kernel_axes, quantize
+from qtoolkit.nnx._wrap import modules_of, wrap
+from qtoolkit.products import Allocation
+from qtoolkit.products.internal import allocated, serving_rules
+from qtoolkit.scaling import QArray
+
+
+def allocate(
+    model: nnx.Module,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    choices: Sequence[Any],
+    bytes: int,
+) -> Allocation:
+    """Choose a format for each layer, so that all kernels fit a size at the least loss.
+
+        rules = qtoolkit.nnx.allocate(
+            model, batch, loss_fn, choices=["int4_group32", "e4m3fn", None], bytes=30_000_000)
+        print(rules)
+        served = qtoolkit.nnx.quantize(model, rules)
+
+    `sensitivity` measures for each choice by how much the loss grows if one layer alone takes it;
+    the sum of these is minimized (exactly, up to rounding of sizes to 1/4096 of the limit: see
+    `gap`). The loss of all layers together may differ from the sum.
+
+    Args:
+      model: A model that is not wrapped.
+      batch, loss_fn: As for `sensitivity`.
+      choices: Formats or recipes, as for `quantize`; None is the layer as it is.
+      bytes: The limit for the kernels that `quantize` stores, with their scales.
+
+    Returns:
+      `Allocation`: `Rules` for `quantize` and `wrap`, printed as a table with what each layer
+      costs. Layers without a kernel that `quantize` stores are excluded.
+
+    Raises:
+      TypeError: `model` is no `nnx.Module`, or a choice no format.
+      ValueError: The model is wrapped; no choices; or `bytes` is less than the smallest choices
+        take.
+
+    Source: arXiv:1911.03852 (sensitivities and a size, HAWQ-V2).
+
+    Examples:
+      >>> layers = [nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(2)]
+      >>> model, x = nnx.Sequential(*layers), jax.random.normal(jax.random.key(0), (32, 64))
+      >>> target = model(x)
+      >>> def loss(model, x):
+      ...     return jnp.square(model(x) - target).mean()
+      >>> rules = qt.nnx.allocate(model, x, loss, choices=["int4_group32", "int8"], bytes=8000)
+      >>> [recipe.forward[1].spec.name for _, recipe in rules.rules]
+      ['int4_group32', 'int8 by tensor']
+    """
+    plain_model("allocate", model)
+
+    def measured(recipe: Any) -> tuple[Any, dict[str, int]]:
+        wrapped = wrap(model, serving_rules(recipe))
+        return sensitivity(wrapped, batch, loss_fn), _kernel_bytes(model, recipe)
+
+    return allocated(choices, bytes, measured, _kernel_bytes(model, None))
+
+
+def _kernel_bytes(model: nnx.Module, recipe: Any) -> dict[str, int]:
+    """The bytes of the kernels that `quantize` stores, by path; wide if there is no recipe."""
+    found = model if recipe is None else quantize(model, recipe)
+    sizes = {}
+    for layer in modules_of(found):
+        module: Any = layer.module
+        if kernel_axes(module) is not None:
+            value = module.kernel.get_value()
+            if recipe is None or isinstance(value, QArray):
+                sizes[layer.paths[0]] = int(value.nbytes)
+    return sizes

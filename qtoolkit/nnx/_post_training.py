@@ -1,0 +1,53 @@
+"""What post-training methods need of an nnx model."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from qtoolkit.nnx._report import check_module, site_of
+from qtoolkit.nnx._wrap import FoundModule
+from qtoolkit.products.internal import Batch, PlainModel, input_statistics
+
+
+def plain_model(where: str, model: Any) -> PlainModel:
+    """A model that is not wrapped, as the methods run it."""
+    check_module(where, model)
+    if any(site_of(module) is not None for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            f"{where}: {type(model).__name__} is wrapped, and the method needs the inputs of its "
+            "high-precision matmuls, expected the model before wrap; pass that and a recipe"
+        )
+    graph, params, *rest = nnx.split(model, nnx.Param, ...)
+    flat = nnx.to_flat_state(params)
+    arrays = {"/".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+
+    def call(arrays: Mapping[str, Any], batch: Batch) -> Any:
+        leaves = [
+            (path, leaf.replace(array))
+            for (path, leaf), array in zip(flat, arrays.values(), strict=True)
+        ]
+        made: Any = nnx.merge(graph, nnx.from_flat_state(leaves), *rest, copy=True)
+        return batch.given_to(made)
+
+    return PlainModel(call, arrays)
+
+
+def with_params(model: nnx.Module, params: Mapping[str, Any]) -> Any:
+    """A copy of a model with other values of its parameters, by name."""
+    graph, old, *rest = nnx.split(model, nnx.Param, ...)
+    flat = nnx.to_flat_state(old)
+    leaves = [(path, leaf.replace(params["/".join(map(str, path))])) for path, leaf in flat]
+    return nnx.merge(graph, nnx.from_flat_state(leaves), *rest, copy=True)
+
+
+def kernel_name(found: FoundModule, known: Mapping[str, Any]) -> str | None:
+    """The name of a layer's kernel among the parameters; a shared layer has several paths."""
+    names = ("/".join(filter(None, (path, "kernel"))) for path in found.paths)
+    return next((name for name in names if name in known), None)
+
+
+def observed_inputs(model: nnx.Module, batches: Iterable[Any], dtype: Any = jnp.float32) -> Any:
+    """`calibrate` with observer="hessian"."""
+    return input_statistics(plain_model("calibrate", model), batches, dtype)

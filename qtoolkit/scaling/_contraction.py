@@ -1,0 +1,139 @@
+"""The kernel of a matmul as matrices [batch, channels, columns], whatever the order of its axes."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from qtoolkit.formats import BlockFormat
+from qtoolkit.scaling._blocks import Blocks
+from qtoolkit.scaling._elements import Scales
+from qtoolkit.scaling._hessian import Hessian
+
+Array = jax.Array
+
+
+class Contraction(NamedTuple):
+    """Which axes of a kernel the matmul sums over, in the order of the input's channels.
+
+    Attributes:
+      contracted: The axes that are summed over.
+      batch: The axes along which each matmul has inputs of its own, such as experts.
+    """
+
+    contracted: tuple[int, ...]
+    batch: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, where: str, shape: tuple[int, ...], axis: int | tuple[int, ...]) -> "Contraction":
+        """From the axis or axes that a user names.
+
+        Raises:
+          ValueError: An axis is out of range or comes twice.
+        """
+        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        rank = len(shape)
+        if not axes or any(not -rank <= a < rank for a in axes):
+            raise ValueError(f"{where}: axis={axis} of shape {shape}, expected {-rank}..{rank - 1}")
+        places = tuple(a % rank for a in axes)
+        if len(set(places)) < len(places):
+            raise ValueError(f"{where}: axis={axis} of shape {shape}, expected different axes")
+        return cls(places)
+
+    def order(self, rank: int) -> tuple[int, ...]:
+        first = (*self.batch, *self.contracted)
+        return (*first, *(axis for axis in range(rank) if axis not in first))
+
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        batch, channels = (math.prod(shape[a] for a in axes) for axes in (self.batch, self[0]))
+        return batch, channels, math.prod(shape) // (batch * channels)
+
+    def matrices(self, x: Array) -> Array:
+        """The kernel as [batch, channels, columns]."""
+        return lax.transpose(x, self.order(x.ndim)).reshape(self.sizes(x.shape))
+
+    def restored(self, matrices: Array, shape: tuple[int, ...]) -> Array:
+        """The kernel of `shape` that `matrices` were made of; or its scales, in their shape."""
+        order = self.order(len(shape))
+        x = matrices.reshape([shape[axis] for axis in order])
+        return lax.transpose(x, [order.index(axis) for axis in range(len(shape))])
+
+    def along(self, spec: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
+        """`spec`, whose blocks lie along the last contracted axis unless it says otherwise."""
+        if not spec.block or spec.axes is not None:
+            return spec
+        kept = [a for a in range(len(shape)) if a not in (*self.contracted, *self.batch)]
+        return spec.along(*(*kept, self.contracted[-1])[-len(spec.block) :])
+
+    def blocks(self, spec: BlockFormat, shape: tuple[int, ...]) -> Blocks:
+        """The blocks of the matrices.
+
+        Raises:
+          ValueError: Blocks of the kernel would be torn: those of several contracted axes must
+            divide the last one, or cover all of them.
+        """
+        order = self.order(len(shape))
+        lengths = spec.block_lengths(shape)
+        blocks = Blocks(tuple(shape[a] for a in order), tuple(lengths[a] for a in order))
+        return blocks.reshaped(self.sizes(shape))
+
+    def scales(self, scales: Scales, spec: BlockFormat, shape: tuple[int, ...]) -> Scales:
+        """Scales of the kernel as those of its matrices."""
+        counts = self.blocks(spec, shape).counts
+
+        def moved(x: Array) -> Array:
+            return lax.transpose(x, self.order(x.ndim)).reshape(counts)
+
+        scale, zero_point = (None if x is None else moved(x) for x in scales[::2])
+        return Scales(scale, scales.tensor_scale, zero_point)
+
+
+def check_inputs(where: str, w: Array, hessian: Hessian, how: Contraction) -> None:
+    """Raises unless `hessian` is of the inputs of a kernel `w`, and says enough about them.
+
+    Raises:
+      ValueError: `hessian` has other channels, holds too few rows or non-finite sums; or `w` holds
+        an infinity or a NaN.
+    """
+    batch, channels, _ = how.sizes(w.shape)
+    if hessian.magnitude.size != batch * channels or hessian.channels != channels:
+        raise ValueError(
+            f"{where}: the Hessian has shape {hessian.magnitude.shape}, and w of shape {w.shape} "
+            f"has {channels} channels along {how.contracted}, expected the same"
+        )
+    if isinstance(hessian.rows, jax.core.Tracer) or isinstance(w, jax.core.Tracer):
+        return
+    if not int(hessian.rows):
+        count = int(hessian.bad)
+        why = f"all {count} batches held a NaN or an infinity" if count else "there was no batch"
+        raise ValueError(f"{where}: not calibrated: {why}; expected finite inputs")
+    if int(hessian.rows) < channels:
+        raise ValueError(
+            f"{where}: {int(hessian.rows)} rows of inputs for {channels} channels, expected at "
+            "least as many rows as channels: fewer leave errors free; calibrate with more samples"
+        )
+    if not bool(jnp.isfinite(hessian.total).all()):
+        raise ValueError(
+            f"{where}: the Hessian is not finite, its sums of squares overflow; expected inputs "
+            "whose squares float32 can add"
+        )
+    count = int(jnp.sum(~jnp.isfinite(w)))
+    if count:
+        raise ValueError(
+            f"{where}: w holds {count} infinities and NaNs, expected finite numbers; repair the "
+            "checkpoint, or exclude the layer by a rule with None"
+        )
+
+
+def squared_error(difference: Array, total: Array) -> Array:
+    """The sum of d' H d over the columns d, of [batch, channels, columns]."""
+    moved = jnp.matmul(total, difference.astype(total.dtype), precision=lax.Precision.HIGHEST)
+    return jnp.sum(moved * difference)
+
+
+def with_block(spec: BlockFormat, *block: int) -> BlockFormat:
+    """`spec` with blocks of these lengths along the two axes of a matrix."""
+    return dataclasses.replace(spec, block=block, axes=(0, 1), other_axes=1)

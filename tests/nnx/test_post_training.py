@@ -1,0 +1,348 @@
+"""GPTQ, AWQ and SmoothQuant of models. Oracles: NumPy's sums over inputs that the plain model gives
+layer by layer, `scaling.gptq` of these, and the plain model itself.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit.products._post_training import PlainModel, Settings, tuned
+from qtoolkit.scaling import Hessian, gptq
+
+WIDTH = 32
+
+
+def batches(count=3, rows=(4, 16)):
+    spread = np.exp(np.random.default_rng(0).normal(size=WIDTH)).astype(np.float32)
+    return [
+        jnp.asarray(np.random.default_rng(i).normal(size=(*rows, WIDTH)) * spread, jnp.float32)
+        for i in range(count)
+    ]
+
+
+class Two(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(WIDTH, 48, rngs=rngs)
+        self.second = nnx.Linear(48, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def hessian_of(x):
+    return Hessian.of(x.shape[-1]).observe(x)
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_each_kernel_is_what_gptq_makes_of_the_inputs_of_its_layer(sequential):
+    model, seen = Two(), batches()
+    served = qt.nnx.quantize(model, "int4_group32", seen, method="gptq", sequential=sequential)
+    x = jnp.concatenate([batch.reshape(-1, WIDTH) for batch in seen])
+    first = gptq(model.first.kernel[...], "int4_group32", hessian_of(x), packed=True)
+    kernel = first.dequantize() if sequential else model.first.kernel[...]
+    hidden = jnp.tanh(x @ kernel + model.first.bias[...])
+    second = gptq(model.second.kernel[...], "int4_group32", hessian_of(hidden), packed=True)
+    for layer, expected in ((served.first, first), (served.second, second)):
+        got = layer.kernel.get_value()
+        assert (got.spec, got.lengths, got.packed_size) == (
+            expected.spec, expected.lengths, expected.packed_size,
+        )  # fmt: skip
+        # Sums over inputs in another order may round a weight near a tie otherwise.
+        same = got.unpack().codes == expected.unpack().codes
+        assert float(same.mean()) > 0.995
+    y = model(seen[0])
+    nearest = qt.nnx.quantize(model, "int4_group32")
+    errors = [float(jnp.square(m(seen[0]) - y).mean()) for m in (served, nearest)]
+    assert errors[0] < 0.8 * errors[1]
+    wrapped = qt.nnx.wrap(model, qt.Recipe((None, "int4_group32"), gradient=None))
+    assert jax.tree.structure(nnx.state(served)) == jax.tree.structure(nnx.state(nearest))
+    assert wrapped.first.kernel is model.first.kernel  # the model is as it was
+
+
+def test_statistics_are_collected_batch_by_batch_and_merged():
+    model, seen = Two(), batches()
+    parts = [qt.nnx.calibrate(model, [batch], "hessian") for batch in seen]
+    merged = parts[0].merge(parts[1]).merge(parts[2])
+    assert [name for name, _ in merged.keys] == ["first/kernel", "second/kernel"]
+    x = np.concatenate([np.asarray(batch).reshape(-1, WIDTH) for batch in seen]).astype(np.float64)
+    hidden = np.tanh(x @ np.asarray(model.first.kernel[...], np.float64))
+    for hessian, inputs in zip(merged.hessians, (x, hidden), strict=True):
+        np.testing.assert_allclose(hessian.total, inputs.T @ inputs, rtol=1e-4, atol=1e-3)
+    assert "first/kernel: Hessian(32 channels, float32: 192 rows, 0 bad batches)" in str(merged)
+    served = [
+        qt.nnx.quantize(model, "int4_group32", calibration, method="gptq")
+        for calibration in (merged, seen)
+    ]
+    codes = [jax.tree.leaves(nnx.state(m)) for m in served]
+    assert all(np.array_equal(a, b) for a, b in zip(*codes, strict=True))
+
+
+class Stacked(nnx.Module):
+    """Layers under `scan`, each behind `remat` and `jit`."""
+
+    def __init__(self):
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def made(rngs):
+            return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        self.layers = made(nnx.Rngs(0).split(3))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return nnx.remat(nnx.jit(lambda layer, x: jnp.tanh(layer(x))))(layer, x)
+
+        return run(x, self.layers)
+
+
+def test_kernels_of_a_stack_have_inputs_of_their_own():
+    model, seen = Stacked(), batches()
+    served = qt.nnx.quantize(model, "int4_group32", seen, method="gptq")
+    got = served.layers.kernel.get_value()
+    x = jnp.concatenate([batch.reshape(-1, WIDTH) for batch in seen])
+    for i in range(3):
+        kernel, bias = model.layers.kernel[i], model.layers.bias[i]
+        expected = gptq(kernel, "int4_group32", hessian_of(x), packed=True)
+        assert float((got[i].unpack().codes == expected.unpack().codes).mean()) > 0.995
+        x = jnp.tanh(x @ kernel + bias)
+    run = nnx.jit(lambda model, x: model(x))
+    y = model(seen[0])
+    errors = [
+        float(jnp.square(run(m, seen[0]) - y).mean())
+        for m in (served, qt.nnx.quantize(model, "int4_group32"))
+    ]
+    assert errors[0] < errors[1]
+
+
+class Block(nnx.Module):
+    def __init__(self, gate):
+        rngs = nnx.Rngs(1)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+        self.second_norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 64, rngs=rngs)
+        self.gate = nnx.Linear(WIDTH, 64, rngs=rngs)
+        self.down = nnx.Linear(64, WIDTH, rngs=rngs)
+        self.gating = gate
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x))
+        y = self.second_norm(x)
+        return x + self.down(self.gating(self.up(y), self.gate(y)))
+
+
+def plain(model):
+    graph, params = nnx.split(model)
+    flat = nnx.to_flat_state(params)
+    names = ["/".join(map(str, path)) for path, _ in flat]
+
+    def call(arrays, batch):
+        leaves = [(p, v.replace(arrays[n])) for (p, v), n in zip(flat, names, strict=True)]
+        return batch.given_to(nnx.merge(graph, nnx.from_flat_state(leaves)))
+
+    return PlainModel(call, dict(zip(names, (v.get_value() for _, v in flat), strict=True)))
+
+
+GATES = {
+    "gated": (lambda up, gate: up * nnx.silu(gate), True),
+    "relu": (lambda up, gate: nnx.relu(up) + 0 * gate[..., :1], False),
+    "relu alone": (lambda up, gate: nnx.relu(up), True),
+    "gelu": (lambda up, gate: nnx.gelu(up), False),
+    "with itself": (lambda up, gate: up * nnx.sigmoid(up), False),
+}
+
+
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+@pytest.mark.parametrize("gate", GATES)
+def test_factors_are_folded_only_where_the_model_computes_the_same(method, gate):
+    function, is_folded = GATES[gate]
+    model, seen = Block(function), batches()
+    model.norm.scale[...] = jnp.linspace(0.5, 2, WIDTH)
+    model.norm.bias[...] = jnp.linspace(-1, 1, WIDTH)
+    given = plain(model)
+    kernels = [name for name in given.params if name.endswith("kernel")]
+    if gate != "gated":  # what stays high precision takes the factors of its inputs as well
+        kernels = [name for name in kernels if not name.startswith("gate")]
+    operand = qt.Operand("int4_group32")
+    with pytest.warns(UserWarning, match=r"have no factors, because no norm") as caught:
+        made = tuned(given, dict.fromkeys(kernels, operand), seen, Settings(method))
+    unfolded = {"attention/out/kernel"} | (set() if is_folded else {"down/kernel"})
+    said = str(caught[0].message)
+    assert f"{len(unfolded)} kernels" in said
+    assert all(name in said for name in unfolded)
+    changed = {n for n in given.params if not np.array_equal(given.params[n], made.params[n])}
+    assert {"norm/scale", "norm/bias", "second_norm/scale", "up/kernel", "gate/kernel"} <= changed
+    assert {f"attention/{name}/kernel" for name in ("query", "key", "value")} <= changed
+    assert ("down/kernel" in changed) == is_folded
+    assert not {"gate/bias", "attention/out/bias"} & changed
+    batch = qt.products.internal.Batch.of(seen[0])
+    before, after = (np.asarray(given.call(p, batch)) for p in (given.params, made.params))
+    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4 * np.abs(before).max())
+
+
+def test_a_tied_table_takes_no_factors():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(40, WIDTH, rngs=nnx.Rngs(0))
+            self.norm = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, tokens):
+            return self.embed.attend(self.norm(self.embed(tokens)))
+
+    model, tokens = Tied(), jax.random.randint(jax.random.key(0), (4, 32), 0, 40)
+    given, kernels = plain(model), {"embed/embedding": qt.Operand("int4_group32")}
+    with pytest.warns(UserWarning, match="1 kernels have no factors"):
+        made = tuned(given, kernels, [tokens], Settings("awq"))
+    assert all(made.params[name] is given.params[name] for name in given.params)
+
+
+def test_what_two_layers_share_takes_no_factors():
+    class Shared(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+            self.layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            y = self.norm(x)
+            return self.layer(y) + y
+
+    model = Shared()
+    with pytest.warns(UserWarning, match="1 kernels have no factors.*layer/kernel"):
+        served = qt.nnx.quantize(model, "int4_group32", batches(), method="awq")
+    nearest = qt.nnx.quantize(model, "int4_group32")
+    np.testing.assert_array_equal(
+        served.layer.kernel.get_value().codes, nearest.layer.kernel.get_value().codes
+    )
+
+
+def test_a_convolution_sums_over_its_patches():
+    model = nnx.Conv(3, 8, (3, 2), strides=(2, 1), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (8, 9, 7, 3)) + 1
+    spec = qt.BlockFormat.channel("int4", axis=3)
+    served = qt.nnx.quantize(model, spec, [x], method="gptq")
+    found = qt.nnx.calibrate(model, [x], "hessian")
+    (hessian,), kernel = found.hessians, np.asarray(model.kernel[...])
+    rounded = np.asarray(served.kernel.get_value().dequantize())
+    # The squared error of the result, by the convolution itself, is what the sums say.
+    difference = (kernel - rounded).reshape(-1, 8)
+    told = np.einsum("kn,kl,ln->", difference, np.asarray(hessian.total, np.float64), difference)
+    seen = np.square(np.asarray(served(x) - model(x), np.float64)).sum()
+    np.testing.assert_allclose(told, seen, rtol=1e-3)
+    nearest = qt.nnx.quantize(model, spec)
+    assert seen < 0.8 * np.square(np.asarray(nearest(x) - model(x))).sum()
+
+
+class Unused(Two):
+    def __init__(self):
+        super().__init__()
+        self.third = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(3))
+
+
+@pytest.mark.parametrize(
+    ("model", "calibration", "options", "message"),
+    [
+        (Two, None, {"method": "gptq"}, "no calibration for method='gptq'"),
+        (Two, [], {"method": "gptq"}, "not calibrated: there are no batches"),
+        (Two, batches(), {}, "a calibration for method='nearest'"),
+        (Two, batches(), {"method": "gtpq"}, "method='gtpq', expected one of nearest, gptq"),
+        (Two, batches(), {"method": "awq", "sequential": True}, "expected GPTQ"),
+        (Two, batches(1, (8,)), {"method": "gptq"}, "first/kernel: 8 rows of inputs for 32"),
+        (Unused, batches(), {"method": "gptq"}, "third/kernel: no batch reached a matmul of it"),
+        (Two, [b * jnp.inf for b in batches()], {"method": "gptq"}, "first/kernel: not calibrated: "
+         "all 3 batches held a NaN or an infinity"),
+        (Two, [*batches(2), batches(1)[0][:2]], {"method": "gptq"}, "batches differ in shape"),
+        (lambda: qt.nnx.wrap(Two(), qt.recipes.te_current), batches(), {"method": "gptq"},
+         "is wrapped, and the method needs"),
+    ],
+)  # fmt: skip
+def test_bad_calibration_is_one_clear_line(model, calibration, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        qt.nnx.quantize(model(), "int4_group32", calibration, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_misuse():
+    model, found = Two(), qt.nnx.calibrate(Two(), batches(), "hessian")
+    with pytest.raises(TypeError, match="calibration is one ArrayImpl, expected an iterable"):
+        qt.nnx.quantize(model, "int4", batches()[0], method="gptq")
+    with pytest.raises(TypeError, match="sequential=True runs the model"):
+        qt.nnx.quantize(model, "int4", found, method="gptq", sequential=True)
+    static = qt.Operand("int4", scaling=qt.products.Static(0.1))
+    with pytest.raises(ValueError, match="expected current scales and rounding to nearest"):
+        qt.nnx.quantize(model, qt.Recipe((None, static)), batches(), method="gptq")
+
+
+def test_allocation_fits_and_no_other_choice_of_formats_costs_less():
+    model, x = Two(), batches()[0]
+    target = model(x)
+
+    def loss(model, x):
+        return jnp.square(model(x) - target).mean()
+
+    choices = ["int4_group32", "e4m3fn", None]
+    rules = qt.nnx.allocate(model, x, loss, choices=choices, bytes=3000)
+    served = qt.nnx.quantize(model, rules)
+    stored = [layer.kernel.get_value() for layer in (served.first, served.second)]
+    assert sum(array.nbytes for array in stored) == rules.size <= 3000
+    assert rules.paths == ("first", "second")
+    for i, choice in enumerate(choices[:2]):
+        wrapped = qt.nnx.wrap(model, qt.Recipe((None, choice), gradient=None))
+        found = dict(qt.nnx.sensitivity(wrapped, x, loss).ranking)
+        assert [row[i] for row in rules.costs] == pytest.approx(list(found.values()))
+    every = [
+        sum(rules.costs[k][i] for k, i in enumerate(chosen))
+        for chosen in itertools.product(range(3), repeat=2)
+        if sum(rules.bytes[k][i] for k, i in enumerate(chosen)) <= 3000
+    ]
+    assert rules.cost <= min(every) + rules.gap
+    assert "first   e4m3fn by tensor" in str(rules) or "first   int4_group32" in str(rules)
+    with pytest.raises(ValueError, match="allocate: bytes=10, and the smallest"):
+        qt.nnx.allocate(model, x, loss, choices=choices, bytes=10)
+    with pytest.raises(ValueError, match="expected a list of formats"):
+        qt.nnx.allocate(model, x, loss, choices="int4", bytes=3000)
+
+
+def test_linen_gives_the_same_codes():
+    class Module(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(WIDTH, name="second")(jnp.tanh(nn.Dense(48, name="first")(x)))
+
+    model, seen = Two(), batches()
+    params = {
+        name: {"kernel": getattr(model, name).kernel[...], "bias": getattr(model, name).bias[...]}
+        for name in ("first", "second")
+    }
+    options = {"sequential": True}
+    served = qt.nnx.quantize(model, "int4_group32", seen, method="gptq", **options)
+    _, weights = qt.linen.quantize(
+        Module(), {"params": params}, "int4_group32", seen[0], seen, algorithm="gptq", **options
+    )
+    for name in ("first", "second"):
+        mine, theirs = (
+            weights["params"][name]["kernel"], getattr(served, name).kernel.get_value()
+        )  # fmt: skip
+        np.testing.assert_array_equal(mine.codes, theirs.codes)
+        np.testing.assert_array_equal(mine.scale, theirs.scale)
+    found = qt.linen.calibrate(Module(), {"params": params}, seen, "hessian")
+    assert {name for name, _ in found.keys} == {"first/kernel", "second/kernel"}
+    x = seen[0]
+    target = model(x)
+
+    def loss(module, variables, x):
+        return jnp.square(module.apply(variables, x) - target).mean()
+
+    variables = {"params": params}
+    rules = qt.linen.allocate(
+        Module(), variables, x, loss, choices=["int4_group32", "e4m3fn", None], bytes=3000
+    )
+    _, weights = qt.linen.quantize(Module(), variables, rules, x)
+    kernels = [weights["params"][name]["kernel"] for name in ("first", "second")]
+    assert sum(kernel.nbytes for kernel in kernels) == rules.size <= 3000

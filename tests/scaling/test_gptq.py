@@ -1,0 +1,266 @@
+"""GPTQ and AWQ: the oracles are float64 NumPy, written from the papers; scales by ml_dtypes."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qtoolkit as qt
+from qtoolkit.scaling import Hessian, awq_factors, gptq
+
+# --- the oracle: algorithm 1 of arXiv:2210.17323, with a scale found when a group is reached.
+
+
+def int4_scale(group, tensor):
+    scale = (np.abs(group).max(0).astype(np.float32) / np.float32(7)).astype(np.float64)
+    return np.where(scale == 0, 1, scale)
+
+
+def mx_scale(group, tensor):
+    """OCP MX for E2M1: the binade of an amax that was rounded to E2M1's mantissa, over 4."""
+    amax = np.abs(group).max(0)
+    exponent = np.floor(np.log2(amax))
+    exponent += amax / 2.0**exponent >= 1.75
+    return 2.0 ** (exponent - 2)
+
+
+def nv_scale(group, tensor):
+    scale = (np.abs(group).max(0).astype(np.float32) / np.float32(6)) / np.float32(tensor)
+    return scale.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * tensor
+
+
+def to_int4(u):
+    return np.clip(np.rint(u), -8, 7)
+
+
+def to_e2m1(u):
+    return np.clip(u, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+MIDDLES = {
+    to_int4: np.arange(-8, 7) + 0.5,
+    to_e2m1: np.concatenate([-(E2M1[1:] + E2M1[:-1]) / 2, (E2M1[1:] + E2M1[:-1]) / 2]),
+}
+FORMATS = {
+    "int4_group32": (int4_scale, to_int4, 32),
+    "int4 by channel": (int4_scale, to_int4, 64),
+    "mxfp4": (mx_scale, to_e2m1, 32),
+    "nvfp4": (nv_scale, to_e2m1, 16),
+}
+SPECS = {"int4 by channel": qt.BlockFormat.channel("int4", axis=1)}
+
+
+def oracle(w, hessian, name, order=None):
+    """Codes' values, the result, and how far each rounding was from a tie."""
+    find, project, group = FORMATS[name]
+    channels = len(w)
+    order = np.arange(channels) if order is None else order
+    back = np.argsort(order)
+    tensor = float(np.float32(np.abs(w).max()) / np.float32(6 * 448)) if name == "nvfp4" else 1.0
+    damped = hessian + 0.01 * np.diag(hessian).mean() * np.eye(channels)
+    inverse = np.linalg.inv(damped[order][:, order])
+    upper = np.linalg.cholesky(inverse).T
+    fixed = np.concatenate([[find(w[i : i + group], tensor)] for i in range(0, channels, group)])
+    w, q, y = w[order].copy(), np.zeros_like(w), np.zeros_like(w)
+    margin = np.zeros_like(w)
+    is_static = not np.array_equal(order, np.arange(channels))
+    for i in range(channels):
+        if i % group == 0 and not is_static:
+            scale = find(w[i : i + group], tensor)
+        if is_static:
+            scale = fixed[order[i] // group]
+        u = w[i] / scale
+        q[i] = project(u)
+        y[i] = q[i] * scale
+        margin[i] = np.abs(u[:, None] - MIDDLES[project]).min(1)
+        w[i + 1 :] -= np.outer(upper[i, i + 1 :], (w[i] - y[i]) / upper[i, i])
+    return q[back], y[back], margin
+
+
+def problem(seed, channels=64, columns=24, rows=512):
+    random = np.random.default_rng(seed)
+    mixing = random.normal(size=(channels, channels)) * 0.3 + np.eye(channels)
+    x = (random.normal(size=(rows, channels)) @ mixing).astype(np.float32)
+    w = random.normal(size=(channels, columns)).astype(np.float32)
+    return x, w, x.astype(np.float64).T @ x
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_those_of_the_papers_algorithm_where_no_rounding_is_near_a_tie(name, act_order):
+    x, w, exact = problem(0)
+    order = np.argsort(-np.diag(exact), kind="stable") if act_order else np.arange(len(w))
+    q, y, margin = oracle(w.astype(np.float64), exact, name, order)
+    hessian = Hessian.of(len(w)).observe(x)
+    found = gptq(w, SPECS.get(name, name), hessian, act_order=act_order)
+    codes = np.asarray(qt.decode(found.codes, found.spec.element))
+    # After a near tie, float32 may go another way in this column; before it, it must not.
+    clear = np.cumprod(margin > 1e-3, axis=0).astype(bool)
+    assert clear.mean() > 0.5
+    np.testing.assert_array_equal(codes[order][clear], q[order][clear])
+    errors = [np.square(x @ (w - a)).sum() for a in (np.asarray(found.dequantize()), y)]
+    ways = np.flatnonzero(~(codes == q).all(0))  # columns in which a tie was taken otherwise
+    kept = [np.delete(x @ (w - a), ways, 1) for a in (np.asarray(found.dequantize()), y)]
+    assert kept[0].shape[1] > 12
+    np.testing.assert_allclose(*(np.square(a).sum() for a in kept), rtol=1e-4)
+    np.testing.assert_allclose(*errors, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int4_group32",
+        "mxfp4",
+        "nvfp4",
+        "nf4",
+        "e4m3fn",
+        qt.BlockFormat.channel("int4", axis=1),
+        qt.BlockFormat(element="int3", block=(24,)),  # the last group is shorter
+        qt.BlockFormat(element="int4", block=(16, 16)),
+        qt.BlockFormat(element="uint4", block=(32,), zero_point=True),
+        qt.BlockFormat.tensor("e4m3fn", scale=None),
+    ],
+    ids=str,
+)
+def test_every_kind_of_format_loses_less_than_rounding_to_nearest(spec):
+    x, w, _ = problem(1)
+    spec = qt.spec(spec)
+    found = gptq(w, spec, Hessian.of(len(w)).observe(x))
+    nearest = qt.quantize(w, found.spec)
+    assert (found.spec, found.lengths) == (nearest.spec, nearest.lengths)
+    for mine, theirs in zip(*map(jax.tree.leaves, (found, nearest)), strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+    losses = [np.square(x @ (w - np.asarray(a.dequantize()))).sum() for a in (found, nearest)]
+    assert losses[0] < 0.6 * losses[1]
+
+
+def test_uncorrelated_inputs_leave_rounding_to_nearest():
+    w = problem(2)[1]
+    hessian = Hessian.of(64).observe(np.concatenate([np.eye(64), -np.eye(64)]).astype(np.float32))
+    found, nearest = gptq(w, "mxfp4", hessian), qt.quantize(w, qt.spec("mxfp4").along(0))
+    np.testing.assert_array_equal(found.codes, nearest.codes)
+    dead = Hessian.of(64).observe(np.zeros((64, 64), np.float32))
+    np.testing.assert_array_equal(gptq(w, "mxfp4", dead).codes, nearest.codes)
+
+
+def test_several_axes_and_16_bits():
+    """A kernel [heads, width, out] sums over two axes; blocks lie along the last of them."""
+    x, w, _ = problem(3)
+    hessian = Hessian.of(64).observe(x)
+    flat = gptq(w, "int4_group32", hessian)
+    cube = gptq(w.reshape(2, 32, -1), "int4_group32", hessian, axis=(0, 1))
+    np.testing.assert_array_equal(cube.codes.reshape(flat.codes.shape), flat.codes)
+    turned = gptq(w.T, "int4_group32", hessian, axis=1, packed=True)
+    np.testing.assert_array_equal(turned.unpack().codes.T, flat.codes)
+    narrow = gptq(jnp.asarray(w, jnp.bfloat16), "int4_group32", hessian)
+    assert narrow.dtype == jnp.bfloat16
+    spec = qt.BlockFormat(element="int4", block=(12,))
+    with pytest.raises(ValueError, match="tear blocks"):
+        gptq(w.reshape(4, 16, -1), spec, hessian, axis=(0, 1))
+
+
+def test_float64_sums_decide_as_the_oracle_in_every_column():
+    x, w, exact = problem(4)
+    with jax.enable_x64(True):
+        found = gptq(w, "int4_group32", Hessian.of(64, dtype="float64").observe(x))
+        codes = np.asarray(qt.decode(found.codes, "int4"))
+    q, _, margin = oracle(w.astype(np.float64), exact, "int4_group32")
+    assert margin.min() > 1e-7
+    np.testing.assert_array_equal(codes, q)
+
+
+def test_sums_are_those_of_all_batches_and_devices():
+    x = problem(5)[0]
+    hessian = Hessian.of(64)
+    halves = [hessian.observe(part) for part in (x[:200], x[200:].reshape(2, -1, 64))]
+    merged = halves[0].merge(halves[1])
+    np.testing.assert_allclose(merged.total, x.astype(np.float64).T @ x, rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(merged.magnitude, np.abs(x).sum(0), rtol=1e-5)
+    np.testing.assert_array_equal(merged.largest, np.abs(x).max(0))
+    assert int(merged.rows) == len(x)
+    across = jax.vmap(lambda x: hessian.observe(x).merge_across("i"), axis_name="i")
+    both = across(x.reshape(2, -1, 64))
+    np.testing.assert_allclose(both.total[0], merged.total, rtol=1e-4, atol=1e-2)
+    assert int(both.rows[1]) == len(x)
+    bad = merged.observe(np.full((3, 64), np.nan, np.float32))
+    np.testing.assert_array_equal(bad.total, merged.total)
+    assert (int(bad.rows), int(bad.bad)) == (len(x), 1)
+
+
+def test_experts_have_inputs_of_their_own():
+    x = np.stack([problem(seed)[0] for seed in (6, 7)])
+    hessian = Hessian.of(2, 64).observe(x)
+    for i in range(2):
+        np.testing.assert_allclose(hessian.total[i], x[i].T @ x[i], rtol=1e-4, atol=1e-2)
+
+
+def test_awq_takes_the_power_that_numpy_finds_best():
+    x, w, exact = problem(8)
+    x = x * np.where(np.arange(64) % 9 == 4, np.float32(25), np.float32(1))
+    exact = x.astype(np.float64).T @ x
+    mean = np.abs(x).mean(0, dtype=np.float64)
+    losses, candidates = [], []
+    for power in np.linspace(0, 1, 20):
+        factors = mean**power
+        factors /= np.sqrt(factors.max() * factors.min())
+        scaled = (w * factors[:, None]).reshape(2, 32, -1)
+        scale = np.abs(scaled).max(1, keepdims=True) / 7
+        rounded = (np.clip(np.rint(scaled / scale), -8, 7) * scale).reshape(w.shape)
+        error = rounded / factors[:, None] - w
+        losses.append(np.einsum("kn,kl,ln->", error, exact, error))
+        candidates.append(factors)
+    found = awq_factors(w, "int4_group32", Hessian.of(64).observe(x))
+    np.testing.assert_allclose(found, candidates[int(np.argmin(losses))], rtol=1e-4)
+    assert min(losses) < 0.7 * losses[0]
+    both = awq_factors([w, w], "int4_group32", Hessian.of(64).observe(x))
+    np.testing.assert_array_equal(both, found)
+    powers = awq_factors(w, "int4_group32", Hessian.of(64).observe(x), power_of_two=True)
+    np.testing.assert_array_equal(np.log2(powers), np.rint(np.log2(found)))
+
+
+@pytest.mark.parametrize("function", [gptq, awq_factors])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 0}, "not calibrated: there was no batch"),
+        ({"rows": 10}, "10 rows of inputs for 64 channels, expected at least as many"),
+        ({"value": np.nan}, "not calibrated: all 1 batches held a NaN or an infinity"),
+        ({"value": 1e30}, "sums of squares overflow"),
+        ({"channels": 32}, "Hessian has shape .*expected the same"),
+        ({"weight": np.inf}, "w holds 1 infinities and NaNs"),
+    ],
+    ids=str,
+)
+def test_bad_calibration_is_one_clear_line(function, change, message):
+    x, w, _ = problem(9)
+    x, w = x[: change.get("rows", 512)].copy(), w.copy()
+    if "value" in change:
+        x[0, 0] = change["value"]
+    if "weight" in change:
+        w[0, 0] = change["weight"]
+    x = x[:, : change.get("channels", 64)]
+    hessian = Hessian.of(x.shape[1])
+    hessian = hessian.observe(x) if len(x) else hessian
+    with pytest.raises(ValueError, match=message) as caught:
+        function(w, "int4_group32", hessian)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_bad_arguments():
+    x, w, _ = problem(10)
+    hessian = Hessian.of(64).observe(x)
+    with pytest.raises(ValueError, match="damping=-1"):
+        gptq(w, "int4", hessian, damping=-1)
+    with pytest.raises(ValueError, match="axis=2"):
+        gptq(w, "int4", hessian, axis=2)
+    with pytest.raises(ValueError, match="grid=1"):
+        awq_factors(w, "int4", hessian, grid=1)
+    with pytest.raises(ValueError, match="64-bit types are off"):
+        Hessian.of(4, dtype="float64")
+    with pytest.raises(ValueError, match="x has shape"):
+        hessian.observe(x[:, :3])
+    same = Hessian.of(2).observe(np.ones((5, 2), np.float32))
+    with pytest.raises(ValueError, match=r"not positive definite.*raise damping"):
+        gptq(w[:2], "int4", same, damping=0)
