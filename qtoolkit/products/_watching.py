@@ -19,10 +19,10 @@ from qtoolkit.scaling.internal import (
     amax_of,
     effective,
     extreme,
-    kept_range,
     marked,
     marked_size,
     scaled_values,
+    unclamped_range,
 )
 
 Array = jax.Array
@@ -45,7 +45,7 @@ class _WatchTap:
         wide, q = _sample(exact_float32(x)), _sample(rounded.q)
         counts, scale = [jnp.float32(0)] * 3, jnp.ones((1,), jnp.float32)
         if spec is not None:
-            largest = np.float32(max(map(abs, kept_range(spec))))
+            largest = np.float32(max(map(abs, unclamped_range(spec))))
             if spec.scale is not None:
                 assert rounded.scales.scale is not None
                 scale = effective(rounded.scales.scale, rounded.scales.tensor_scale, spec)
