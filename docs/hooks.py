@@ -111,7 +111,7 @@ def reference_index() -> str:
             "",
             "These pages list every public name, with its docstring. All other names are private.",
             "",
-            "CI runs each example in a new namespace and a new folder, and compares what it prints.",
+            "CI runs each example in a new namespace and folder, and compares what it prints.",
             "The examples need these imports:",
             "",
             "```python",

@@ -1,17 +1,15 @@
-"""On a GPU: the codes are the CPU's, casts run at the speed of its memory, FP8 products as FP8.
+"""On a GPU: the codes are the CPU's, and casts run at the speed of its memory.
 
 Command: python experiments/benchmarks/gpu.py   (JAX with CUDA; nothing else should run on the GPU)
 Claim: the codes of all float16 and bfloat16 numbers in every format of at most 8 bits, in the six
 deterministic modes, stochastic with a key, and the three saturations, are those of the CPU bit for
 bit, and so are codes and scales of quantized tensors; casts of float32, and `fake_cast`, move their
 bytes at 85 % or more of the bandwidth of a device copy (the target of all; codes of bfloat16 fell
-short on an H100). Products of `arithmetic="native"` are timed beside emulated ones and
-JAX's of bfloat16.
+short on an H100).
 
 Exit code 1: some codes differ. Without a GPU it says so, with exit code 0.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -29,12 +27,6 @@ from qtoolkit.casts import DETERMINISTIC, SATURATIONS
 from qtoolkit.formats import FORMATS, Format, TableFormat
 
 CALLS = 20  # in a row for one timing, so that the host's part of a call does not count
-PLAIN = "plain bfloat16"
-RECIPES = {
-    "te_current, native": dataclasses.replace(qt.recipes.te_current, arithmetic="native"),
-    "te_current, emulated": qt.recipes.te_current,
-    "mxfp8, emulated": qt.recipes.mxfp8,
-}
 
 
 @partial(jax.jit, static_argnames="fmt")
@@ -117,32 +109,6 @@ def time_bandwidths(recorder: Recorder, device: jax.Device, size: int) -> None:
         recorder.table(title, seconds, "copy", promises)
 
 
-def time_products(recorder: Recorder, size: int) -> None:
-    """[2 n, n] x [n, n], and both gradients."""
-    dims = (((1,), (0,)), ((), ()))
-    shapes = (2 * size, size), (size, size), (2 * size, size)
-    x, w, ct = (
-        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)
-    )
-    products = {PLAIN: partial(jax.lax.dot_general, dimension_numbers=dims)}
-    for name, recipe in RECIPES.items():
-        products[name] = partial(qt.dot_general, dimension_numbers=dims, recipe=recipe)
-
-    def with_gradients(product: Callable[..., jax.Array]) -> Callable[..., Any]:
-        def call(x: jax.Array, w: jax.Array, ct: jax.Array) -> Any:
-            y, pull = jax.vjp(product, x, w)
-            return y, *pull(ct)
-
-        return in_a_row(jax.jit(call), x, w, ct)
-
-    seconds = interleaved({name: with_gradients(product) for name, product in products.items()})
-    seconds = {name: values / CALLS for name, values in seconds.items()}
-    title = (
-        f"a product of bfloat16, [{2 * size:,}, {size:,}] x [{size:,}, {size:,}], with gradients"
-    )
-    recorder.table(title, seconds, PLAIN)
-
-
 def in_a_row(call: Callable[..., Any], *arguments: jax.Array) -> Callable[[], Any]:
     """`CALLS` calls, which the device carries out one after the other."""
 
@@ -168,8 +134,6 @@ def main(
         different = count_differences(recorder, device)
         different += count_scale_differences(recorder, device, min(size, 2**24))
         time_bandwidths(recorder, device, size)
-        with jax.default_device(device):
-            time_products(recorder, 256 if quick else 4096)
     if different:
         raise typer.Exit(1)
 

@@ -70,6 +70,11 @@ def summary(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
     return "## Performance targets\n\n" + table(heads, lines)
 
 
+def missing(stored: Iterable[str]) -> str:
+    names = [f"`{name}`" for name in ORDER if name not in stored]
+    return f"Without results: {', '.join(names)}.\n" if names else ""
+
+
 def shortfalls(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
     lines = [
         [f"{name}: {row['table']}", row["row"], judged(verdict)]
@@ -212,7 +217,8 @@ def main(
         for names in (ORDER, EXPERIMENTS + FETCHING)
     )
     parts = [INTRODUCTION]
-    parts += [summary(benchmarks), shortfalls(benchmarks)] if benchmarks else []
+    if benchmarks:
+        parts += [summary(benchmarks), missing(stored), shortfalls(benchmarks)]
     parts += [claims(experiments)] if experiments else []
     for name, section in SECTIONS.items():
         if name in stored:

@@ -140,7 +140,7 @@ def _lowered(
     """
     aval: Any = ctx.avals_in[0]
     platforms = ctx.platforms or ctx.module_context.platforms
-    rules = _RULES["cpu" in platforms]
+    rules = _RULES[next((name for name in _RULES if name in platforms), _OTHERS)]
     is_plain = all(isinstance(n, int) for n in aval.shape) and aval.sharding.mesh.empty
     if not is_plain or len(platforms) > 1 or not is_writable(jaxpr, rules):
         return _by_tracing(ctx, *arrays, jaxpr=jaxpr, x64=x64)
@@ -204,8 +204,9 @@ _elementwise.multiple_results = True
 _look_up = Primitive("look_up")
 # All others, sums and comparisons for instance, take numbers beside arrays.
 _OF_ONE_SHAPE: set[Any] = {lax.select_n_p}
-# How the operations of this file are lowered, elsewhere and on CPUs.
-_RULES: dict[bool, dict[Any, Rule]] = {False: {}, True: {}}
+_OTHERS = ""
+# How the operations of this file are lowered, by platform.
+_RULES: dict[str, dict[Any, Rule]] = {"cpu": {}, "cuda": {}, _OTHERS: {}}
 
 
 def by_platform(
@@ -214,11 +215,13 @@ def by_platform(
     cpu: Callable[..., jax.Array],
     others: Callable[..., jax.Array],
     aval: Callable[..., Any],
+    cuda: Callable[..., jax.Array] | None = None,
 ) -> Callable[..., jax.Array]:
-    """A function of arrays of one shape, elementwise: `cpu` on CPUs, `others` elsewhere.
+    """A function of arrays of one shape, elementwise: `cpu` on CPUs, `cuda` on GPUs of NVIDIA where
+    it is given, `others` elsewhere.
 
     Code that is exact on CPUs need not be so elsewhere. `jax.lax.platform_dependent` would trace
-    both versions at every use, and leave conditionals in the program. This is a single operation
+    all versions at every use, and leave conditionals in the program. This is a single operation
     when it is traced, and becomes one of the versions when it is compiled. Its derivative is zero,
     like that of `elementwise`.
 
@@ -228,7 +231,7 @@ def by_platform(
     primitive = Primitive(name)
     _OF_ONE_SHAPE.add(primitive)
     primitive.def_abstract_eval(aval)
-    _define(primitive, others, cpu)
+    _define(primitive, others, cpu=cpu, cuda=cuda)
     return lambda *operands: primitive.bind(*_alike(*operands))
 
 
@@ -281,21 +284,25 @@ def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _define(
-    primitive: Primitive, function: Callable[..., Any], cpu: Callable[..., Any] | None = None
+    primitive: Primitive,
+    function: Callable[..., Any],
+    **by_platform: Callable[..., Any] | None,
 ) -> None:
-    """What all operations here have in common; `function` is what they are lowered to, on CPUs
-    `cpu` where it is given.
+    """What all operations here have in common; `function` is what they are lowered to, except on
+    platforms that have a function of their own.
     """
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     ad.primitive_jvps[primitive] = functools.partial(_constant, primitive)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
     lower = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, lower)
-    _RULES[False][primitive] = _RULES[True][primitive] = Rule(lower, function)
-    if cpu is not None:
-        lower = mlir.lower_fun(cpu, multiple_results=primitive.multiple_results)
-        mlir.register_lowering(primitive, lower, platform="cpu")
-        _RULES[True][primitive] = Rule(lower, cpu)
+    for platform in _RULES:
+        _RULES[platform][primitive] = Rule(lower, function)
+    for platform, own in by_platform.items():
+        if own is not None:
+            lower = mlir.lower_fun(own, multiple_results=primitive.multiple_results)
+            mlir.register_lowering(primitive, lower, platform=platform)
+            _RULES[platform][primitive] = Rule(lower, own)
 
 
 def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -327,7 +334,7 @@ def _batched(
 
 _elementwise.def_abstract_eval(_abstract_eval)
 _define(_elementwise, _evaluated)
-_by_tracing = _RULES[False][_elementwise].lower
+_by_tracing = _RULES[_OTHERS][_elementwise].lower
 mlir.register_lowering(_elementwise, _lowered)
 _look_up.def_abstract_eval(lambda x, table: x.update(dtype=table.entries.dtype, weak_type=False))
 _define(_look_up, _entries)
@@ -350,7 +357,8 @@ def _by_place(x: jax.Array) -> jax.Array:
 _is_somewhere = Primitive("is_somewhere")
 _is_somewhere.def_abstract_eval(lambda x: x.update(dtype=np.dtype(bool), weak_type=False))
 _define(_is_somewhere, _by_place)
-_RULES[False][_is_somewhere] = _RULES[True][_is_somewhere] = Rule(all_true)
+for _rules in _RULES.values():
+    _rules[_is_somewhere] = Rule(all_true)
 
 
 def is_somewhere(x: jax.Array) -> jax.Array:
@@ -363,6 +371,22 @@ def is_somewhere(x: jax.Array) -> jax.Array:
     return _is_somewhere.bind(x)
 
 
+def traced_for_cpu() -> bool:
+    """Whether programs traced now run on CPUs unless their arguments lie elsewhere.
+
+    For choices that must be visible in a trace, as policies of `jax.checkpoint` need it. To trace
+    for a GPU on a host without one, set `jax.default_device("gpu")`.
+    """
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.default_backend() == "cpu"
+    return getattr(device, "platform", device) == "cpu"
+
+
+# `lax.optimization_barrier` on CPUs, nothing elsewhere.
+barrier_on_cpu = by_platform(
+    "barrier_on_cpu", cpu=lax.optimization_barrier, others=lambda x: x, aval=lambda x: x
+)
 _on_cpu = by_platform(
     "on_cpu",
     cpu=lambda: jnp.asarray(True),

@@ -34,12 +34,15 @@ from qtoolkit.casts._compact import (
 )
 from qtoolkit.casts._e8m0 import e8m0_codes, over_e8m0, times_e8m0
 from qtoolkit.casts._elementwise import (
+    barrier_on_cpu,
     by_platform,
     elementwise,
     is_sharded,
     on_cpu,
+    traced_for_cpu,
     varying_alike,
 )
+from qtoolkit.casts._hardware import has_native_codes, native_codes
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._modes import Rounding, check_rounding
 from qtoolkit.casts._order import (

@@ -7,7 +7,7 @@ import jax
 from flax import linen, nnx
 
 from qtoolkit.nnx._rewriting import has_products, is_left, leave, product_states
-from qtoolkit.products import Product, Report
+from qtoolkit.products import Product, Report, native_calls
 from qtoolkit.products.internal import BY_RULE, MODEL, Batch, lacks_history, report_of
 
 
@@ -23,7 +23,9 @@ def check_module(where: str, model: Any) -> None:
     raise TypeError(f"{where}: model has type {type(model).__name__}, expected an nnx.Module{hint}")
 
 
-def report(wrapped: Any, *inputs: Any, method: Any = None, **options: Any) -> Report:
+def report(
+    wrapped: Any, *inputs: Any, method: Any = None, compiled: Any = None, **options: Any
+) -> Report:
     """Counts the matrix products and convolutions of a model, forward and backward.
 
         print(qtoolkit.nnx.report(wrapped, batch))
@@ -40,6 +42,8 @@ def report(wrapped: Any, *inputs: Any, method: Any = None, **options: Any) -> Re
       inputs, options: What the model or the function is called with. Arrays are traced, all else
         passed on.
       method: The name of a method that is called in place of `__call__`, or a function.
+      compiled: A compiled step of the model, `jax.jit(step).lower(...).compile()`; the report then
+        says which matmuls it runs in FP8, see `qtoolkit.products.native_calls`.
 
     Returns:
       A `Report`, whose text is a table.
@@ -107,7 +111,8 @@ def report(wrapped: Any, *inputs: Any, method: Any = None, **options: Any) -> Re
             return product
         return dataclasses.replace(product, reason=reason)
 
-    return dataclasses.replace(found, left=tuple(map(explained, found.left)))
+    ran = None if compiled is None else native_calls(compiled)
+    return dataclasses.replace(found, left=tuple(map(explained, found.left)), compiled=ran)
 
 
 def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, Any, Any]:

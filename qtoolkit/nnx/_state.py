@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen, nnx
 
 from qtoolkit.nnx._bridged import bridged_probes, bridged_state, is_bridged_probe, roll_bridged
-from qtoolkit.products import Learned, Operand, Recipe, Static
+from qtoolkit.products import Learned, Operand, Recipe
 from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
@@ -113,7 +113,7 @@ class ProductState(nnx.Module):
             self.bad = ScalingState(jnp.zeros(lead, jnp.uint32))
             self.probe = Probe(jnp.zeros((*lead, 3, BUCKETS), jnp.float32))
         if recipe.is_calibrated:
-            unknown = [o is not None and o.scaling == Static() for o in recipe.forward]
+            unknown = [o is not None and o.is_calibrated for o in recipe.forward]
             with jax.debug_nans(False):  # no error: NaN says that an operand is not calibrated
                 amax = jnp.where(jnp.array([*unknown, False]), jnp.float32(jnp.nan), 0)
                 self.amax = ScalingState(jnp.broadcast_to(amax, (*lead, 3)))

@@ -20,6 +20,7 @@ from qtoolkit.products._intercepted import (
     einsum,
     ragged_dot_general,
 )
+from qtoolkit.products._times_scales import times_scales_of_places
 
 Places = tuple[int, ...]
 # What `lax.ragged_dot` computes, and its derivative by the second operand.
@@ -65,10 +66,13 @@ class Axes(NamedTuple):
 class Bilinear(Protocol):
     """A hashable bilinear function of two arrays of one dtype, accumulated in float32.
 
-    `extra` are integer arrays that it needs besides, such as the group sizes of `ragged_dot`.
+    `extra` are integer arrays that it needs besides, such as the group sizes of `ragged_dot`;
+    `dtype` is that of the result where the function can give another one than float32.
     """
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array: ...
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array, dtype: Any = jnp.float32
+    ) -> jax.Array: ...
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         """The axes of lhs, of rhs and of the result, for operands of these shapes.
@@ -87,8 +91,9 @@ class Bilinear(Protocol):
         other: jax.Array,
         wide: jax.ShapeDtypeStruct,
         *extra: jax.Array,
+        dtype: Any = jnp.float32,
     ) -> jax.Array | None:
-        """The gradient of the operand on one side, float32, in the shape of `wide`.
+        """The gradient of the operand on one side, in the shape of `wide`.
 
         `jax.linear_transpose` would give the same, but only for float32 operands: here both keep
         their dtype, which may be of 16 or 8 bits. Tracing is faster, too. Not for arrays on
@@ -136,9 +141,25 @@ class Blocked(NamedTuple):
         return Blocked(merged(self.elements), merged(self.scale)), parts.index(contracted)
 
 
+class Scaled(NamedTuple):
+    """An operand whose scales, float32, do not change along the axes that are summed.
+
+    They multiply the result. `scale` has the shape of `elements`, or length 1 along an axis.
+    """
+
+    elements: jax.Array
+    scale: jax.Array
+
+    @property
+    def ndim(self) -> int:
+        return self.elements.ndim
+
+
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """`jax.lax.dot_general` of two arrays; without an `out_sharding` also of two `Blocked`."""
+    """`jax.lax.dot_general` of two arrays; without an `out_sharding` also of two `Blocked` or two
+    `Scaled`.
+    """
 
     dimension_numbers: Any
     precision: Any = None
@@ -159,23 +180,37 @@ class DotGeneral:
             ) from None
         _set(self, dimension_numbers=numbers, precision=_precision(self.precision))
 
-    def __call__(self, lhs: Any, rhs: Any, *extra: jax.Array) -> jax.Array:
-        return self._dot(lhs, rhs, self.dimension_numbers, self.out_sharding)
+    def __call__(
+        self, lhs: Any, rhs: Any, *extra: jax.Array, dtype: Any = jnp.float32
+    ) -> jax.Array:
+        return self._dot(lhs, rhs, self.dimension_numbers, dtype, self.out_sharding)
 
-    def _dot(self, lhs: Any, rhs: Any, numbers: Any, out_sharding: Any = None) -> jax.Array:
+    def _dot(
+        self, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any = None
+    ) -> jax.Array:
         if isinstance(lhs, Blocked):
             return _scaled_dot(lhs, rhs, numbers)
+        if isinstance(lhs, Scaled):
+            return _scaled_result(
+                self._dot(lhs.elements, rhs.elements, numbers, dtype), lhs, rhs, numbers
+            )
         return dot_general(
             lhs,
             rhs,
             numbers,
             precision=self.precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=dtype,
             out_sharding=out_sharding,
         )
 
     def transposed(
-        self, side: int, cotangent: Any, other: Any, wide: Any, *extra: jax.Array
+        self,
+        side: int,
+        cotangent: Any,
+        other: Any,
+        wide: Any,
+        *extra: jax.Array,
+        dtype: Any = jnp.float32,
     ) -> jax.Array:
         contracted, batch = self.dimension_numbers
         of_side, of_other = contracted[side], contracted[1 - side]
@@ -187,7 +222,7 @@ class DotGeneral:
             (tuple(range(first, first + len(kept_other))), kept_other),
             (tuple(range(len(batch_side))), batch_other),
         )
-        out = self._dot(cotangent, other, numbers)
+        out = self._dot(cotangent, other, numbers, dtype)
         # The axes of `out` are now: batch; those that this side kept; those that the forward
         # product summed over, in the order in which the other operand has them.
         matching = tuple(of_side[of_other.index(axis)] for axis in sorted(of_other))
@@ -218,7 +253,9 @@ class Einsum:
             )
         _set(self, precision=_precision(self.precision))
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array, dtype: Any = jnp.float32
+    ) -> jax.Array:
         if lhs.dtype.itemsize == 1 and any(of.fixed for of in self.axes(lhs.shape, rhs.shape)[:2]):
             # In "ij,k->i" the labels j and k are summed over one operand alone, before the product.
             # XLA cannot sum 8-bit floats, which operands are in "native" arithmetic.
@@ -228,7 +265,7 @@ class Einsum:
             lhs,
             rhs,
             precision=self.precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=dtype,
             out_sharding=self.out_sharding,
         )
 
@@ -256,7 +293,13 @@ class Einsum:
         return axes(a, summed, of_a), axes(b, summed, of_b), axes(out, of_b, of_a)
 
     def transposed(
-        self, side: int, cotangent: Any, other: Any, wide: Any, *extra: jax.Array
+        self,
+        side: int,
+        cotangent: Any,
+        other: Any,
+        wide: Any,
+        *extra: jax.Array,
+        dtype: Any = jnp.float32,
     ) -> jax.Array | None:
         shapes = (other.shape, wide.shape) if side else (wide.shape, other.shape)
         if any(of.fixed for of in self.axes(*shapes)[:2]):
@@ -270,7 +313,7 @@ class Einsum:
             cotangent,
             other,
             precision=self.precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=dtype,
         )
 
 
@@ -298,13 +341,15 @@ class ConvGeneralDilated:
             precision=_precision(self.precision),
         )
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array, dtype: Any = jnp.float32
+    ) -> jax.Array:
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if lhs.dtype != rhs.dtype:  # "native" E4M3 and E5M2: a convolution takes one dtype
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **options)
 
-    def transposed(self, *arguments: Any) -> None:
+    def transposed(self, *arguments: Any, **options: Any) -> None:
         # A transposed convolution of 16-bit operands has a result of 16 bits in JAX.
         return None
 
@@ -327,25 +372,35 @@ class RaggedDot:
     def __post_init__(self) -> None:
         _set(self, precision=_precision(self.precision))
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
-        return self._dot(lhs, rhs, RAGGED, *extra)
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array, dtype: Any = jnp.float32
+    ) -> jax.Array:
+        return self._dot(lhs, rhs, RAGGED, dtype, *extra)
 
-    def _dot(self, lhs: Any, rhs: Any, numbers: Any, group_sizes: jax.Array) -> jax.Array:
+    def _dot(
+        self, lhs: Any, rhs: Any, numbers: Any, dtype: Any, group_sizes: jax.Array
+    ) -> jax.Array:
         return ragged_dot_general(
             lhs,
             rhs,
             group_sizes,
             numbers,
             precision=self.precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=dtype,
         )
 
     def transposed(
-        self, side: int, cotangent: Any, other: Any, wide: Any, *extra: jax.Array
+        self,
+        side: int,
+        cotangent: Any,
+        other: Any,
+        wide: Any,
+        *extra: jax.Array,
+        dtype: Any = jnp.float32,
     ) -> jax.Array:
         if side == 0:
-            return self(cotangent, other.swapaxes(1, 2), *extra)
-        return self._dot(other, cotangent, _BY_GROUP, *extra)
+            return self(cotangent, other.swapaxes(1, 2), *extra, dtype=dtype)
+        return self._dot(other, cotangent, _BY_GROUP, dtype, *extra)
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         rows = frozenset({0})  # summed in groups in wgrad
@@ -385,6 +440,22 @@ def _places(labels: str, wanted: list[str]) -> tuple[int, ...]:
 
 def _others(rank: int, *taken: Any) -> tuple[int, ...]:
     return tuple(i for i in range(rank) if not any(i in axes for axes in taken))
+
+
+def _scaled_result(out: jax.Array, lhs: Scaled, rhs: Scaled, numbers: Any) -> jax.Array:
+    """`out`, the product of the elements, times both scales: float32."""
+    scales = []
+    for side, x in enumerate((lhs, rhs)):
+        of_x, batch = (axes[side] for axes in numbers)
+        kept = _others(x.ndim, of_x, batch)
+        first = out.ndim - len(kept) if side else len(batch)  # in the result
+        places = (*range(len(batch)), *range(first, first + len(kept)))
+        lengths = [x.scale.shape[axis] for axis in (*batch, *kept)]
+        scale = lax.transpose(x.scale, (*of_x, *batch, *kept)).reshape(lengths)
+        shape = dict(zip(places, lengths, strict=True))
+        scale = scale.reshape([shape.get(axis, 1) for axis in range(out.ndim)])
+        scales.append(jnp.broadcast_to(scale, out.shape))
+    return times_scales_of_places(out.astype(jnp.float32), *scales)
 
 
 def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:

@@ -17,7 +17,7 @@ from qtoolkit.products._plan import Given, Plan, State, operand_of
 from qtoolkit.products._rounded import Cut, Rounded, largest_over, rounded
 from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling import QArray
-from qtoolkit.scaling.internal import Scales, amax_of, histogram
+from qtoolkit.scaling.internal import Scales, amax_to_keep, histogram
 
 Array = jax.Array
 
@@ -32,7 +32,7 @@ class Residuals:
         product needs it: rhs for dgrad, lhs for wgrad.
       amax: The amax by which the cotangent is scaled, from earlier steps.
       key: The key for stochastic rounding.
-      seen: The results of `amax_of` for lhs and rhs, if the layer's history observes them.
+      seen: The results of `amax_to_keep` for lhs and rhs, if the layer's history observes them.
       tapped: What a tap measured of lhs and rhs: float32[len(ROLES), size], with rows of zeros for
         the cotangents, which are measured in the backward pass.
       extra: The integer arrays of the function.
@@ -65,16 +65,19 @@ def residual_of(
         return lax.stop_gradient(operand)
     if how != plan.forward(*given)[other]:
         operand = operand_of(x, state.amaxes[other], state.key, how)
-    return kept(operand, x, how)
+    structs = (x if isinstance(x, QArray) else jax.typeof(x) for x in given)
+    return kept(operand, x, how, plan.contracted(side, *structs)[1])
 
 
 def seen_of(given: tuple[Given, Given]) -> Any:
-    """The results of `amax_of` for lhs and rhs; those of 0 for stored operands.
+    """The results of `amax_to_keep` for lhs and rhs; those of 0 for stored operands.
 
     A stored operand has its scale, so nobody needs its amax.
     """
     nothing = jnp.zeros((), jnp.float32)
-    return tuple(amax_of(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given)
+    return tuple(
+        amax_to_keep(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given
+    )
 
 
 def is_moving(given: Given, dot: Any) -> bool:
@@ -187,10 +190,11 @@ class Cotangent:
             wide = facts.given[side].update(dtype=jnp.float32)
             function = Transposed(facts.plan.function, side, residuals.extra, wide)
             contracted = facts.plan.contracted(side, *facts.given)
-            out = facts.plan.combined(function, found[how], restored(other), contracted)
-            outs.append(differentiable_in_dtype(out, facts.given[side].dtype))
+            dtype = facts.given[side].dtype
+            out = facts.plan.combined(function, found[how], restored(other), contracted, dtype)
+            outs.append(differentiable_in_dtype(out, dtype))
         if facts.is_observed:
-            outs.append(self._observed((*residuals.seen, amax_of(cotangent))))
+            outs.append(self._observed((*residuals.seen, amax_to_keep(cotangent))))
         if facts.is_tapped:
             outs.append(self._tapped(residuals, cotangent, found))
         return tuple(outs)

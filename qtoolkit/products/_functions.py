@@ -36,7 +36,8 @@ def dot_general(
     `lhs`. `rhs` may have another dtype and is rounded from that: float32 weights beside bfloat16
     activations are rounded once, not first to bfloat16.
 
-    No step overflows or underflows unless the result does, with two exceptions. In formats with an
+    No step overflows or underflows unless the result does, with three exceptions. With
+    `arithmetic="native"` the product of both scales has to be a float32 number. In formats with an
     `amax_epsilon` (DeepSeek's) numbers far below it become 0. And no scale is below 2**-126
     (2**-127 in MX): an operand without numbers above the product of that and the format's largest
     number (5e-36 for E4M3, 7e-34 for E5M2; for NVFP4, with its two scales, 2e-32) is rounded more

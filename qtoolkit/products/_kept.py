@@ -45,7 +45,7 @@ class Kept:
     """A rounded operand as the forward product saves it for derivatives: 8-bit codes and scales.
 
     Attributes:
-      codes: Codes of the format `container`.
+      codes: Codes of the format `container`, their axes in the order `order` where that is given.
       scales: As in `Rounded`.
       carrier: Zeros with the tangent of the operand. Codes are integers and have no tangent, so
         second derivatives flow through this array. It is a constant: compiled programs do not
@@ -59,11 +59,19 @@ class Kept:
     carrier: Array
     how: Cut = dataclasses.field(metadata={"static": True})
     container: Format = dataclasses.field(metadata={"static": True})
+    order: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
     def restored(self) -> Rounded:
         assert self.how.operand is not None
-        q = _restored(self.codes, self.scales, self.carrier, self.how, self.container)
-        return Rounded(q, self.scales, self.how.operand.spec)
+        codes = in_place(self.codes, self.order)
+        q = _restored(codes, self.scales, self.carrier, self.how, self.container)
+        own = codes if self.how.makes_codes else None
+        return Rounded(q, self.scales, self.how.operand.spec, own)
+
+
+def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
+    """`codes`, whose axes are in the order `order`, with their axes in place."""
+    return codes if order is None else lax.transpose(codes, np.argsort(order))
 
 
 def keeps_codes(how: Cut) -> bool:
@@ -71,15 +79,21 @@ def keeps_codes(how: Cut) -> bool:
     return _codes_format(how) is not None
 
 
-def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
-    """The form in which derivatives keep an operand that was rounded from `x`."""
+def kept(operand: Rounded, x: Array, how: Cut, contracted: tuple[int, ...] = ()) -> Kept | Rounded:
+    """The form in which derivatives keep an operand that was rounded from `x`.
+
+    Args:
+      contracted: The axes over which the derivative sums.
+    """
     fmt = _codes_format(how)
     if fmt is None:
         return operand
-    q = lax.stop_gradient(operand.q)
-    codes = checkpoint_name(code_values(q, fmt), CODES)
+    codes, order = operand.codes_for(contracted)
+    if codes is None:
+        codes = code_values(lax.stop_gradient(operand.q), fmt)
+    codes = checkpoint_name(codes, CODES)
     scales = jax.tree.map(lambda scale: checkpoint_name(scale, CODES), operand.scales)
-    return Kept(codes, lax.stop_gradient(scales), _carrier(x), how, fmt)
+    return Kept(codes, lax.stop_gradient(scales), _carrier(x), how, fmt, order)
 
 
 @elementwise

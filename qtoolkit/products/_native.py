@@ -16,10 +16,10 @@ from qtoolkit.casts.internal import (
     power_from_stored,
     power_to_stored,
 )
-from qtoolkit.formats import E4M3FN, E8M0FNU, BlockFormat, FloatFormat, Format
-from qtoolkit.products._bilinear import Blocked
-from qtoolkit.products._kept import code_values, poisoned
-from qtoolkit.products._rounded import Rounded
+from qtoolkit.formats import E4M3FN, E8M0FNU, FLOAT32, BlockFormat, FloatFormat, Format
+from qtoolkit.products._bilinear import Blocked, Scaled
+from qtoolkit.products._kept import code_values, in_place, poisoned
+from qtoolkit.products._rounded import LARGEST, Rounded
 from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec
 
 Array = jax.Array
@@ -32,33 +32,39 @@ class Native(NamedTuple):
     """Two operands as XLA is given them.
 
     Attributes:
-      first, second: Arrays of 8-bit floats, or both of them `Blocked`.
-      scales: Two float32 scalars that multiply the result, or none.
+      first, second: Arrays of 8-bit floats, or both of them `Blocked`, or both `Scaled`.
+      scale: A float32 scalar that multiplies the result, or None.
     """
 
-    first: Array | Blocked
-    second: Array | Blocked
-    scales: tuple[Array, ...]
+    first: Array | Blocked | Scaled
+    second: Array | Blocked | Scaled
+    scale: Array | None = None
 
 
 def native_operands(
     first: Rounded,
     second: Rounded,
-    contracted: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    *,
+    is_plain: bool,
 ) -> Native | None:
     """The arrays that XLA multiplies natively; None if the product has to be emulated.
 
     Args:
-      contracted: The axes of both operands that are summed; None if the function does not take
-        `Blocked` operands.
+      contracted: The axes of both operands that are summed.
+      is_plain: Whether the function takes `Blocked` and `Scaled` operands.
     """
     one, other = first.scale, second.scale
+    have_8_bits = _has_8_bits(first) and _has_8_bits(second)
     if one is not None and other is not None:
-        if not (_has_8_bits(first) and _has_8_bits(second)):
+        if not have_8_bits:
             return None
-        return Native(_own_elements(first), _own_elements(second), (one, other))
-    if contracted is None:
+        first_elements = _own_elements(first, contracted[0])
+        return Native(first_elements, _own_elements(second, contracted[1]), one * other)
+    if not is_plain:
         return None
+    if have_8_bits and _has_fixed(first, contracted[0]) and _has_fixed(second, contracted[1]):
+        return Native(_scaled(first, contracted[0]), _scaled(second, contracted[1]))
     lengths = _block_length(first, contracted[0]), _block_length(second, contracted[1])
     # E8M0 and other scales are not mixed. E8M0 reaches the ends of float32, so a result might
     # overflow before the other operand's second scale could bring it back.
@@ -69,11 +75,11 @@ def native_operands(
     # XLA cannot compile an axis of a single block for a GPU (jaxlib 0.10.2): pad it to two.
     if size == max(lengths):
         size *= 2
-    scales = () if _spec(first).has_powers else (_tensor_scale(first), _tensor_scale(second))
+    has_powers = _spec(first).has_powers
     return Native(
         _blocked(first, contracted[0][-1], lengths[0], size),
         _blocked(second, contracted[1][-1], lengths[1], size),
-        scales,
+        None if has_powers else _tensor_scale(first) * _tensor_scale(second),
     )
 
 
@@ -84,12 +90,35 @@ def _spec(operand: Rounded) -> BlockFormat:
 
 def _has_8_bits(operand: Rounded) -> bool:
     """Whether the elements are floats of 8 bits for which JAX has a dtype."""
-    element = _spec(operand).element
+    if operand.spec is None:
+        return False
+    element = operand.spec.element
     return isinstance(element, FloatFormat) and element.bits == 8 and element.dtype is not None
 
 
-def _own_elements(operand: Rounded) -> Array:
-    return _elements(operand.q, operand.codes, _spec(operand).element)
+def _own_elements(operand: Rounded, contracted: tuple[int, ...]) -> Array:
+    codes, order = operand.codes_for(contracted)
+    elements = _elements(operand.q, codes, _spec(operand).element)
+    return in_place(elements, order)
+
+
+def _has_fixed(operand: Rounded, contracted: tuple[int, ...]) -> bool:
+    """Whether the operand has float32 scales that do not change along the axes that are summed."""
+    spec, scale = _spec(operand), operand.scales.scale
+    if spec.scale != FLOAT32 or scale is None or spec.tensor_scale or spec.element_exponent:
+        return False
+    return spec.element.max_finite <= LARGEST and all(scale.shape[axis] == 1 for axis in contracted)
+
+
+def _scaled(operand: Rounded, contracted: tuple[int, ...]) -> Scaled:
+    """The operand with one scale for each place; blocks along axes that are kept are spread."""
+    assert operand.scales.scale is not None
+    blocks = blocks_of(operand.q, _spec(operand))
+    scale = operand.scales.scale
+    for axis, (n, length) in enumerate(zip(operand.q.shape, blocks.lengths, strict=True)):
+        if axis not in contracted and length not in (1, n):
+            scale = lax.slice_in_dim(jnp.repeat(scale, length, axis), 0, n, axis=axis)
+    return Scaled(_own_elements(operand, contracted), scale)
 
 
 def _elements(q: Array, codes: Array | None, fmt: Format) -> Array:

@@ -1,6 +1,7 @@
 """What one operand of a product is rounded to, and where its scales come from: frozen data."""
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qtoolkit.casts import Projection
@@ -13,10 +14,23 @@ from qtoolkit.formats.internal import hashed_once, plain_number
 class Current:
     """Scales from the array itself, in the step that uses it. Nothing is kept.
 
+    Attributes:
+      power_of_two: Whether scales are rounded up to powers of two. Multiplying by one and rounding
+        the result commute, and the cast needs no division: the scales for speed on GPUs.
+
     Examples:
       >>> qt.Operand("e4m3fn").scaling
-      Current()
+      Current(power_of_two=False)
+      >>> operand = qt.Operand("e4m3fn", scaling=qt.products.Current(power_of_two=True))
+      >>> x = jnp.asarray([300.0, 21.0])  # scale 1 in place of 300 / 448
+      >>> qt.einsum("i,ij->j", x, jnp.eye(2), recipe=qt.Recipe((operand, None), gradient=None))
+      Array([288.,  20.], dtype=float32)
     """
+
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flag(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +49,10 @@ class Delayed:
     Attributes:
       history: How many steps count, 1 or more.
       margin: Room above the largest magnitude, in powers of two.
+      power_of_two: As in `Current`.
+      initial: The largest magnitude to assume as long as there is no history. None: the array's
+        own, as `Current` does, which costs reading the array once more in every step, because its
+        scale may depend on it.
 
     Source: arXiv:2209.05433, section 3; `DelayedScaling` of Transformer Engine, whose default is
     1,024 steps.
@@ -51,8 +69,12 @@ class Delayed:
 
     history: int = 16
     margin: int = 0
+    power_of_two: bool = False
+    initial: float | None = None
 
     def __post_init__(self) -> None:
+        _check_flag(self)
+        object.__setattr__(self, "initial", _positive("Delayed", "initial", self.initial))
         for name, least, most in (("history", 1, 4096), ("margin", 0, 64)):
             value = plain_number(getattr(self, name))
             object.__setattr__(self, name, value)
@@ -70,6 +92,7 @@ class Static:
       scale: A positive number, in the normal range of float32. None: the layer keeps a scale that
         calibration found for the product. `qtoolkit.nnx.freeze` makes such recipes, of a model
         that is wrapped and calibrated with `Current` scaling.
+      power_of_two: As in `Current`; a given scale has to be one.
 
     Examples:
       >>> static = qt.Operand("e4m3fn", scaling=qt.products.Static(0.5))
@@ -80,16 +103,42 @@ class Static:
     """
 
     scale: float | None = None
+    power_of_two: bool = False
 
     def __post_init__(self) -> None:
-        if self.scale is None:
-            return
-        object.__setattr__(self, "scale", plain_number(self.scale))
-        is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
-        if not is_number or not 2.0**-126 <= self.scale <= 2.0**127:
+        _check_flag(self)
+        object.__setattr__(self, "scale", _positive("Static", "scale", self.scale))
+        is_power = self.scale is None or (math.frexp(self.scale)[0], self.scale < 2.0**127) == (
+            0.5,
+            True,
+        )
+        if self.power_of_two and not is_power:
             raise ValueError(
-                f"Static: scale={self.scale!r}, expected a number of 2**-126 to 2**127"
+                f"Static: scale={self.scale!r} with power_of_two=True, expected a power of two "
+                "below 2**127"
             )
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether calibration has to find the scale."""
+        return self.scale is None
+
+
+def _check_flag(scaling: Any) -> None:
+    if type(scaling.power_of_two) is not bool:
+        raise TypeError(
+            f"{type(scaling).__name__}: power_of_two={scaling.power_of_two!r}, expected True or "
+            "False"
+        )
+
+
+def _positive(where: str, name: str, value: Any) -> Any:
+    """`value` as a plain number in the normal range of float32, or None."""
+    value = plain_number(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 2.0**-126 <= value <= 2.0**127):
+        raise ValueError(f"{where}: {name}={value!r}, expected a number of 2**-126 to 2**127")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +282,7 @@ class Operand:
     def _check_scaling(self) -> None:
         """Raises if this scaling does not go with the format, transform or projection."""
         found = self.spec
-        has_calibrated_second = self.scaling == Static() and bool(found.tensor_scale)
+        has_calibrated_second = self.is_calibrated and bool(found.tensor_scale)
         if not (isinstance(self.scaling, Current) or self.has_one_scale or has_calibrated_second):
             # Suggest the element format with one scale; float32 and NF4 have none in that form.
             by_tensor = Operand(found.element)
@@ -241,6 +290,12 @@ class Operand:
             raise ValueError(
                 f"Operand: {found.name} has no single scale of float32 for the tensor, which "
                 f"{type(self.scaling).__name__} scaling needs; expected e.g. {example!r}"
+            )
+        if self.has_power_of_two and not self.has_one_scale:
+            raise ValueError(
+                f"Operand: {found.name} has no single scale of float32 for the tensor, which "
+                "power_of_two=True needs; expected e.g. 'e4m3fn', or a format whose own scales are "
+                "powers of two, such as 'mxfp8'"
             )
         if isinstance(self.scaling, Delayed) and self.transform:
             raise ValueError(
@@ -257,6 +312,16 @@ class Operand:
     def is_by_token(self) -> bool:
         """Whether its blocks lie along the last axis, that of features."""
         return self.spec.axes == (-1,)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its scale is one that calibration found and a layer keeps."""
+        return isinstance(self.scaling, Static) and self.scaling.is_calibrated
+
+    @property
+    def has_power_of_two(self) -> bool:
+        """Whether its one scale is a float32 number that is a power of two."""
+        return getattr(self.scaling, "power_of_two", False)
 
     @property
     def is_learned(self) -> bool:
@@ -276,13 +341,14 @@ class Operand:
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether it has one scale for the whole tensor, not restricted to powers of two."""
+        """Whether it has one scale of float32, or a similar format, for the whole tensor."""
         fmt = self.spec
         is_tensor = fmt.block == () and fmt.other_axes is None
         return is_tensor and fmt.scale is not None and not fmt.has_powers and not fmt.tensor_scale
 
     def __str__(self) -> str:
         notes = [type(self.scaling).__name__.lower()] if self.has_one_scale else []
+        notes += ["powers of two"] if self.has_power_of_two else []
         notes += [] if self.projection == NEAREST else [str(self.projection.rounding)]
         notes += ["Hadamard"] if self.transform else []
         return ", ".join([self.spec.name, *notes])

@@ -9,7 +9,7 @@ from jax import lax
 
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import Forward, Transposed, combined, native, native_constant
-from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
+from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral, Einsum
 from qtoolkit.products._kept import keeps_codes
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._operand import Operand
@@ -98,7 +98,15 @@ class Plan:
         return self._cut(self.recipe.dgrad[0], of_out, cotangent)
 
     def _cut(self, operand: Operand | None, axes: Axes, x: Any) -> Cut:
-        return cut(operand, axes, x.shape, self.recipe.axis_names)
+        return cut(
+            operand,
+            axes,
+            x.shape,
+            self.recipe.axis_names,
+            is_native=self.recipe.arithmetic == "native",
+            is_dot=isinstance(self.function, DotGeneral | Einsum)
+            and self.function.out_sharding is None,
+        )
 
     def contracted(
         self, side: int | None, lhs: Any, rhs: Any
@@ -120,18 +128,19 @@ class Plan:
         first: Rounded,
         second: Rounded,
         contracted: tuple[tuple[int, ...], tuple[int, ...]],
+        dtype: Any,
         *,
         is_constant: bool = False,
     ) -> Array:
-        """`function(first, second)` in float32, emulated or native as the recipe says.
+        """`function(first, second)`, emulated or native as the recipe says.
 
-        If `is_constant`, it has no derivative, and its product stands in no `custom_jvp`.
+        Emulated it is float32, natively it may be `dtype`, in which the result is wanted. If
+        `is_constant`, it has no derivative, and its product stands in no `custom_jvp`.
         """
         if self.recipe.arithmetic != "native":
             return combined(function, first, second)
-        is_dot = isinstance(self.function, DotGeneral) and self.function.out_sharding is None
         multiply = native_constant if is_constant else native
-        return multiply(function, first, second, contracted if is_dot else None)
+        return multiply(function, first, second, contracted, dtype)
 
 
 def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:

@@ -19,9 +19,10 @@ from qtoolkit.formats import (
     INT4,
     INT8,
     BlockFormat,
+    FloatFormat,
 )
 from qtoolkit.products._json import from_json, to_json
-from qtoolkit.products._operand import Delayed, Hadamard, Learned, Operand
+from qtoolkit.products._operand import Current, Delayed, Hadamard, Learned, Operand
 from qtoolkit.products._recipe import Recipe
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "int4_lsq",
     "int8_qat",
     "mxfp8",
+    "native_fp8",
+    "native_fp8_current",
     "nvfp4",
     "te_current",
     "te_delayed_hybrid",
@@ -75,6 +78,40 @@ Source: `DelayedScaling` (HYBRID, amax_compute_algo "max", margin 0) of Transfor
 Deviations: amaxes are kept to buckets of an eighth of a binade, upper edge, so scales are up to
 12.5 % larger; the first step scales by its own amax instead of 1; a step with an infinity or a NaN
 leaves the history as it was.
+"""
+
+
+def _expecting(element: FloatFormat, amax: float) -> Operand:
+    scaling = Delayed(history=16, power_of_two=True, initial=amax)
+    return Operand(BlockFormat.tensor(element), scaling=scaling)
+
+
+native_fp8 = Recipe(
+    (_expecting(E4M3FN, 16.0), _expecting(E4M3FN, 1.0)),
+    _expecting(E5M2, 1.0),
+    arithmetic="native",
+)
+"""For speed on a GPU with FP8: E4M3 forward, E5M2 for cotangents, delayed scales, powers of two.
+
+Real 8-bit operands, results in the model's dtype. Each operand is read once: its scale does not
+depend on it, so its amax is taken while it is cast. Until a layer has a history, it assumes that
+activations are below 16, weights and cotangents below 1 (larger ones saturate, in the first step).
+See "Speed on a GPU" in the documentation for the shapes that gain, and `native_fp8_current` for
+models without a training step.
+Source: `DelayedScaling` of Transformer Engine, arXiv:2209.05433; powers of two: arXiv:2412.19437,
+section 3.3. Deviations: those of `te_delayed_hybrid`, except for the first step; 16 steps.
+"""
+
+_CURRENT = Current(power_of_two=True)
+native_fp8_current = Recipe(
+    Operand(BlockFormat.tensor(E4M3FN), scaling=_CURRENT),
+    Operand(BlockFormat.tensor(E5M2), scaling=_CURRENT),
+    arithmetic="native",
+)
+"""`native_fp8` with scales from the arrays themselves: no state, one more read of each operand.
+
+Source: `Float8CurrentScaling` of Transformer Engine with `force_pow_2_scales`. Deviations: none
+known.
 """
 
 _TOKEN = BlockFormat.token(E4M3FN)

@@ -203,7 +203,7 @@ def _multiplied(operands: tuple[Rounded, Rounded], extra: tuple[Array, ...], pla
     operands = lax.stop_gradient(operands)
     function = Forward(plan.function, extra)
     contracted = plan.contracted(None, *(operand.q for operand in operands))
-    out = plan.combined(function, *operands, contracted, is_constant=True)
+    out = plan.combined(function, *operands, contracted, plan.dtype, is_constant=True)
     return differentiable_in_dtype(out, plan.dtype)
 
 

@@ -50,10 +50,15 @@ class Recipe:
 
     **What `arithmetic="native"` passes to XLA in 8 bits or fewer.** This is decided for each of the
     three products on its own. All others are emulated, for example blocks with float32 scales
-    (`deepseek_v3`, `token_scaled`) and integers. Native are:
+    (`deepseek_v3`) and integers. Native are:
 
-    * Both operands have an 8-bit float format and one scale each, which multiplies the result.
-      Derivatives of other functions than `dot_general` are given float32 copies.
+    * Both operands have an 8-bit float format and one scale each. The result is computed in its
+      own dtype (float16: in float32) and multiplied by one scalar, the product of both scales,
+      which float32 has to hold. Derivatives of convolutions are given float32 copies.
+    * In `dot_general`, layers and `x @ w`: both have an 8-bit float format and float32 scales that
+      do not change along the axes that are summed, as in `token_scaled` for arrays of two axes.
+      These multiply the result. (Of arrays with more axes, wgrad sums over several and is
+      emulated.)
     * In `dot_general`, layers and `x @ w`: both have floats in blocks with E8M0 scales (MXFP8,
       MXFP6, MXFP4), or both with 8-bit scales of another kind (NVFP4, whose second scales multiply
       the result). `jax.lax.scaled_dot` multiplies them: by hardware where XLA has that, else
@@ -120,7 +125,9 @@ class Recipe:
         lhs, rhs = _pair("forward", forward)
         if gradient is _UNSET:
             has_blocks = lhs is not None and lhs.spec.block != ()
-            gradient = _current(lhs) if has_blocks and lhs == rhs else _GRADIENT
+            gradient = lhs if has_blocks and lhs == rhs else _GRADIENT
+            if gradient is not None and gradient.is_calibrated:
+                gradient = _current(gradient)
         cotangent = _operand("gradient", gradient)
         fields = {
             "forward": (lhs, rhs),
@@ -189,7 +196,7 @@ class Recipe:
             raise ValueError(
                 "Recipe: a cotangent has Learned scaling, expected it for lhs or rhs of forward"
             )
-        if any(o is not None and o.scaling == Static() for o in cotangents):
+        if any(o is not None and o.is_calibrated for o in cotangents):
             raise ValueError(
                 "Recipe: a cotangent has Static() scaling, which nobody calibrates, expected "
                 "Current() or Delayed(), or Static with a number"
@@ -242,7 +249,7 @@ class Recipe:
     @property
     def is_calibrated(self) -> bool:
         """Whether it uses scales that calibration found and a layer keeps."""
-        return Static() in self._scalings
+        return any(o is not None and o.is_calibrated for o in self.operands)
 
     @property
     def keeps_state(self) -> bool:
@@ -317,7 +324,7 @@ class Recipe:
 
         def current(operand: Operand) -> Operand:
             is_delayed = isinstance(operand.scaling, Delayed)
-            return dataclasses.replace(operand, scaling=Current()) if is_delayed else operand
+            return _current(operand) if is_delayed else operand
 
         return self.mapped(current)
 
@@ -332,7 +339,9 @@ class Recipe:
         def static(operand: Operand | None) -> Operand | None:
             if operand is None or operand not in calibrated:
                 return operand
-            return dataclasses.replace(operand, scaling=Static())
+            return dataclasses.replace(
+                operand, scaling=Static(power_of_two=operand.has_power_of_two)
+            )
 
         lhs, rhs = self.forward
         return dataclasses.replace(
@@ -354,11 +363,9 @@ class Recipe:
         )
 
 
-def _current(operand: Operand | None) -> Operand | None:
-    """`operand` with a current scale in place of a calibrated one."""
-    if operand is None or operand.scaling != Static():
-        return operand
-    return dataclasses.replace(operand, scaling=Current())
+def _current(operand: Operand) -> Operand:
+    """`operand` with a current scale."""
+    return dataclasses.replace(operand, scaling=Current(operand.has_power_of_two))
 
 
 def _is_cut_alike(operand: Operand | None) -> bool:

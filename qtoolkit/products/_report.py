@@ -73,12 +73,14 @@ class Report:
       unreached: Paths of layers that have a recipe but did not run a product.
       is_forward_only: Whether the backward pass is missing because JAX cannot differentiate a
         `lax.while_loop` in the model.
+      compiled: The `NativeCalls` of the compiled program that was given, or None.
     """
 
     quantized: tuple[Product, ...]
     left: tuple[Product, ...]
     unreached: tuple[str, ...] = ()
     is_forward_only: bool = False
+    compiled: Any = None
 
     @property
     def unexplained(self) -> tuple[Product, ...]:
@@ -111,7 +113,8 @@ class Report:
             lines.append("forward only: JAX has no derivative of lax.while_loop")
         if self.unreached:
             lines.append(f"not reached by these inputs: {', '.join(self.unreached)}")
-        return "\n".join([*lines, self._summary()])
+        ran = [] if self.compiled is None else ["", str(self.compiled)]
+        return "\n".join([*lines, self._summary(), *ran])
 
     @property
     def _multiplications(self) -> int:

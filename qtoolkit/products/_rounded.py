@@ -8,18 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import (
+    NEAREST,
     Draw,
     differentiable_widened,
+    dtype_from_codes,
     exact_float32,
     from_stored,
+    has_native_codes,
     hashed_index,
     mixed_key,
     ordinal,
     scrambled,
     to_stored,
+    traced_for_cpu,
 )
 from qtoolkit.formats import (
     FLOAT32,
@@ -33,10 +38,13 @@ from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
     Scales,
-    amax_of,
     computed_now,
+    find_scales,
+    largest_magnitude,
     may_overflow,
+    operand_codes,
     operand_values,
+    power_above,
     scale_from,
     single_scale,
     tensor_scale_from,
@@ -45,7 +53,7 @@ from qtoolkit.scaling.internal import (
 
 Array = jax.Array
 
-_LARGEST = 2**52  # 2**23 products of two such numbers sum to 2**127, which float32 holds
+LARGEST = 2**52  # 2**23 products of two such numbers sum to 2**127, which float32 holds
 
 
 @jax.tree_util.register_dataclass
@@ -57,13 +65,25 @@ class Rounded:
       q: Values of the element format, plus the infinities and NaNs of x; x itself if it is wide.
       scales: The scales as they are stored, in their own format.
       spec: The format, with the axes of its blocks; None if the operand stays wide.
-      codes: The codes of q, if the operand came as codes.
+      codes: The codes of q, if the operand came as codes or goes to XLA as such.
+      turned: The codes with their axes in another order, so that each of the two products that read
+        them finds those axes last that it sums over.
+      order: That order.
     """
 
     q: Array
     scales: Scales
     spec: BlockFormat | None = dataclasses.field(metadata={"static": True})
     codes: Array | None = None
+    turned: Array | None = None
+    order: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def codes_for(self, contracted: tuple[int, ...]) -> tuple[Array | None, tuple[int, ...] | None]:
+        """Codes for a product that sums over these axes, and the order in which their axes are."""
+        rank = self.q.ndim
+        if self.turned is None or sorted(contracted) == list(range(rank - len(contracted), rank)):
+            return self.codes, None
+        return self.turned, self.order
 
     @property
     def scale(self) -> Array | None:
@@ -74,7 +94,7 @@ class Rounded:
         """
         if self.spec is None or self.spec.block or self.spec.has_powers:
             return None
-        if self.spec.element.max_finite > _LARGEST:
+        if self.spec.element.max_finite > LARGEST:
             return None
         return None if self.spec.scale is None else single_scale(self.scales, self.spec)
 
@@ -125,11 +145,30 @@ class Cut:
       operand: What the recipe says, with the axes of blocks filled in; None: the array stays wide.
       axis: The contracted axis along which a Hadamard transform runs, or None.
       axis_names: Mesh axes over which a scale is shared.
+      is_native: Whether the product is one of 8-bit operands, if it can be.
+      order: The order of axes of `Rounded.turned`; None if there is none.
     """
 
     operand: Operand | None
     axis: int | None
     axis_names: tuple[str, ...]
+    is_native: bool = False
+    order: tuple[int, ...] | None = None
+
+    @property
+    def makes_codes(self) -> bool:
+        """Whether the operand is rounded to codes, from which q follows, and not to q."""
+        operand = self.operand
+        if not self.is_native or operand is None or operand.projection != NEAREST:
+            return False
+        spec = operand.spec
+        return (
+            has_native_codes(spec.element)
+            and spec.scale == FLOAT32
+            and not (
+                spec.tensor_scale or spec.element_exponent or spec.zero_point or spec.amax_epsilon
+            )
+        )
 
     def rounded(self, x: Array, delayed: Array | None, key: Array | None) -> Rounded:
         """Rounds `x`.
@@ -148,8 +187,29 @@ class Cut:
             draw = _draw(key, x, projection.rounding)
             projection = dataclasses.replace(projection, draw=draw)
         given = self._scales(operand, x, delayed)
-        q, scales = operand_values(x, operand.spec, projection, given)
+        is_power = operand.has_power_of_two
+        if self.makes_codes:
+            return self._coded(x, dtype, given)
+        q, scales = operand_values(x, operand.spec, projection, given, is_power=is_power)
         return Rounded(q.astype(dtype), scales, operand.spec)  # exact: the dtype holds the format
+
+    def _coded(self, x: Array, dtype: Any, given: Scales) -> Rounded:
+        operand = self.operand
+        assert operand is not None
+        scales = find_scales(x, operand.spec)[0] if given.scale is None else given
+        assert scales.scale is not None
+        is_power = operand.has_power_of_two
+        if not is_power and not traced_for_cpu():
+            # An exact division reads x many times. Where x is transposed just before, XLA for GPUs
+            # would write intermediate results of it: 1.8 GB for a cotangent of 67 MB.
+            x = lax.optimization_barrier(x)
+        codes = operand_codes(x, operand.spec, scales.scale, is_power=is_power)
+        turned = None
+        if self.order is not None:
+            is_apart = isinstance(operand.scaling, Delayed) and operand.scaling.initial is not None
+            codes, turned = both_orders(codes, self.order, is_apart)
+        q = dtype_from_codes(codes, operand.spec.element).astype(dtype)
+        return Rounded(q, scales, operand.spec, codes, turned, self.order)
 
     def transformed(self, x: Array) -> Array:
         """The array to be rounded: the Hadamard transform of `x`, float32, or else `x` itself."""
@@ -191,11 +251,11 @@ class Cut:
         `shard_map` share. The others are None in the result and computed from `x` later.
         """
         fmt = operand.spec
-        if operand.scaling == Static():
+        if operand.is_calibrated:
             assert delayed is not None  # `quantized_product` has checked
             if fmt.tensor_scale is not None:
                 return Scales(None, tensor_scale_from(delayed, fmt))
-            return Scales(scale_from(delayed.reshape((1,) * x.ndim), fmt, None))
+            return self._one_scale(delayed, x.ndim)
         if isinstance(operand.scaling, Static):
             assert fmt.scale is not None
             assert operand.scaling.scale is not None
@@ -203,17 +263,45 @@ class Cut:
                 jnp.full((1,) * x.ndim, operand.scaling.scale, jnp.float32), fmt.scale
             )
             return Scales(_varying_as(scale, x))
-        is_delayed = delayed is not None and isinstance(operand.scaling, Delayed)
-        if not operand.has_one_scale or not (is_delayed or self.axis_names):
+        history = operand.scaling if isinstance(operand.scaling, Delayed) else None
+        is_plain = delayed is None and not self.axis_names and not operand.has_power_of_two
+        if not operand.has_one_scale or is_plain:
             return Scales()
-        amax = jnp.zeros((), jnp.float32)
-        if delayed is not None and isinstance(operand.scaling, Delayed):
-            amax = delayed * np.float32(2.0**operand.scaling.margin)
-        own, _ = amax_of(lax.stop_gradient(x))
-        if self.axis_names:
-            own = largest_over(own, self.axis_names)
-        amax = jnp.where(amax > 0, amax, own)
-        return Scales(scale_from(amax.reshape((1,) * x.ndim), fmt, None))
+        if history is None or history.initial is None or delayed is None:
+            first = largest_magnitude(lax.stop_gradient(x))
+            if self.axis_names:
+                first = largest_over(first, self.axis_names)
+        else:
+            first = jnp.full((), history.initial, jnp.float32)
+        if history is not None and delayed is not None:
+            amax = delayed * np.float32(2.0**history.margin)
+            first = jnp.where(amax > 0, amax, first)
+        return self._one_scale(first, x.ndim)
+
+    def _one_scale(self, amax: Array, ndim: int) -> Scales:
+        assert self.operand is not None
+        scale = scale_from(amax.reshape((1,) * ndim), self.operand.spec, None)
+        return Scales(power_above(scale) if self.operand.has_power_of_two else scale)
+
+
+def both_orders(codes: Array, order: tuple[int, ...], is_apart: bool) -> tuple[Array, Array]:
+    """Codes, and the same with their axes in another order, for one kernel of a GPU to write.
+
+    cuBLASLt multiplies 8-bit operands only if the axis that is summed is the last one of both.
+    Layouts are fixed, or XLA transposes the 16-bit operand and calls the second array a view of the
+    first. The barrier keeps XLA from making the second array from the first in a second kernel; but
+    then no amax of the same elements fits into the cast's kernel.
+
+    Args:
+      is_apart: Leave the barrier out: the scale does not depend on the elements, so their amax can
+        be taken while they are cast.
+    """
+    row_major = Layout(tuple(range(codes.ndim)))
+    codes = with_layout_constraint(codes, row_major)
+    if is_apart:
+        codes = lax.optimization_barrier(codes)
+    turned = with_layout_constraint(lax.transpose(codes, order), row_major)
+    return (codes, turned) if is_apart else lax.optimization_barrier((codes, turned))
 
 
 def largest_over(x: Array, names: tuple[str, ...]) -> Array:
@@ -230,7 +318,13 @@ def largest_over(x: Array, names: tuple[str, ...]) -> Array:
 
 
 def cut(
-    operand: Operand | None, axes: Axes, shape: tuple[int, ...], axis_names: tuple[str, ...]
+    operand: Operand | None,
+    axes: Axes,
+    shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    *,
+    is_native: bool = False,
+    is_dot: bool = False,
 ) -> Cut:
     """Fills in the axes of an operand's blocks, for an array of this shape and these `axes`."""
     if operand is None:
@@ -246,7 +340,22 @@ def cut(
     if fmt.axes is not None:
         fmt = _clipped(fmt, shape)
     axis = axes.transformed if operand.transform is not None else None
-    return Cut(dataclasses.replace(operand, spec=fmt), axis, axis_names)
+    made = Cut(dataclasses.replace(operand, spec=fmt), axis, axis_names, is_native)
+    if not (is_dot and made.makes_codes) or traced_for_cpu():
+        return made
+    return dataclasses.replace(made, order=_turned(axes, len(shape)))
+
+
+def _turned(axes: Axes, rank: int) -> tuple[int, ...] | None:
+    """The order of axes in which those that another product sums over come last; None if the array
+    is summed over axes that are neither the last ones nor next to the last ones.
+    """
+    contracted, kept = sorted(axes.contracted), sorted(axes.kept)
+    batch = [axis for axis in range(rank) if axis not in contracted and axis not in kept]
+    orders = [(*batch, *kept, *contracted), (*batch, *contracted, *kept)]
+    if not contracted or not kept or tuple(range(rank)) not in orders:
+        return None
+    return orders[0] if orders[1] == tuple(range(rank)) else orders[1]
 
 
 def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
@@ -287,9 +396,8 @@ def rounded(x: Array, delayed: Array | None, key: Array | None, how: Cut) -> Rou
 def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounded]:
     x, delayed, key = primals
     out = rounded(x, delayed, key, how)
-    zeros = jax.tree.map(_zero_tangent, out.scales)
-    dot = how.scaled_tangent(x, tangents[0], out.scales)
-    return out, Rounded(dot.astype(out.q.dtype), zeros, out.spec)
+    dot = how.scaled_tangent(x, tangents[0], out.scales).astype(out.q.dtype)
+    return out, dataclasses.replace(jax.tree.map(_zero_tangent, out), q=dot)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))

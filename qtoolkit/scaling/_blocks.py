@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from qtoolkit.casts.internal import (
+    barrier_on_cpu,
     elementwise,
     exact_float32,
     from_magnitude_ordinal,
@@ -240,6 +241,12 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
     return exact_float32(magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)).reshape(())
 
 
+def magnitude_or_infinity(x: jax.Array) -> jax.Array:
+    """The largest |x| of all, a float32 scalar: infinite or NaN if one element is."""
+    largest = _max(magnitude_ordinal(x), tuple(range(x.ndim)), explicit_spec(x))
+    return exact_float32(from_magnitude_ordinal(largest, x.dtype)).reshape(())
+
+
 def largest_ordinal(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> jax.Array:
     """The `magnitude_ordinal` of `magnitude_max`."""
     return _max(_finite(view, nan_wins), axes, explicit_spec(view))
@@ -254,13 +261,13 @@ def _finite(view: jax.Array, nan_wins: bool) -> jax.Array:
 
 
 def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.Array:
-    """The maximum over `axes`, in two steps with a barrier between them.
+    """The maximum over `axes`, in two steps, on CPUs with a barrier between them.
 
     XLA for CPUs fuses the computation of the elements into a short reduction, over axes of at most
     `_STAGE` elements; before a long one it writes them to memory. So the first step is short. If
     the second step is short, too, XLA fuses both to one loop over columns on one core. That
     compiles in half the time and is as fast for small arrays; for others the second step is made
-    long.
+    long. XLA for GPUs fuses the first step with a cast that reads the same elements.
     """
     if not axes:
         return x
@@ -280,7 +287,7 @@ def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.A
             axes = tuple(range(sum(map(len, parts)) - 1))
         within = sum(map(len, parts[:axis])) + (not is_last)
         short = x.reshape([n for part in parts for n in part])
-        x = lax.optimization_barrier(jnp.max(short, axis=within))
+        x = barrier_on_cpu(jnp.max(short, axis=within))
     if all(n == 1 for n in shape):
         axes = tuple(range(x.ndim))
     return lax.reduce_max(x, axes).reshape(shape)

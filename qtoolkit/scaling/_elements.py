@@ -24,6 +24,7 @@ from qtoolkit.casts.internal import (
     in_dtype,
     is_sharded,
     kept_from_zero,
+    native_codes,
     on_cpu,
     over_e8m0,
     product,
@@ -187,6 +188,14 @@ def to_limited_operands(x: Elements, spec: BlockFormat, divide: Map, multiply: M
     return unlimited_values(limited, spec.element).astype(x.view.dtype)
 
 
+def to_native_codes(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+    fmt = spec.element
+    assert isinstance(fmt, FloatFormat)
+    wide, largest = exact_float32(x.view), np.float32(float(fmt.max_finite))
+    codes = native_codes(lax.clamp(-largest, divide(wide), largest), fmt)
+    return jnp.where(lax.is_finite(wide), codes, np.uint8(fmt.nan_codes[0]))
+
+
 def to_unscaled(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = exact_float32(x.view)
     y = multiply(q)
@@ -261,6 +270,7 @@ def of_elements(
     *,
     is_short: bool = False,
     is_own: bool = False,
+    is_power: bool = False,
 ) -> Made:
     """`compute(elements, spec, divide, multiply)`, with functions that apply the blocks' scales.
 
@@ -278,6 +288,7 @@ def of_elements(
       is_short: Whether a short program matters more than a fast one.
       is_own: Whether the scales were made from these elements, whose subnormal numbers do not
         matter.
+      is_power: Whether float32 scales, from 2**-126 to 2**126, are powers of two.
     """
 
     def by(way: Callable[..., Made], *factors: Array) -> Made:
@@ -288,6 +299,8 @@ def of_elements(
         return by(_unchanged)
     if not spec.has_powers:
         scale = effective(scales.scale, scales.tensor_scale, spec, is_own=is_own)
+        if is_power:
+            return by(_by_factors, blocks.spread(1 / scale), blocks.spread(scale))
         return by(_by_scale, blocks.spread(scale))
     if is_own and has_normal_powers(spec):
         return by(_by_e8m0, codes_from_dtype(blocks.spread(scales.scale), E8M0FNU))

@@ -43,6 +43,7 @@ from qtoolkit.scaling._elements import (
     to_codes,
     to_dequantized,
     to_limited_operands,
+    to_native_codes,
     to_operands,
     to_scaled_and_unscaled,
     to_unlimited_operands,
@@ -175,7 +176,12 @@ def block_values(
 
 
 def operand_values(
-    x: Array, spec: BlockFormat, projection: Projection = NEAREST, given: Scales = NOT_GIVEN
+    x: Array,
+    spec: BlockFormat,
+    projection: Projection = NEAREST,
+    given: Scales = NOT_GIVEN,
+    *,
+    is_power: bool = False,
 ) -> tuple[Array, Scales]:
     """`x` as values q of the element format, and the scales of its blocks: x ~ q * scale.
 
@@ -185,6 +191,7 @@ def operand_values(
     Args:
       spec: Any without zero points. The dtype of `x` holds its elements.
       given: Scales to use instead of those that `x` itself has.
+      is_power: Whether given float32 scales are powers of two.
 
     Returns:
       q: Shape and dtype of `x`.
@@ -200,7 +207,16 @@ def operand_values(
     def everything() -> Array:
         elements = elements_of(x, blocks, projection, scales)
         return blocks.join(
-            of_elements(compute, elements, spec, scales, blocks, is_short=True, is_own=is_own)
+            of_elements(
+                compute,
+                elements,
+                spec,
+                scales,
+                blocks,
+                is_short=True,
+                is_own=is_own,
+                is_power=is_power,
+            )
         )
 
     # Without a scale nothing is divided. Sharded arrays must not enter a branch, see `is_sharded`.
@@ -218,6 +234,20 @@ def operand_values(
     # other branch is taken only if all finite elements are zero, and gives the same result then.
     is_zero_on_cpu = on_cpu() & (_max_of_all(largest) == 0)
     return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), everything), scales
+
+
+def operand_codes(x: Array, spec: BlockFormat, scale: Array, *, is_power: bool = False) -> Array:
+    """The codes of `operand_values`, uint8, for float32 scales; infinities are NaNs.
+
+    Args:
+      spec: Elements are floats of 8 bits of which `has_native_codes`.
+      is_power: Whether scales are powers of two.
+    """
+    blocks, scales = blocks_of(x, spec), Scales(scale)
+    elements = elements_of(x, blocks, NEAREST, scales)
+    return blocks.join(
+        of_elements(to_native_codes, elements, spec, scales, blocks, is_power=is_power)
+    )
 
 
 @elementwise

@@ -16,7 +16,7 @@ from jax import lax
 
 from qtoolkit.casts.internal import exact_float32, from_magnitude_ordinal, magnitude_ordinal
 from qtoolkit.formats import SpecLike
-from qtoolkit.scaling._blocks import largest_magnitude
+from qtoolkit.scaling._blocks import largest_magnitude, magnitude_or_infinity
 from qtoolkit.scaling._observer import MAX, STATIC, Observer, from_bits, pytree, start
 
 Array = jax.Array
@@ -42,6 +42,16 @@ def histogram(amax: Array, is_bad: Array) -> Array:
 def amax_of(x: Array) -> tuple[Array, Array]:
     """The largest finite magnitude of `x`, a float32 scalar, and whether not all is finite."""
     return largest_magnitude(x), ~jnp.all(jnp.isfinite(exact_float32(x)))
+
+
+def amax_to_keep(x: Array) -> tuple[Array, Array]:
+    """`amax_of`, but with an amax of 0 if not all is finite: a history skips such a step anyway.
+
+    One reduction in place of two.
+    """
+    amax = magnitude_or_infinity(x)
+    is_bad = ~jnp.isfinite(amax)
+    return jnp.where(is_bad, np.float32(0), amax), is_bad
 
 
 def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:

@@ -163,6 +163,13 @@ def _by_function(amax: jax.Array, spec: BlockFormat) -> list[jax.Array]:
     return [jnp.where(is_one, np.float32(1), unmerged(scale)) for scale in scales]
 
 
+@elementwise
+def power_above(scale: jax.Array) -> jax.Array:
+    """The least power of two that is not below a positive float32 number, itself below 2**127."""
+    exponent, fraction = binary_parts(scale)
+    return power_of_two(exponent + (fraction > 0).astype(jnp.int32))
+
+
 def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     """The scale of the whole tensor, as it is stored, from the amax of the whole tensor."""
     assert spec.scale is not None

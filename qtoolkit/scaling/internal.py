@@ -3,7 +3,13 @@
 # ruff: noqa: F401  (imported for those packages)
 
 from qtoolkit.scaling._amax import check_axes
-from qtoolkit.scaling._blocks import Blocks, TornBlocksError, explicit_spec, magnitude_max
+from qtoolkit.scaling._blocks import (
+    Blocks,
+    TornBlocksError,
+    explicit_spec,
+    largest_magnitude,
+    magnitude_max,
+)
 from qtoolkit.scaling._elements import Scales, element_values, may_overflow
 from qtoolkit.scaling._engine import (
     block_codes,
@@ -11,17 +17,24 @@ from qtoolkit.scaling._engine import (
     blocks_of,
     dequantized,
     find_scales,
+    operand_codes,
     operand_values,
     scaled_values,
     single_scale,
     unscaled_values,
 )
 from qtoolkit.scaling._hadamard import computed_now
-from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
+from qtoolkit.scaling._history import BUCKETS, amax_of, amax_to_keep, histogram, rolled
 from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
-from qtoolkit.scaling._scales import effective, kept_range, scale_from, tensor_scale_from
+from qtoolkit.scaling._scales import (
+    effective,
+    kept_range,
+    power_above,
+    scale_from,
+    tensor_scale_from,
+)
 from qtoolkit.scaling._sums import ErrorSums, error_sums
 from qtoolkit.scaling._tally import (
     LOWEST_EXPONENT,

@@ -61,12 +61,13 @@ def place(gpu):
 
 
 def compiled(function, *arguments, gpu=H100):
-    """The text of the program, compiled for arrays like the arguments."""
+    """The text of the program, traced as on a host with a GPU, compiled for arrays like these."""
 
     def like(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(gpu))
 
-    return jax.jit(function).lower(*jax.tree.map(like, arguments)).compile().as_text()
+    with jax.default_device("gpu"):
+        return jax.jit(function).lower(*jax.tree.map(like, arguments)).compile().as_text()
 
 
 def struct(*shape, dtype=jnp.float32):

@@ -54,8 +54,10 @@ PROJECTIONS = st.builds(
     | st.builds(Stochastic, st.sampled_from("ABC"), st.integers(1, 24)),
     st.sampled_from(["finite", "propagate"]),
 )
-SCALINGS = st.just(Current()) | st.builds(Static, st.floats(2.0**-126, 2.0**127))
-DELAYED = st.builds(Delayed, st.just(1024), st.integers(0, 9))
+SCALINGS = st.builds(Current) | st.builds(Static, st.floats(2.0**-126, 2.0**127))
+ONE_SCALINGS = SCALINGS | st.builds(Current, st.booleans()) | st.just(Static(0.25, True))
+INITIAL = st.none() | st.floats(2.0**-126, 2.0**127)
+DELAYED = st.builds(Delayed, st.just(1024), st.integers(0, 9), st.booleans(), INITIAL)
 TRANSFORMS = st.none() | st.builds(
     Hadamard, st.sampled_from([2, 16, 128]), st.none() | st.integers(0, 9)
 )
@@ -69,7 +71,7 @@ def pairs(draw):
         if transform is None and draw(st.booleans()):
             return None
         if draw(st.booleans()):
-            scalings = SCALINGS if transform else SCALINGS | DELAYED
+            scalings = ONE_SCALINGS if transform else ONE_SCALINGS | DELAYED
             return Operand(draw(ONE_SCALE), draw(PROJECTIONS), draw(scalings), transform)
         return Operand(draw(BLOCKS), draw(PROJECTIONS), transform=transform)
 

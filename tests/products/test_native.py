@@ -202,8 +202,10 @@ def test_no_scale_leaves_the_range_where_the_result_does_not(name):
 
 
 OTHERS = {
-    "float32 scales": recipes.deepseek_v3,
-    "float32 scales of tokens": recipes.token_scaled,
+    "float32 scales": Recipe(BlockFormat(element="e4m3fn", block=(32,))),
+    "float32 scales of tokens beside blocks": Recipe(
+        (BlockFormat.token("e4m3fn"), BlockFormat(element="e4m3fn", block=(32,))), gradient=None
+    ),
     "integers": Recipe("mxint8"),
     "blocks along other axes": Recipe(
         tuple(qt.spec("mxfp8_e4m3").along(axis) for axis in (0, 1)), gradient=None

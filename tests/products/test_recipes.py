@@ -160,6 +160,11 @@ DELAYED = tuple(
     tensor(fmt, given=float(np.float32(amax) / np.float32(ELEMENTS[fmt][1])))
     for fmt, amax in zip(("e4m3fn", "e4m3fn", "e5m2"), AMAXES, strict=True)
 )
+POWERS = tuple(tensor(fmt, rule="rceil") for fmt in ("e4m3fn", "e4m3fn", "e5m2"))
+DELAYED_POWERS = tuple(
+    dataclasses.replace(how, given=block_scale(np.float32(amax), how, np.float32(1)))
+    for how, amax in zip(POWERS, AMAXES, strict=True)
+)
 
 
 def same(lhs, rhs, ct):
@@ -184,6 +189,8 @@ PRESETS = {
     "te_delayed_hybrid": same(*DELAYED),
     "token_scaled": (TOKEN, along("e4m3fn"), TOKEN, *(along("e4m3fn"),) * 3),
     "mxfp8": (MX8,) * 6,
+    "native_fp8": same(*DELAYED_POWERS),
+    "native_fp8_current": same(*POWERS),
     "nvfp4": (NV, NV_2D, NV, NV_2D, NV_H, NV_H),
     "deepseek_v3": (TILE, SQUARE, TILE, SQUARE, TILE, TILE),
     "fp8_lm": same(*DELAYED),
@@ -612,7 +619,12 @@ POISONED = {
         f"native {spec}": Recipe(spec, arithmetic="native")
         for spec in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
     },
-    "native nvfp4": dataclasses.replace(recipes.nvfp4, arithmetic="native"),
+    **{
+        f"native {name}": dataclasses.replace(getattr(recipes, name), arithmetic="native")
+        for name in ("nvfp4", "te_current", "token_scaled")
+    },
+    "native_fp8": recipes.native_fp8,
+    "native_fp8_current": recipes.native_fp8_current,
 }
 
 
