@@ -2,9 +2,9 @@
 
 from qtoolkit.products import _presets as recipes
 from qtoolkit.products._calibration import Calibration
-from qtoolkit.products._compiled import NativeCall, NativeCalls, native_calls
+from qtoolkit.products._compiled import NativeCalls, native_calls
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
-from qtoolkit.products._gain import H100, Gain, Gpu, Matmul, expected_gain
+from qtoolkit.products._gain import Gain, Gpu, expected_gain
 from qtoolkit.products._kept import CODES
 from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._operand import Current, Delayed, Hadamard, Learned, Operand, Static
@@ -15,7 +15,6 @@ from qtoolkit.products._site import dot
 
 __all__ = [
     "CODES",
-    "H100",
     "Calibration",
     "Current",
     "Delayed",
@@ -23,8 +22,6 @@ __all__ = [
     "Gpu",
     "Hadamard",
     "Learned",
-    "Matmul",
-    "NativeCall",
     "NativeCalls",
     "Numerics",
     "Operand",

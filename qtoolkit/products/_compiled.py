@@ -84,6 +84,12 @@ class NativeCalls:
       calls: The matmuls and convolutions.
       kernels: How many other kernels run, each with the number of its runs.
       other_bytes: What these read and write together.
+
+    Examples:
+      >>> compiled = jax.jit(jnp.dot).lower(jnp.ones((8, 4)), jnp.ones((4, 2))).compile()
+      >>> (call,) = qt.products.native_calls(compiled).calls
+      >>> call.operands, call.is_fp8
+      (('f32[8,4]', 'f32[4,2]'), False)
     """
 
     calls: tuple[NativeCall, ...]
