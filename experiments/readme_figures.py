@@ -48,6 +48,13 @@ QUOTED = (
         " with `dd conv=fsync`.",
         *("conversion", "1024 MiB", "by channel", ("dd conv=fsync",)),
     ),
+    Ratios(
+        "On a GPU a large matmul with both gradients takes {} times as long in native FP8 as in"
+        " bfloat16.",
+        "gpu_training",
+        *("matmul with both gradients, [8,192, 4,096] x [4,096, 14,336]", "native_fp8"),
+        ("bfloat16",),
+    ),
 )
 
 
