@@ -6,6 +6,8 @@ The way of a weight, file by file:
                 `Checkpoint` of `Tensor`s, which are read in parts (`_tensors`)
   _decode       asks the layouts which weights are quantized, and how: an `Encoding` each; `_values`
                 makes a `QArray`, or float32 numbers, of what an encoding describes
+  _experts      makes a weight of each expert where a tensor has all of a layer, and loaders of the
+                target read them one by one
   _plan         decides what becomes of each tensor, by its name (`_roles`) and header: a `Plan`;
                 `_checks` refuses what loaders of the target would misread
   _target       says which files a target has, and refuses names by which something would be lost

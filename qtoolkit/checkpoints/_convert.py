@@ -216,20 +216,8 @@ def _written(
     threads: Workers,
 ) -> Report:
     dst, to, overwrite = destination.dst, destination.to, destination.overwrite
-    report = Report(
-        source=str(source.path),
-        target=str(dst),
-        container=to,
-        layout=plan.layout,
-        format=plan.format_names,
-        scaling=plan.scaling,
-        dequantized=plan.dequantizes,
-        left=_left(source, plan, to),
-        loads_nowhere=plan.loads_nowhere,
-        quantization_config=plan.quantization_config,
-        caution=plan.caution,
-        tensors=(),
-    )
+    report = plan.report(source.path, dst, to)
+    report = dataclasses.replace(report, left=_left(source, plan, to), tensors=())
     production = Production(plan.tensors, threads, progress, source.stored)
     refused = functools.partial(_refused, source, allow_nonfinite)
     if source.folder is not None and to == "safetensors":

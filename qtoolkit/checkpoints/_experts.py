@@ -10,7 +10,7 @@ import functools
 from collections.abc import Container, Iterator
 
 from qtoolkit.checkpoints._roles import Roles, is_stack_of_experts
-from qtoolkit.checkpoints._tensors import Checkpoint, Tensor, transposed
+from qtoolkit.checkpoints._tensors import Checkpoint, Tensor, Turning
 
 _QWEN = ("compressed-tensors", "finegrained-fp8", "modelopt")
 # By `model_type` the layouts whose loaders read experts one by one. Source: transformers,
@@ -43,20 +43,21 @@ def _split(source: Checkpoint, names: Container[str]) -> Checkpoint:
     stacks = [t for t in source.tensors.values() if t.name in names and is_stack_of_experts(t)]
     if not stacks:
         return source
-    roles = Roles(source.tensors, source.config)
-    split = {stack.name: [*_experts(stack, roles.outputs_last(stack))] for stack in stacks}
+    roles, turning = Roles(source.tensors, source.config), Turning()
+    split = {one.name: [*_experts(one, roles.outputs_last(one), turning)] for one in stacks}
     tensors = {t.name: t for one in source.tensors.values() for t in split.get(one.name) or [one]}
     return dataclasses.replace(source, tensors=tensors)
 
 
-def _experts(stack: Tensor, outputs_last: bool | None) -> Iterator[Tensor]:
+def _experts(stack: Tensor, outputs_last: bool | None, turning: Turning) -> Iterator[Tensor]:
     """The weights, [outputs, inputs]; nothing if they cannot be told apart."""
     parts = _parts(stack.name)
-    data = transposed(stack) if outputs_last else stack
+    data = turning.transposed(stack) if outputs_last else stack
     count, rows, columns = data.shape
     if outputs_last is None or rows % len(parts):
         return
     pieces, shape = count * len(parts), (rows // len(parts), columns)
+    stored = stack.stored_nbytes
     for piece in range(pieces):
         expert, part = divmod(piece, len(parts))
         yield dataclasses.replace(
@@ -64,7 +65,7 @@ def _experts(stack: Tensor, outputs_last: bool | None) -> Iterator[Tensor]:
             name=_name(stack.name, expert, parts[part]),
             shape=shape,
             read_into=functools.partial(_read, data, piece * (data.nbytes // pieces)),
-            stored_nbytes=stack.stored_nbytes // pieces,
+            stored_nbytes=stored * (piece + 1) // pieces - stored * piece // pieces,
         )
 
 

@@ -21,7 +21,7 @@ from qtoolkit.checkpoints._quantize import (
 )
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Span
-from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Entry, Tensor, shown, transposed
+from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Entry, Tensor, Turning, shown
 from qtoolkit.checkpoints._values import Values, grid_of
 from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
@@ -141,6 +141,7 @@ class Production:
             if tensor.group:
                 self._groups.setdefault(tensor.group, []).append(tensor.source)
         self._amaxes: dict[str, np.ndarray] = {}
+        self._turning = Turning()
 
     def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (name of an entry, the next bytes of it) for some tensors, one after the other."""
@@ -206,7 +207,7 @@ class Production:
         grid = grid_of(encoding)
         second = None
         if encoding.transposed:
-            source = transposed(source)
+            source = self._turning.transposed(source)
         if encoding.tensor_scale is not None:
             count = encoding.tensor_scale.nbytes // 4
             second = tensor_scales(self._second_amaxes(tensor, count), spec)
@@ -327,17 +328,9 @@ def _nonfinite_count(data: np.ndarray, dtype: str) -> int:
 
 
 def _report(tensor: TensorPlan, sums: ErrorSums) -> TensorReport:
-    is_quantized = tensor.action == "quantize"
-    return TensorReport(
-        name=tensor.name,
-        action=tensor.action,
-        reason=tensor.reason,
-        dtype=tensor.dtype,
-        format=tensor.format.name if is_quantized and tensor.format else "",
-        bytes_before=tensor.source.stored_nbytes,
-        bytes_after=tensor.nbytes,
+    return tensor.report(
         max_scale=sums.max_scale if tensor.encoding is not None else None,
-        sqnr_db=sums.sqnr_db if is_quantized else None,
+        sqnr_db=sums.sqnr_db if tensor.action == "quantize" else None,
         nonfinite=sums.nonfinite,
         overflowed=sums.overflowed,
     )

@@ -85,6 +85,19 @@ class TensorPlan:
         """Bytes of what is written for it."""
         return sum(entry.nbytes for entry in self.entries)
 
+    def report(self, **measured: Any) -> "TensorReport":
+        """What is done to it, with what was measured."""
+        return TensorReport(
+            name=self.name,
+            action=self.action,
+            reason=self.reason,
+            dtype=self.dtype,
+            format=self.format.name if self.action == "quantize" and self.format else "",
+            bytes_before=self.source.stored_nbytes,
+            bytes_after=self.nbytes,
+            **measured,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -118,11 +131,21 @@ class Plan:
         """Every tensor of the target, placed in one file."""
         return layout(entry for tensor in self.tensors for entry in tensor.entries)
 
-    @property
-    def kept_share(self) -> float:
-        """The share of the source, by bytes, that will not be quantized."""
-        sizes = [(t.source.stored_nbytes, t.action != "quantize") for t in self.tensors]
-        return sum(n for n, kept in sizes if kept) / max(sum(n for n, _ in sizes), 1)
+    def report(self, source: object, target: object, container: ContainerName) -> "Report":
+        """The report of the conversion; nothing of it is measured yet."""
+        return Report(
+            source=str(source),
+            target=str(target),
+            container=container,
+            layout=self.layout,
+            format=self.format_names,
+            scaling=self.scaling,
+            dequantized=self.dequantizes,
+            loads_nowhere=self.loads_nowhere,
+            quantization_config=self.quantization_config,
+            caution=self.caution,
+            tensors=tuple(tensor.report() for tensor in self.tensors),
+        )
 
     @property
     def loads_nowhere(self) -> bool:

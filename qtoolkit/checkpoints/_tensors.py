@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +49,7 @@ NUMPY_DTYPES = {dtype: np.dtype(name) for dtype, (_, name) in _DTYPES.items() if
 DTYPE_OF = {dtype.name: name for name, dtype in NUMPY_DTYPES.items()}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-_STATISTICS_CHUNK = 2**20  # elements
+_CHUNK = 2**20  # elements that are read at a time
 # Fills a buffer with the bytes of a tensor from a byte on. Threads may call it at the same time.
 ReadBytes = Callable[[int, memoryview], None]
 
@@ -172,29 +171,45 @@ class Tensor:
         return self.read().reshape(self.shape)
 
 
-def transposed(tensor: Tensor) -> Tensor:
-    """The tensor with its last two axes in the other order, read matrix by matrix."""
-    *batch, rows, columns = tensor.shape
-    size = rows * columns
+class Turning:
+    """Reads stacks of matrices as those of their transposes; one matrix at a time is in memory."""
 
-    @functools.lru_cache(2)  # a thread begins with the next matrix while others are at this one
-    def matrix(index: int) -> np.ndarray:
-        elements = tensor.read(index * size, (index + 1) * size).reshape(rows, columns)
-        return np.ascontiguousarray(elements.T).reshape(-1).view(np.uint8)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._matrix: tuple[Tensor, int] | None = None
+        self._data = np.empty(0, np.uint8)
 
-    lock = threading.Lock()
+    def transposed(self, tensor: Tensor) -> Tensor:
+        """The tensor with its last two axes in the other order."""
+        *batch, rows, columns = tensor.shape
+        nbytes = tensor.nbytes // max(math.prod(batch), 1)
 
-    def read_into(start: int, buffer: memoryview) -> None:
-        done, nbytes = 0, tensor.nbytes // math.prod(batch)
-        while done < len(buffer):
-            index, first = divmod(start + done, nbytes)
-            with lock:
-                data = matrix(index)
-            part = data[first : first + len(buffer) - done]
-            buffer[done : done + len(part)] = part.data
-            done += len(part)
+        def read_into(start: int, buffer: memoryview) -> None:
+            done = 0
+            while done < len(buffer):
+                index, first = divmod(start + done, nbytes)
+                with self._lock:
+                    self._turn(tensor, index, nbytes)
+                    part = self._data[first : first + len(buffer) - done]
+                    buffer[done : done + len(part)] = part.data
+                done += len(part)
 
-    return Tensor(tensor.name, tensor.dtype, (*batch, columns, rows), read_into)
+        return Tensor(tensor.name, tensor.dtype, (*batch, columns, rows), read_into)
+
+    def _turn(self, tensor: Tensor, index: int, nbytes: int) -> None:
+        if self._matrix == (tensor, index):
+            return
+        *_, rows, columns = tensor.shape
+        self._matrix = None
+        if len(self._data) != nbytes:
+            self._data = np.empty(nbytes, np.uint8)
+        turned = self._data.view(NUMPY_DTYPES[tensor.dtype]).reshape(columns, rows)
+        step = max(_CHUNK // columns, 1)
+        for row in range(0, rows, step):
+            stop = min(row + step, rows)
+            part = tensor.read(*((index * rows + at) * columns for at in (row, stop)))
+            turned[:, row:stop] = part.reshape(-1, columns).T
+        self._matrix = tensor, index
 
 
 @dataclasses.dataclass(eq=False)
@@ -284,8 +299,8 @@ def statistics(tensor: Tensor) -> Statistics:
     lowest, largest = math.inf, -math.inf
     count = zeros = nans = infinities = 0
     mean = squares = 0.0
-    for start in range(0, tensor.size, _STATISTICS_CHUNK):
-        x = tensor.read(start, min(start + _STATISTICS_CHUNK, tensor.size)).astype(np.float64)
+    for start in range(0, tensor.size, _CHUNK):
+        x = tensor.read(start, min(start + _CHUNK, tensor.size)).astype(np.float64)
         nans += int(np.isnan(x).sum())
         infinities += int(np.isinf(x).sum())
         x = x[np.isfinite(x)]

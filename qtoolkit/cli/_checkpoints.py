@@ -32,7 +32,6 @@ from qtoolkit.cli._summaries import (
     counted,
     loading_lines,
     plan_table,
-    planned,
     report_markdown,
     report_summary,
     report_table,
@@ -232,7 +231,7 @@ def _dry_run(destination: Destination, arguments: dict[str, Any], way: _Way) -> 
         if to == "orbax":
             check_tree(dst, plan, opened)
         part = _part(destination, opened, plan)
-    done = planned(plan, str(destination.src), dst, to)
+    done = plan.report(destination.src, dst, to)
     if way == "json":
         data = json.loads(done.to_json())
         for tensor, about in zip(plan.tensors, data["tensors"], strict=True):

@@ -6,8 +6,8 @@ import operator
 import shlex
 from collections.abc import Sequence
 
-from qtoolkit.checkpoints import LAYOUTS, Plan, Report, TensorPlan, TensorReport
-from qtoolkit.checkpoints.internal import ContainerName, join, listed, read_json, shown
+from qtoolkit.checkpoints import LAYOUTS, Report, TensorPlan
+from qtoolkit.checkpoints.internal import join, listed, read_json, shown
 
 # Header, rows and right-aligned columns: the arguments of `table`.
 Table = tuple[Sequence[str], list[list[str]], Sequence[str]]
@@ -18,33 +18,6 @@ _ASK_FOR_WEIGHTS = {
     *("falcon", "gpt_bigcode", "mamba", "mamba2", "modernbert"),
     *("rwkv", "siglip", "t5", "umt5", "wav2vec2"),
 }
-
-
-def planned(plan: Plan, src: str, dst: str, to: ContainerName) -> Report:
-    """The report of a conversion that is yet to come: nothing of it is measured."""
-    tensors = tuple(
-        TensorReport(
-            name=tensor.name,
-            action=tensor.action,
-            reason=tensor.reason,
-            dtype=tensor.dtype,
-            bytes_before=tensor.source.stored_nbytes,
-            bytes_after=tensor.nbytes,
-        )
-        for tensor in plan.tensors
-    )
-    return Report(
-        source=src,
-        target=dst,
-        container=to,
-        layout=plan.layout,
-        format=plan.format_names,
-        scaling=plan.scaling,
-        dequantized=plan.dequantizes,
-        quantization_config=plan.quantization_config,
-        caution=plan.caution,
-        tensors=tensors,
-    )
 
 
 def plan_table(tensors: Sequence[TensorPlan]) -> Table:

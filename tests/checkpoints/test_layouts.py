@@ -3,7 +3,6 @@
 `tests/interop` compares the same bytes with the package compressed-tensors.
 """
 
-import dataclasses
 import json
 import os
 
@@ -424,52 +423,6 @@ def test_a_quantized_file_is_quantized_anew_from_its_values(tmp_path):
         assert again[name].tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("layout", "fmt", "scaling", "bits"),
-    [
-        (COMPRESSED, "nvfp4", None, 4),
-        (COMPRESSED, "int4_group128", None, 4),
-        (COMPRESSED, "mxfp8_e4m3", None, 8),
-        ("plain", "e4m3fn", "block", 8),
-        ("plain", "e4m3fn", "channel", 8),
-    ],
-)
-def test_any_range_of_a_quantized_weight_is_read_alone(tmp_path, layout, fmt, scaling, bits):
-    """What the whole has there, and little more is read."""
-    save(tmp_path / "src", weights())
-    convert(tmp_path / "src", tmp_path / "dst", layout=layout, format=fmt, scaling=scaling)
-    from qtoolkit.checkpoints import open_source
-    from qtoolkit.checkpoints.internal import dequantized
-
-    opened, asked = open_source(tmp_path / "dst"), []
-    for name, tensor in opened.tensors.items():
-
-        def read_into(start, buffer, name=name, read=tensor.read_into):
-            asked.append((name, len(buffer)))
-            read(start, buffer)
-
-        opened.tensors[name] = dataclasses.replace(tensor, read_into=read_into)
-    source = dequantized(opened)
-    codes_name = source.tensors[Q].encoding.codes.name
-    whole = source.tensors[Q].read()
-    last = SHAPE[0] * SHAPE[1] - 5
-    for start, size in [
-        (0, 1),
-        (255, 2),
-        (33, 100),
-        (127, 70),
-        (256, 256),
-        (1000, 3000),
-        (last, 5),
-    ]:
-        asked.clear()
-        part = source.tensors[Q].read(start, start + size)
-        np.testing.assert_array_equal(part, whole[start : start + size])
-        codes = sum(nbytes for name, nbytes in asked if name == codes_name)
-        assert codes <= (size + 2 * SHAPE[1]) * bits // 8  # the rows that hold it
-    source.close()
-
-
 def test_packed_integers_are_not_taken_for_those_of_other_widths(tmp_path):
     """64 words and 4 scales a row: 4 bits in groups of 128, or 8 bits in groups of 64."""
     codes = np.arange(2 * 256, dtype=np.uint8).reshape(2, 256)
@@ -622,13 +575,6 @@ def test_blocks_of_modelopt_are_read(tmp_path):
     np.testing.assert_array_equal(found["c.weight"][:, 0, 0, 0], range(1, 7))
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "channel", "block"])
-def test_an_empty_weight_is_verified(tmp_path, scaling):
-    save(tmp_path / "src", {"a.weight": np.zeros((0, 64), np.float32)})
-    convert(tmp_path / "src", tmp_path / "dst", scaling=scaling)
-    assert not verify(tmp_path / "src", tmp_path / "dst").problems
-
-
 def folder_of(path, tensors, quantization):
     """A folder with these tensors and that quantization_config."""
     path.mkdir(exist_ok=True)
@@ -650,29 +596,6 @@ def test_rotated_weights_are_refused(tmp_path, transforms):
         verify(tmp_path / "one", src)
     folder_of(src, load(tmp_path / "codes"), quantization | {"transform_config": {}})
     dequantize_checkpoint(src, tmp_path / "dst")
-
-
-def test_experts_of_nvfp4_in_one_tensor_have_a_second_scale_each(tmp_path):
-    """Oracle: each expert alone."""
-    experts = {f"{i}.weight": x * np.float32(4.0**i) for i, x in enumerate(weights().values())}
-    save(tmp_path / "src", experts)
-    options = {"layout": "modelopt", "format": "nvfp4", "input_scales": 1.0}
-    convert(tmp_path / "src", tmp_path / "dst", **options)
-    dequantize_checkpoint(tmp_path / "dst", tmp_path / "wide")
-    codes, wide = load(tmp_path / "dst"), load(tmp_path / "wide")
-    for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
-        codes |= {name: np.stack([codes.pop(f"{i}.{name}") for i in range(3)])}
-    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    stacked = folder_of(tmp_path / "stacked", codes, quantization)
-    dequantize_checkpoint(stacked, tmp_path / "out")
-    found = load(tmp_path / "out" / "model.safetensors")["weight"]
-    np.testing.assert_array_equal(found, np.stack([wide[f"{i}.weight"] for i in range(3)]))
-    np.testing.assert_array_equal(load(stacked)["weight"].dequantize(), found)
-    save(tmp_path / "source", {"weight": np.stack([*experts.values()])})
-    assert not verify(tmp_path / "source", stacked).problems
-    codes["weight_scale_2"] = codes["weight_scale_2"][:1]  # one for all: codes are others' now
-    folder_of(stacked, codes, quantization)
-    assert len(verify(tmp_path / "source", stacked).problems) == 1
 
 
 U8, I8, ONES = np.zeros((64, 32), np.uint8), np.zeros((64, 32), np.int8), np.ones
@@ -785,12 +708,3 @@ def test_the_config_says_what_scales_belong_to(weights, shape, scale, block):
     config = {"config_groups": {"group_0": {"weights": weights}}}
     (found,) = LAYOUTS["compressed-tensors"].decode(config, tensors, "here").values()
     assert found.lengths == block
-
-
-def test_groups_of_unknown_length_are_not_guessed():
-    tensors = {
-        "a.weight": Entry("a.weight", "I8", (16, 1000)),
-        "a.weight_scale": Entry("a.weight_scale", "F32", (16, 7)),
-    }
-    with pytest.raises(CheckpointError, match=r"1000\] with scales .16, 7.*dequantize the"):
-        LAYOUTS["compressed-tensors"].decode({}, tensors, "here")

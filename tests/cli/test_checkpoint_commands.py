@@ -373,7 +373,7 @@ RULES = {
         (("--to", "orbax", "--max-shard-size", "1KB"), "leave --max-shard-size out"),
         (("--to", "orbax", "--shard", "0/2"), "leave --shard out"),
         (("--to", "orbax", "--layout", "modelopt"), "leave --to out"),
-        (("--max-shard-size", "1KB"), "src/model.safetensors: becomes one file, and --max-shard-"),
+        (("--max-shard-size", "1KB"), "which becomes one file, and --max-shard-size is"),
         (("--shard", "0/2"), "src/model.safetensors: is a file, which becomes one file"),
         (("--input-scales", "scales"), "--input-scales: nothing in layout plain"),
         (("--json", "--report", "md"), "--json and --report md exclude each other"),

@@ -110,8 +110,8 @@ def test_errors_are_one_line_that_names_the_file(source, tmp_path):
     )
     assert fails("convert", source, tmp_path).startswith(f"{tmp_path}: is a folder")
     assert fails("convert", source, f"{out}/") == (
-        f"{out}/: ends with a slash, as names of folders do, and what is written is a file; name "
-        f"it {out}.safetensors"
+        f"{out}/: what is written is a safetensors file, expected a name that says so; name it "
+        f"{out}.safetensors"
     )
     binary = tmp_path / "empty" / "binary"
     binary.write_bytes(bytes(range(128, 256)))
