@@ -64,7 +64,7 @@ def open_source(path: Path) -> Checkpoint:
       ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
       F32 (4, 2)
     """
-    kind = kind_of(path)
+    kind = container_of(path)
     if kind == "folder":
         return open_folder(path)
     if kind == "safetensors":
@@ -84,7 +84,7 @@ def open_source(path: Path) -> Checkpoint:
     return {"gguf": open_gguf, "npz": open_npz, "msgpack": open_msgpack}[kind](path)
 
 
-def kind_of(path: Path, argument: str = "path") -> str:
+def container_of(path: Path, argument: str = "path") -> str:
     """The container at a path: "folder", "orbax", "gguf", "npz", "msgpack", or else "safetensors".
 
     Raises:
@@ -103,7 +103,7 @@ def kind_of(path: Path, argument: str = "path") -> str:
         )
     start = b""
     with contextlib.suppress(PermissionError):
-        start = read_file(path, 512, whole=False) if kind == "file" else b""
+        start = read_file(path, 512, cut=True) if kind == "file" else b""
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 2**32:
         return "safetensors"
     if start[:4] == b"GGUF":
