@@ -139,9 +139,9 @@ _MAGIC = {
     b"version https://git-lfs": "a Git LFS pointer, not the weights themselves: git lfs pull",
     b"\x89HDF\r\n": "HDF5 (Keras), which is not read: write its arrays with numpy.savez",
     b"\x93NUMPY": "one NumPy array, expected npz: write it with numpy.savez(FILE, name=array)",
-    b"\x89PNG\r\n": "a PNG image, no checkpoint",
-    b"\xff\xd8\xff": "a JPEG image, no checkpoint",
-    b"%PDF": "a PDF document, no checkpoint",
+    b"\x89PNG\r\n": "a PNG image, expected a checkpoint",
+    b"\xff\xd8\xff": "a JPEG image, expected a checkpoint",
+    b"%PDF": "a PDF document, expected a checkpoint",
     b"\x1f\x8b": "compressed with gzip: unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
 }
