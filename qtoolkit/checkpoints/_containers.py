@@ -64,7 +64,7 @@ def open_source(path: Path) -> Checkpoint:
       ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
       F32 (4, 2)
     """
-    kind = kind_of(path)
+    kind = container_of(path)
     if kind == "folder":
         return open_folder(path)
     if kind == "safetensors":
@@ -84,7 +84,7 @@ def open_source(path: Path) -> Checkpoint:
     return {"gguf": open_gguf, "npz": open_npz, "msgpack": open_msgpack}[kind](path)
 
 
-def kind_of(path: Path, argument: str = "path") -> str:
+def container_of(path: Path, argument: str = "path") -> str:
     """The container at a path: "folder", "orbax", "gguf", "npz", "msgpack", or else "safetensors".
 
     Raises:
@@ -103,7 +103,7 @@ def kind_of(path: Path, argument: str = "path") -> str:
         )
     start = b""
     with contextlib.suppress(PermissionError):
-        start = read_file(path, 512, whole=False) if kind == "file" else b""
+        start = read_file(path, 512, cut=True) if kind == "file" else b""
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 2**32:
         return "safetensors"
     if start[:4] == b"GGUF":
@@ -139,9 +139,9 @@ _MAGIC = {
     b"version https://git-lfs": "a Git LFS pointer, not the weights themselves: git lfs pull",
     b"\x89HDF\r\n": "HDF5 (Keras), which is not read: write its arrays with numpy.savez",
     b"\x93NUMPY": "one NumPy array, expected npz: write it with numpy.savez(FILE, name=array)",
-    b"\x89PNG\r\n": "a PNG image, no checkpoint",
-    b"\xff\xd8\xff": "a JPEG image, no checkpoint",
-    b"%PDF": "a PDF document, no checkpoint",
+    b"\x89PNG\r\n": "a PNG image, expected a checkpoint",
+    b"\xff\xd8\xff": "a JPEG image, expected a checkpoint",
+    b"%PDF": "a PDF document, expected a checkpoint",
     b"\x1f\x8b": "compressed with gzip: unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
 }

@@ -219,14 +219,14 @@ def _written(
     report = plan.report(source.path, dst, to)
     report = dataclasses.replace(report, left=_left(source, plan, to), tensors=())
     production = Production(plan.tensors, threads, progress, source.stored)
-    refused = functools.partial(_refused, source, allow_nonfinite)
+    error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
     if source.folder is not None and to == "safetensors":
-        return write_folder(destination, source, plan, production, report, refused)
+        return write_folder(destination, source, plan, production, report, error_of)
     production.total = sum(tensor.nbytes for tensor in plan.tensors)
 
     def chunks() -> Iterator[tuple[str, Any]]:
         yield from production.chunks(plan.tensors)
-        if error := refused(production.reports):
+        if error := error_of(production.reports):
             raise error
 
     if to == "orbax":
@@ -238,7 +238,7 @@ def _written(
     return dataclasses.replace(report, tensors=tuple(production.reports))
 
 
-def _refused(
+def _nonfinite_error(
     source: Checkpoint, allow_nonfinite: bool, reports: Sequence[TensorReport]
 ) -> CheckpointError | None:
     """The error for weights that had NaN or Inf and may not."""

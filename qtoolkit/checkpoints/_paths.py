@@ -115,10 +115,10 @@ def file_size(path: Path) -> int:
         return file.size
 
 
-def read_file(path: Path, limit: int, *, whole: bool = True) -> bytes:
-    """The content of a file of at most `limit` bytes; unless `whole`, the start of any file."""
+def read_file(path: Path, limit: int, *, cut: bool = False) -> bytes:
+    """The content of a file of at most `limit` bytes; with `cut` the start of any file."""
     with contextlib.closing(open_file(path)) as file:
-        if whole and file.size > limit:
+        if not cut and file.size > limit:
             raise CheckpointError(f"{path}: {file.size:,} bytes, expected at most {limit:,}")
         data = bytearray(min(file.size, limit))
         fill(file, 0, memoryview(data), str(path))

@@ -154,7 +154,7 @@ def make_plan(
         roles=Roles(source.tensors, source.config, channel_axis),
         input_scales=input_scales,
         keep_unfitting=keep_unfitting,
-        parts=copied_parts(source.metadata, source.tensors, source.encodings),
+        copied=copied_parts(source.metadata, source.tensors, source.encodings),
         allow_codes=allow_codes,
     )
     plan = planner.plan(format, skip)
@@ -166,7 +166,7 @@ def make_plan(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """The choices of one conversion. `parts` are of quantized arrays that are copied, `misfits` is
+    """The choices of one conversion. `copied` are tensors of quantized arrays, `misfits` is
     what was met that a format does not fit.
     """
 
@@ -177,7 +177,7 @@ class _Planner:
     roles: Roles
     input_scales: InputScales | None
     keep_unfitting: bool
-    parts: set[str]
+    copied: set[str]
     allow_codes: bool
     misfits: list[Misfit] = dataclasses.field(default_factory=list)
 
@@ -284,7 +284,7 @@ class _Planner:
     ) -> tuple[Format | BlockFormat | None, str]:
         """The format of a tensor, or None and the reason not to quantize it."""
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
-        if info.name in self.parts and (is_one_format or fmt is None):
+        if info.name in self.copied and (is_one_format or fmt is None):
             return None, "of a quantized array that is copied"
         if position is None and info.dtype not in (*WIDE, "F64"):
             return None, f"dtype {info.dtype}"
@@ -320,7 +320,7 @@ class _Planner:
     def _tensor(self, info: Tensor, fmt: Format | BlockFormat | None, reason: str) -> TensorPlan:
         if fmt is None:
             return self._kept(info, reason)
-        if info.name in self.parts:
+        if info.name in self.copied:
             raise self._error(
                 info, "of a quantized array, which rules cannot quantize again; leave it out"
             )
@@ -402,7 +402,7 @@ class _Planner:
 
     def _kept(self, info: Tensor, reason: str) -> TensorPlan:
         """A tensor that is not quantized: copied, or cast to another wide dtype."""
-        is_cast = info.dtype in WIDE and info.name not in self.parts
+        is_cast = info.dtype in WIDE and info.name not in self.copied
         wanted = self.keep_dtype if is_cast else None
         if wanted is None and info.encoding is not None:
             wanted = model_dtype(self.source.config)

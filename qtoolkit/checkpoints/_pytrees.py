@@ -10,13 +10,13 @@ JAX loads only where there are quantized arrays.
 import copy
 import json
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from qtoolkit.checkpoints._codes import check_explained
-from qtoolkit.checkpoints._containers import array_checkpoint, kind_of, open_source
+from qtoolkit.checkpoints._containers import array_checkpoint, container_of, open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays
@@ -137,7 +137,7 @@ def load(path: Path, like: Any = None) -> Any:
       >>> bool((state["kernel"][...] == model.kernel[...]).all())
       True
     """
-    kind = kind_of(path)
+    kind = container_of(path)
     if kind in _READ_BY:
         raise CheckpointError(
             f"{path}: {kind}, expected safetensors, a folder or a checkpoint of orbax; "
@@ -153,8 +153,11 @@ def load(path: Path, like: Any = None) -> Any:
     if like is None:
         return loaded
     wanted = dict(_flat(path, like))
-    if kind == "orbax":
-        _restore_values(loaded, wanted)
+    for name in list(loaded) if kind == "orbax" else ():
+        # Its last "value" again, which orbax's trees do not tell from a variable's.
+        if f"{name}.value" in wanted and name not in wanted:
+            ends = [end for end in ("", "_scale") if name + end in loaded]
+            loaded |= {f"{name}.value{end}": loaded.pop(name + end) for end in ends}
     loaded = _with_converted(loaded, wanted)
     state = _like(path, like, loaded)
     if loaded:
@@ -162,23 +165,12 @@ def load(path: Path, like: Any = None) -> Any:
     return state
 
 
-def _restore_values(loaded: dict[str, Any], wanted: Container[str]) -> None:
-    """Gives names their last "value" again, which orbax's trees do not tell from a variable's."""
-    for name in list(loaded):
-        if f"{name}.value" in wanted and name not in wanted:
-            for suffix in ("", "_scale"):
-                if name + suffix in loaded:
-                    loaded[f"{name}.value{suffix}"] = loaded.pop(name + suffix)
-
-
 def _flat(path: Path, tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The arrays of a state by name."""
     children = _children(path, tree, keys)
-    if children is None:
-        if tree is not None:
-            yield ".".join(keys), tree
-        return
-    for key, child in children:
+    if children is None and tree is not None:
+        yield ".".join(keys), tree
+    for key, child in children or ():
         yield from _flat(path, child, (*keys, key) if key else keys)
 
 
@@ -346,16 +338,15 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
     from qtoolkit.products.internal import spec_from_json
     from qtoolkit.scaling import QArray
 
-    spec = spec_from_json(about["spec"])
-    packed = about["packed_size"]
-    codes = arrays[name].view(np.uint8 if packed is not None else spec.element.code_dtype)
+    spec, size = spec_from_json(about["spec"]), about["packed_size"]
+    codes = arrays[name].view(np.uint8 if size is not None else spec.element.code_dtype)
     scales = {field: arrays.get(f"{name}_{field}") for field in PARTS}
     return QArray(
         jnp.asarray(codes),
         spec=spec,
         dtype=about["dtype"],
         lengths=tuple(about["lengths"]),
-        packed_size=packed,
+        packed_size=size,
         **{field: None if x is None else jnp.asarray(x) for field, x in scales.items()},
     )
 
@@ -363,6 +354,10 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
 def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays, where what `convert` quantized is a `QArray`: 8-bit codes and float32 scales."""
     result = dict(arrays)
+
+    def read(entry: Entry) -> np.ndarray:
+        return np.ascontiguousarray(arrays[entry.name]).reshape(-1).view(np.uint8)
+
     for name, codes in arrays.items():
         scale: Any = arrays.get(f"{name}_scale")
         if not isinstance(codes, np.ndarray) or not isinstance(scale, np.ndarray):
@@ -376,13 +371,9 @@ def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[s
         headers = {n: Entry(n, DTYPE_OF[x.dtype.name], x.shape) for n, x in both.items()}
         (encoding,) = LAYOUTS["plain"].decode({}, headers, "load").values()
         dtype = getattr(wanted[name], "dtype", np.dtype("float32"))
-        result[name] = qarray_of(encoding, lambda entry: _bytes_of(arrays[entry.name]), dtype=dtype)
+        result[name] = qarray_of(encoding, read, dtype=dtype)
         del result[f"{name}_scale"]
     return result
-
-
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from qtoolkit.checkpoints._target import (
     cut_into_files,
     difference,
     file_limit,
-    modified,
+    modified_at,
     shared_plan,
 )
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, listed
@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # its file loads JAX
     from qtoolkit.checkpoints._produce import Production
 
 # The error for tensors that may not be as these reports say; else None.
-Refused = Callable[[Sequence[TensorReport]], CheckpointError | None]
+ErrorOf = Callable[[Sequence[TensorReport]], CheckpointError | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def write_folder(
     plan: Plan,
     production: "Production",
     report: Report,
-    refused: Refused,
+    error_of: ErrorOf,
 ) -> Report:
     """Writes a converted checkpoint, or one shard of its files.
 
@@ -149,7 +149,7 @@ def write_folder(
     with naming(path, unfinished.partial):
         is_new = _begin(unfinished, shared, overwrite)
         try:
-            resumed = _write(unfinished, source, plan, shared, mine, production, refused)
+            resumed = _write(unfinished, source, plan, shared, mine, production, error_of)
             if shard is None:
                 done = _finalized(unfinished, shared, overwrite)
                 return dataclasses.replace(done, resumed=resumed)
@@ -222,15 +222,15 @@ def _write(
     shared: Mapping[str, Any],
     mine: Mapping[str, Sequence[TensorPlan]],
     production: "Production",
-    refused: Refused,
+    error_of: ErrorOf,
 ) -> tuple[str, ...]:
     """Writes the files of a shard that are not there yet; returns the names of those that were."""
     # Times are compared only if one machine has written all: clocks of several may differ.
-    newest = 0 if shared["shards"] or is_url(unfinished.path) else modified(source)
+    newest = 0 if shared["shards"] or is_url(unfinished.path) else modified_at(source)
     kept = {}
     for name in mine:
         reports = unfinished.reports(name, shared["made"])
-        if reports is not None and not refused(reports):
+        if reports is not None and not error_of(reports):
             where = join(unfinished.partial, f"{name}.json")
             if not newest or os.stat(where).st_mtime_ns >= newest:
                 kept[name] = reports
@@ -256,7 +256,7 @@ def _write(
                 f"{unfinished.path}: finalized, discarded or begun anew by another process "
                 "meanwhile; nothing more was written"
             )
-        if refused(reports):  # raised when all others are written
+        if error_of(reports):  # raised when all others are written
             remove(file)
             continue
         record = {
@@ -265,7 +265,7 @@ def _write(
             "tensors": [dataclasses.asdict(report) for report in reports],
         }
         unfinished.write(unfinished.partial, f"{name}.json", record)
-    if error := refused(production.reports):
+    if error := error_of(production.reports):
         raise error
     return tuple(kept)
 
@@ -298,7 +298,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       >>> qt.checkpoints.finalize("fp8").files
       ('model.safetensors',)
     """
-    unfinished, shared = _unfinished(dst)
+    unfinished, shared = _begun_by_shards(dst)
     with naming(dst, unfinished.partial):
         return _finalized(unfinished, shared, overwrite)
 
@@ -321,11 +321,11 @@ def discard(dst: Path) -> None:
       >>> sorted(path.name for path in pathlib.Path().iterdir())
       ['model']
     """
-    unfinished, shared = _unfinished(dst)
+    unfinished, shared = _begun_by_shards(dst)
     unfinished.remove(shared)
 
 
-def _unfinished(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
+def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
     """A folder that shards have begun, and its plan."""
     check_path(dst, "dst")
     check_writable(dst)

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._containers import ORBAX_FILES, kind_of
+from qtoolkit.checkpoints._containers import ORBAX_FILES, container_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
     INDEX,
@@ -97,7 +97,7 @@ class Destination:
         if self.to not in get_args(ContainerName):
             containers = ", ".join(get_args(ContainerName))
             raise ValueError(f"to={self.to!r}, expected one of {containers}")
-        is_folder = kind_of(self.src, "src") == "folder"
+        is_folder = container_of(self.src, "src") == "folder"
         if self.to == "orbax":
             self._check_unsharded("--to orbax: orbax cuts its files itself")
         elif not is_folder:
@@ -326,7 +326,7 @@ def difference(there: Any, here: Mapping[str, Any]) -> str:
     return f"{key} {there.get(key)}, here {here[key]}"
 
 
-def modified(source: Checkpoint) -> int:
+def modified_at(source: Checkpoint) -> int:
     """When the weights of a source were last written, in nanoseconds; 0 behind a URL."""
     if source.folder is None or is_url(source.path):
         return 0
@@ -372,7 +372,7 @@ def _source_digest(source: Checkpoint) -> str:
         samples = [*pool.map(_sample, chosen)]
     others = []
     for name in source.folder.copied:
-        data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, whole=False)
+        data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, cut=True)
         others.append(_digest(name, hashlib.sha256(data).hexdigest()))
     return _digest(repr([t.entry for t in source.tensors.values()]), *others, *samples)
 

@@ -62,8 +62,8 @@ def check_target(path: Path, overwrite: bool) -> str:
         raise CheckpointError(f"{path}: is not a regular file, expected one or a new name")
     if ending.lower() in _OTHER_FILES or stem.endswith("/"):
         raise CheckpointError(
-            f"{path}: what is written is a safetensors file, which readers of {ending or 'folders'}"
-            f" refuse; name it {stem.rstrip('/')}.safetensors"
+            f"{path}: what is written is a safetensors file, expected a name that says so; name it "
+            f"{stem.rstrip('/')}.safetensors"
         )
     if not is_url(path) and not os.path.isdir(os.path.dirname(target)):
         raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))

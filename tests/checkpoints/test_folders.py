@@ -274,7 +274,7 @@ KINDS = [
     (b"\x93NUMPY\x01\x00", "one NumPy array, expected npz"),
     (b'{"weight_map": {}}', "JSON, which holds no weights; give the folder instead"),
     (b"<!DOCTYPE html>", "a web page or XML, expected weights; the download failed"),
-    (b"\x89PNG\r\n\x1a\n", "a PNG image, no checkpoint; give a safetensors, GGUF, npz or"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image, expected a checkpoint; give a safetensors, GGUF, npz or"),
     (lambda path: zipfile.ZipFile(path, "w").close(), "no tensors: an empty zip archive, expected"),
     (b"\x81\xc1", "neither safetensors nor Flax's msgpack"),
     (b"\x82\xa1a\x01\xa1b\xa1c", "b: a str, expected an array; it is no checkpoint of Flax"),
