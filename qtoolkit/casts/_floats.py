@@ -281,7 +281,11 @@ def _by_addition(
         code = _bits(total) + (binade >> np.uint32(shift))
         if corrected is not None:
             over, up = corrected
-            code = code - over.astype(jnp.uint32) + up.astype(jnp.uint32)
+            code = code - over.astype(jnp.uint32)
+            if projection.rounding == "to_odd":  # the same in fewer operations
+                code |= (_bits(nearest) != limited).astype(jnp.uint32)
+            else:
+                code += up.astype(jnp.uint32)
         code &= u32(mask)
         ends, sign = _code_ends(fmt, np.uint32), _code_sign(bits, fmt)
     else:
