@@ -9,7 +9,7 @@ import importlib
 
 from qtoolkit._version import __version__
 
-# The public packages, each with those of its names that stand at the top level too.
+# The public packages, each with its names that are also at the top level.
 _NAMES_BY_PACKAGE = {
     "formats": (
         *("BlockFormat", "FloatFormat", "IntFormat", "Rules", "TableFormat"),

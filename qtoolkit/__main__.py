@@ -1,4 +1,4 @@
-"""The command `qtoolkit`, also `python -m qtoolkit`: interrupted in one line from the start."""
+"""The command `qtoolkit`, also `python -m qtoolkit`. Interrupts end it with one line."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ def main() -> None:
 
     try:
         run()
-    finally:  # Python's own exit takes a while, and then it is not true that nothing was written
+    finally:  # Python's exit takes a while, during which "nothing was written" would be false
         for number in caught:
             signal.signal(number, signal.SIG_DFL)
 
@@ -25,7 +25,7 @@ def _open_closed_streams() -> None:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed, as by 2>&-: or a checkpoint would be opened as this number
+        except OSError:  # closed, as by 2>&-: without this a checkpoint would get this number
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -33,8 +33,8 @@ def _open_closed_streams() -> None:
 
 
 def _leave(number: int, _: object) -> None:
-    # Not by an exception: raised while NumPy's or JAX's libraries are loaded, it crashes them or
-    # becomes an ImportError; and what is half loaded must not run its exit handlers.
+    # Not by an exception: raised while NumPy's or JAX's libraries load, it crashes them or becomes
+    # an ImportError, and libraries that are half loaded must not run their exit handlers.
     word = "interrupted" if number == signal.SIGINT else "terminated"
     try:
         os.write(2, f"qtoolkit: {word}; nothing was written\n".encode())

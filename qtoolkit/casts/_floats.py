@@ -44,7 +44,7 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> ja
     if addition_rounds(fmt, projection.rounding):
         return _by_addition(bits, fmt, projection, to_codes=True)
     if is_upper_part(fmt, FLOAT32):
-        return upper_part(bits, fmt, FLOAT32, projection)
+        return upper_part(bits, fmt, FLOAT32, projection, to_codes=True)
     if fmt.has_zero or fmt.min_exponent != -127:
         return codes_of_exact(exact_from_pattern(bits), fmt, projection)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
@@ -65,7 +65,7 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> ja
 def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds values with float32 patterns `bits` to float32 patterns of values of `fmt`."""
     if is_upper_part(fmt, FLOAT32):
-        return upper_part(bits, fmt, FLOAT32, projection) << np.uint32(32 - fmt.bits)
+        return upper_part(bits, fmt, FLOAT32, projection, to_codes=False)
     if fmt == FLOAT16 and projection == UNCLAMPED:
         return _through_float16(bits)
     if addition_rounds(fmt, projection.rounding):
@@ -170,18 +170,27 @@ def is_upper_part(fmt: FloatFormat, wide: FloatFormat) -> bool:
 
 
 def upper_part(
-    bits: jax.Array, fmt: FloatFormat, wide: FloatFormat, projection: Projection
+    bits: jax.Array,
+    fmt: FloatFormat,
+    wide: FloatFormat,
+    projection: Projection,
+    *,
+    to_codes: bool,
 ) -> jax.Array:
-    """Rounds patterns of `wide`, float32 or float16, to codes of `fmt`, in the dtype of `bits`."""
-    dtype = bits.dtype.type
+    """Rounds patterns of `wide`, float32 or float16, to codes or patterns of values of `fmt`."""
+    dtype, shift = bits.dtype.type, wide.mantissa_bits - fmt.mantissa_bits
     magnitude, negative = bits & dtype(wide.sign_code - 1), bits >= dtype(wide.sign_code)
     inf = dtype(wide.max_code + 1)
-    code = rounded_shift(magnitude, wide.mantissa_bits - fmt.mantissa_bits, projection, negative)
-    number = _Number(negative, magnitude == inf, magnitude > inf, _code_sign(bits, fmt))
-    is_beyond = None
-    if projection.saturation == "none":  # what is rounded up beyond the largest is infinity already
+    code = rounded_shift(magnitude, shift, projection, negative)
+    ends, sign = _code_ends(fmt, dtype), bits & dtype(wide.sign_code)
+    if to_codes:
+        sign = sign >> dtype(shift)
+    else:
+        code, ends = code << dtype(shift), _Ends(*(end << dtype(shift) for end in ends))
+    number, is_beyond = _Number(negative, magnitude == inf, magnitude > inf, sign), None
+    if projection.saturation == "none":  # rounding up beyond the largest gives infinity already
         number, is_beyond = number._replace(is_inf=False), False
-    return _finished(code, number, False, is_beyond, fmt, _code_ends(fmt, dtype), projection)
+    return _finished(code, number, False, is_beyond, fmt, ends, projection)
 
 
 def _float16_by_instruction(bits: jax.Array) -> jax.Array:
@@ -272,7 +281,11 @@ def _by_addition(
         code = _bits(total) + (binade >> np.uint32(shift))
         if corrected is not None:
             over, up = corrected
-            code = code - over.astype(jnp.uint32) + up.astype(jnp.uint32)
+            code = code - over.astype(jnp.uint32)
+            if projection.rounding == "to_odd":  # the same in fewer operations
+                code |= (_bits(nearest) != limited).astype(jnp.uint32)
+            else:
+                code += up.astype(jnp.uint32)
         code &= u32(mask)
         ends, sign = _code_ends(fmt, np.uint32), _code_sign(bits, fmt)
     else:

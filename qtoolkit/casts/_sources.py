@@ -195,7 +195,7 @@ def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax
         return int_codes(_exact(x, normalized=False), fmt, projection)
     if _is_upper_part_of_float16(fmt, x.dtype, projection):
         bits = lax.bitcast_convert_type(x, jnp.uint16)
-        codes = upper_part(bits, fmt, FLOAT16, projection)
+        codes = upper_part(bits, fmt, FLOAT16, projection, to_codes=True)
     elif by_pattern and not needs_64_bits(fmt):
         codes = float_codes(pattern(x), fmt, projection)
     else:
@@ -210,7 +210,7 @@ def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) ->
     """`x` rounded once to the values of `fmt`, in its own dtype, which must hold them."""
     if _is_upper_part_of_float16(fmt, x.dtype, projection):
         bits = lax.bitcast_convert_type(x, jnp.uint16)
-        bits = upper_part(bits, fmt, FLOAT16, projection) << np.uint16(16 - fmt.bits)
+        bits = upper_part(bits, fmt, FLOAT16, projection, to_codes=False)
         return lax.bitcast_convert_type(bits, jnp.float16)
     by_pattern = x.dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
     if by_pattern and isinstance(fmt, FloatFormat) and holds(fmt, np.float32):

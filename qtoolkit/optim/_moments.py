@@ -75,8 +75,7 @@ class SecondMoment:
     spec: SpecLike
 
     def __post_init__(self) -> None:
-        arrays = unsigned(block_format("SecondMoment", self.spec))
-        object.__setattr__(self, "spec", arrays)
+        object.__setattr__(self, "spec", unsigned(block_format("SecondMoment", self.spec)))
 
 
 MomentLike: TypeAlias = SpecLike | SecondMoment
