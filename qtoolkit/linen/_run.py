@@ -428,11 +428,11 @@ class _Run:
         kept, scales = (
             {} if is_apart else part.get(key_of(path), {}) for part in (self.kept, self.scales)
         )
-        site, names = Site(recipe, self.shown(path)), Names(f"{name}.")
+        site, names = Site(recipe, self.shown(path)), Names()
         kernels = _kernels.get()
 
         def multiply(found: Found) -> jax.Array:
-            product = names(found)
+            product = f"{name}.{names(found)}"
             if kernels is not None:
                 kernels.note(found, paths, recipe, (*self.root, key_of(path)), product)
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
@@ -440,8 +440,8 @@ class _Run:
                 _check_dtype(x, operand, path, "convert it first")
             known = {**kept.get(product, {}), **scales.get(product, {})}
             if not known and rng is None:
-                return site.multiplied(found, product, None)
-            return site.multiplied(found, product, self._track(recipe, path, product, known, rng))
+                return site.product(found, product, None)
+            return site.product(found, product, self._track(recipe, path, product, known, rng))
 
         return multiply
 
@@ -456,12 +456,12 @@ class _Run:
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
         """A `multiply` that replaces no product, but counts it and records its recipe."""
-        names = Names(f"{name}.")
+        names = Names()
 
         def count(found: Found) -> None:
             is_kernel = any(found.parameters)
             own = recipe if is_kernel else recipe.of_activations()
-            self.counts.setdefault((path, recipe), {})[names(found)] = own
+            self.counts.setdefault((path, recipe), {})[f"{name}.{names(found)}"] = own
 
         return count
 

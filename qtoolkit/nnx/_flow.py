@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import (
@@ -48,7 +47,7 @@ def _opened(where: str, wrapped: Any) -> tuple[_Adapter, Any]:
 def _layers(model: nnx.Module) -> Iterator[tuple[nnx.Module, Any]]:
     """Each wrapped layer of a model, with its site."""
     for _, module in nnx.iter_modules(model):
-        site = None if isinstance(module, StatefulProducts) else site_of(module)
+        site = site_of(module)
         if site is not None:
             yield module, site
 
@@ -143,7 +142,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     def frozen(_: Any, node: Any) -> Any:
         site = None if not isinstance(node, nnx.Module) else site_of(node)
-        if site is None or id(node) in seen or isinstance(node, StatefulProducts):
+        if site is None or id(node) in seen:
             return node
         seen.add(id(node))
         recipe = site.recipe.frozen()
@@ -209,8 +208,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       >>> qt.nnx.start_scales(model, jnp.asarray([[1.0, -3.0]]))
       >>> for path, scale in nnx.to_flat_state(nnx.state(model, qt.nnx.LsqScale)):
       ...     print(path, f"{scale.get_value().item():.3f}")
-      ('dot_general', 'products', 0, 'scales', 0) 1.512
-      ('dot_general', 'products', 0, 'scales', 1) 0.545
+      ('qtoolkit_products', '0', 'scales', 0) 1.512
+      ('qtoolkit_products', '0', 'scales', 1) 0.545
     """
     opened, products = _opened("start_scales", wrapped), _products(wrapped)
     new = flow.start_scales(*opened, batch, [kept for _, kept in products])

@@ -1,4 +1,4 @@
-"""`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
+"""`wrap`: an nnx model whose products are quantized, made by subclasses of the same name."""
 
 import dataclasses
 import types
@@ -8,26 +8,23 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
-from jax import lax
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
-from qtoolkit.nnx._products import Attention, Replacement, StatefulProducts, keep_kernel_dtype
+from qtoolkit.nnx._cache import narrow_cache
 from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
+    LAYERS,
     PRODUCTS,
+    adapters,
     become,
-    foreign,
     has_products,
-    hooked_states,
     is_left,
+    layer_of,
     leave,
     methods_of,
+    name_of,
     original_class,
-    prefix_of,
     product_states,
-    rewriting_class,
 )
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
@@ -48,23 +45,6 @@ from qtoolkit.products.internal import (
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
-
-_ANYTHING: Any = object()
-# Flax's layers that call an attribute for their product: (name of the attribute, Flax's value of
-# it, the method that replaces it; attention's own products are replaced by `Attention`).
-_HOOKS: dict[type[nnx.Module], tuple[str, Any, str]] = {
-    nnx.Linear: ("dot_general", lax.dot_general, "dot_general"),
-    nnx.LinearGeneral: ("dot_general", None, "dot_general"),
-    nnx.Einsum: ("einsum_op", jnp.einsum, "einsum"),
-    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, "conv_general_dilated"),
-    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, ""),
-}
-# Flax's layers without such an attribute, and the names of their products.
-_REWRITTEN: dict[type[nnx.Module], tuple[str, ...]] = {
-    nnx.Embed: ("embedding",),
-    nnx.ConvTranspose: ("kernel",),
-    nnx.LoRA: ("lora_a", "lora_b"),
-}
 
 
 def wrap(
@@ -142,9 +122,9 @@ def wrap(
         kernels = _kernels_of(rewired("wrap", model, training_rules(recipe.recipe), None), given)
         recipe = recipe.rules(layers_in(kernels))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
-    for given in (inputs, strict):
-        if given is not None:
-            _keep_all(wrapped, given)
+    given = strict if inputs is None else inputs
+    if given is not None:
+        _keep_all(wrapped, given)
     if strict is not None:
         if callable(strict):
             found = report(strict, wrapped)
@@ -165,7 +145,7 @@ def _keep_all(wrapped: Any, given: Any) -> None:
     layers: list[tuple[Any, Site]] = [
         (module, vars(module)["qtoolkit_site"])
         for module in modules
-        if "qtoolkit_site" in vars(module)
+        if "qtoolkit_site" in vars(module) and not is_of_flax(module)
     ]
     layers = [(layer, site) for layer, site in layers if site.recipe.keeps_state]
     if not layers:
@@ -227,20 +207,20 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         if shown in recipes:
             found, recipe = recipes[shown]
             if recipe is not None:
-                attach(node, recipe, found, where)
+                attach(node, recipe, found)
             else:
-                if site_of(node) is not None:
-                    detach(node)
+                detach(node)
                 leave(node, shown)  # so that a module around it leaves its products, too
         elif rules is not None and is_left(node):  # by an earlier wrap
-            _reset(node, ())
+            detach(node)
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
     if cache is not None:
         for found in modules_of(copied):
             if isinstance(found.module, nnx.MultiHeadAttention):
-                keep_cache(found.module, cache)
+                become(found.module, cache=cache)
+                narrow_cache(found.module, cache)
     return copied
 
 
@@ -260,7 +240,7 @@ def _checked_layers(
         )
     layers = [found for found in modules if found.has_products]
     if not layers:
-        kinds = ", ".join(f"nnx.{kind.__name__}" for kind in (*_HOOKS, *_REWRITTEN))
+        kinds = ", ".join(f"nnx.{kind.__name__}" for kind in LAYERS)
         raise ValueError(
             f"{where}: {name} has no layer to quantize, expected {kinds} or a module whose methods "
             "compute a product"
@@ -315,7 +295,6 @@ def attach(
     layer: Any,
     recipe: Recipe,
     found: "FoundModule | None" = None,
-    where: str = "wrap",
     *,
     names: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
@@ -327,80 +306,38 @@ def attach(
         with its recipe and the leading axes of a stack; None for those of the layer.
     """
     found = FoundModule(layer, [""]) if found is None else found
-    site = Site(recipe, found.paths[0])
-    states = product_states(layer)
-    adapters = foreign(layer)
-    for kind, (attribute, original, name) in _HOOKS.items():
-        if not isinstance(layer, kind):
-            continue
-        call: Any = Replacement(site, name, original)
-        if original is _ANYTHING:
-            call = Attention(site, _original_attention(getattr(layer, attribute)))
-        else:
-            known = (Replacement, StatefulProducts)
-            _check_attribute(where, found, attribute, (original, None), known)
-        if adapters:  # then the whole method is traced, and all products in it are quantized
-            setattr(layer, attribute, nnx.static(original))
-            continue
-        setattr(layer, attribute, _stateful(call, layer, recipe, site))
-    if isinstance(layer, _KERNEL_HOOKS):
-        _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
-        layer.promote_dtype = dtypes.promote_dtype if adapters else keep_kernel_dtype
-    if isinstance(layer, nnx.LinearGeneral):
-        _check_attribute(where, found, "dot_general_cls", (None,))
-    methods = methods_of(layer)
-    _reset(layer, methods)
-    if methods:
-        layer.qtoolkit_site = site
-        if recipe.keeps_state:
-            _keep(layer, recipe, site, names)
+    site, states = Site(recipe, found.paths[0]), product_states(layer)
+    detach(layer)
+    become(layer, methods=methods_of(layer))
+    layer.qtoolkit_site = site
+    if recipe.keeps_state:
+        _keep(layer, recipe, site, names)
     for name, kept in product_states(layer).items():
         if name in states:
             kept.take_over(states[name])
 
 
 def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> None:
-    """Gives a layer the states of the products in its methods."""
-    hooked = {*hooked_states(layer), "dot"}
-    own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
-    if adapters := foreign(layer):
-        prefix = prefix_of(original_class(type(layer)), "__call__")
-        own = tuple(f"{prefix}{name}" for name in ("kernel", *adapters))
-    found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
+    """Gives a layer the states of its products."""
+    kind = original_class(type(layer))
+    entry = layer_of(kind)
+    own = () if entry is None else entry[1]
+    own += tuple(name_of(kind, "__call__", name) for name in adapters(layer))
+    found = dict.fromkeys([*own, *(name for name in names if name != "dot")])
     if found:
-        kinds = {name: names.get(name) or (recipe, stacked(layer)) for name in found}
-        states = {
-            name: ProductState(own, lead, f"{site.path}:{name}")
-            for name, (own, lead) in kinds.items()
-        }
+        states = {name: _state(layer, recipe, name, site, names.get(name)) for name in found}
         setattr(layer, PRODUCTS, Products(states))
 
 
 def detach(layer: Any) -> None:
-    """Takes a layer's quantized products away."""
-    for kind, (attribute, original, _) in _HOOKS.items():
-        if isinstance(layer, kind):
-            is_known = original is not _ANYTHING
-            plain = original if is_known else _original_attention(getattr(layer, attribute))
-            # nnx treats the attribute as data if it held state: declare it static again.
-            setattr(layer, attribute, nnx.static(plain))
-    if isinstance(layer, _KERNEL_HOOKS):
-        layer.promote_dtype = dtypes.promote_dtype
-    _reset(layer, ())
-
-
-def _reset(layer: Any, methods: tuple[str, ...]) -> None:
-    """Undoes what an earlier wrap did to a layer, and lets `methods` compute by its site."""
+    """Undoes what an earlier wrap did to a layer."""
     for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
         if name in vars(layer):
             delattr(layer, name)
-    kind: Any = original_class(type(layer))
-    if methods:
-        kind = rewriting_class(kind, methods)
-    become(layer, caching_class(kind) if keeps_cache(layer) else kind)
+    become(layer, methods=(), left=None)
 
 
-_KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+_WITH_KERNEL: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def needs_no_scale(layer: Any) -> bool:
@@ -413,21 +350,16 @@ def needs_no_scale(layer: Any) -> bool:
 
 def is_of_flax(layer: Any) -> bool:
     """Whether a layer is Flax's, which computes its products whenever it is called."""
-    return isinstance(layer, (*_HOOKS, *_REWRITTEN))
+    return layer_of(type(layer)) is not None
 
 
-def _stateful(call: Any, layer: Any, recipe: Recipe, site: Site) -> Any:
-    is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
-    if is_attention:
+def _state(
+    layer: Any, recipe: Recipe, name: str, site: Site, known: tuple[Recipe, Any] | None
+) -> ProductState:
+    if known is not None:
+        return ProductState(*known, f"{site.path}:{name}")
+    if isinstance(layer, nnx.MultiHeadAttention) and name in ("0", "1"):  # of activations
         recipe = recipe.of_activations()
-    if not recipe.keeps_state:
-        # Explicitly static: if the model was wrapped before, the attribute may have been data.
-        return nnx.static(call)
-    states = [_state(layer, recipe, str(i), site) for i in range(2 if is_attention else 1)]
-    return nnx.data(StatefulProducts(call, states))
-
-
-def _state(layer: Any, recipe: Recipe, name: str, site: Site) -> ProductState:
     return ProductState(recipe, stacked(layer), f"{site.path}:{name}")
 
 
@@ -451,13 +383,6 @@ def stacked(layer: Any) -> tuple[int, ...]:
         case _:  # a user's module
             return ()
     return tuple(kernel.shape[: len(kernel.shape) - rank])
-
-
-def _original_attention(function: Any) -> Any:
-    """The user's attention function inside of our `Attention`; else `function` itself."""
-    if isinstance(function, StatefulProducts):
-        function = function.call
-    return function.original if isinstance(function, Attention) else function
 
 
 @dataclasses.dataclass
@@ -495,7 +420,7 @@ def modules_of(model: nnx.Module) -> list[FoundModule]:
         if any(node is outer for outer in around):
             return  # a cycle: Flax raises for it later
         around = (*around, node)
-        if isinstance(node, StatefulProducts | Products | ProductState):
+        if isinstance(node, Products | ProductState):
             return  # of a model that was wrapped before
         if isinstance(node, nnx.Module):
             this = found.setdefault(id(node), FoundModule(node))
@@ -531,7 +456,7 @@ def _shown(where: str, found: FoundModule, name: str) -> str:
 def _check_kernels(caller: str, found: FoundModule) -> None:
     """Raises if a layer's own parameters have types or dtypes that cannot be rounded."""
     kernel = vars(found.module).get("kernel")
-    if isinstance(found.module, _KERNEL_HOOKS) and not isinstance(kernel, nnx.Variable | jax.Array):
+    if isinstance(found.module, _WITH_KERNEL) and not isinstance(kernel, nnx.Variable | jax.Array):
         raise TypeError(
             f"{_shown(caller, found, 'kernel')} has type {type(kernel).__name__}, expected an "
             f"nnx.Param: somebody else has quantized the layer, as qwix's PtqProvider does; give "
@@ -561,15 +486,3 @@ def _check_left(caller: str, found: FoundModule) -> None:
                 f"{where} is a QArray, and a rule leaves the layer as it is, expected a recipe for "
                 "it; or dequantize() it first"
             )
-
-
-def _check_attribute(
-    where: str, found: FoundModule, attribute: str, replaceable: tuple[Any, ...], ours: Any = ()
-) -> None:
-    value = getattr(found.module, attribute)
-    if not (any(value is known for known in replaceable) or isinstance(value, ours)):
-        raise ValueError(
-            f"{_shown(where, found, attribute)} is {value!r}, expected Flax's own; wrapping would "
-            "discard it. Set it back first, e.g. with nnx.with_attributes, or leave the layer "
-            "alone by a rule"
-        )

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import jax
 
 from qtoolkit.products._bilinear import Bilinear
-from qtoolkit.products._features import LAST
 from qtoolkit.products._sources import ACTIVATION, Source
 from qtoolkit.scaling import QArray
+
+LAST = -1  # the axis, from the end, along which features lie if nothing else is known
 
 
 class Found(NamedTuple):
@@ -49,8 +50,7 @@ class Names:
     Products of two activations have no kernel and are numbered: "0", "1".
     """
 
-    def __init__(self, prefix: str = "") -> None:
-        self.prefix = prefix
+    def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
     def __call__(self, found: Found) -> str:
@@ -58,5 +58,5 @@ class Names:
         before = self.counts.get(kernel, 0)
         self.counts[kernel] = before + 1
         if not kernel:
-            return f"{self.prefix}{before}"
-        return f"{self.prefix}{kernel}" + (f"#{before + 1}" if before else "")
+            return str(before)
+        return kernel + (f"#{before + 1}" if before else "")

@@ -27,8 +27,8 @@ from qtoolkit.products._bilinear import (
     RaggedDot,
 )
 from qtoolkit.products._context import held
-from qtoolkit.products._features import LAST, moved, of_result
-from qtoolkit.products._found import Found
+from qtoolkit.products._features import moved, of_result
+from qtoolkit.products._found import LAST, Found
 from qtoolkit.products._place import Marked, Place, mark_in, marked
 from qtoolkit.products._sources import (
     ACTIVATION,
@@ -165,7 +165,27 @@ class Replacing(jax.core.Trace):
             if _running.get() is not self:
                 # It comes from a module inside of this one, through a `vmap` between them.
                 return primitive.bind(*args, **params)
-            return self._computed(primitive, args, params)
+            if self.look is not None:
+                self.look(self)
+            name, mark = primitive.name, mark_in(primitive, params)
+            if mark is not None and mark.is_left:
+                out = primitive.bind(*args, **params)
+                self.know(out, self.known_of(args[0])._replace(is_left=True))
+                return out
+            if name not in PRODUCTS and not _computes_products(primitive, params):
+                return self._as_it_is(primitive, args, params)
+            if self.multiply is not None and not any(self.known_of(x).is_left for x in args):
+                if name in _REWRITES:
+                    return self._replaced_within(name, args, params)
+                found = self._found(name, args, params) if name in PRODUCTS else None
+                if found is not None:
+                    self.seen.append(name)
+                    with _watched(None):  # equal products share one trace, eager or not
+                        out = self.multiply(found)
+                    if out is not None:
+                        self.know(out, Known(features=of_result(found, out.ndim)))
+                        return out
+            return self._left(primitive, args, params)
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
         outs = self.parent_trace.process_custom_jvp_call(*args, **params)
@@ -197,34 +217,6 @@ class Replacing(jax.core.Trace):
         self.know_inputs(list(outs))
         return outs
 
-    def _computed(self, primitive: Any, args: Any, params: Any) -> Any:
-        if self.look is not None:
-            self.look(self)
-        name, mark = primitive.name, mark_in(primitive, params)
-        if mark is not None and mark.is_left:
-            out = primitive.bind(*args, **params)
-            self.know(out, self.known_of(args[0])._replace(is_left=True))
-            return out
-        if name not in PRODUCTS and not _computes_products(primitive, params):
-            return self._as_it_is(primitive, args, params)
-        if self.multiply is not None and not any(self.known_of(x).is_left for x in args):
-            found = self._found(name, args, params) if name in PRODUCTS else None
-            out = None
-            if found is not None:
-                self.seen.append(name)
-                with _watched(None):  # equal products share one trace, eager or not
-                    out = self.multiply(found)
-            if found is not None and out is not None:
-                shapes = found.lhs.shape, found.rhs.shape
-                place = of_result(found.function, shapes, out.ndim, found.kernel)
-                self.know(out, Known(features=place))
-                return out
-            if name in _REWRITES:
-                return self._replaced_within(name, args, params)
-        if self.multiply is None:
-            self.seen.append(name)
-        return self._left(primitive, args, params)
-
     def _replaced_within(self, name: str, args: Any, params: Any) -> Any:
         outs = _REWRITES[name](self, args, params)
         if name not in ("jit", "pjit"):
@@ -239,6 +231,8 @@ class Replacing(jax.core.Trace):
         The mark after it is for reports. The one before it tells a trace around this one, which may
         see it only later, in the body of a loop, that a rule leaves it.
         """
+        if self.multiply is None:
+            self.seen.append(primitive.name)
         args = list(args)
         at = next((i for i, x in enumerate(args) if _is_number(x)), None)
         if self.mark.is_left and at is not None:
@@ -534,9 +528,8 @@ def rewritten(
             for x, name in zip(leaves, names, strict=True):
                 value = x.dequantize() if isinstance(x, QArray) else jnp.asarray(x)
                 original = x if isinstance(x, QArray) else None
-                trace.know(
-                    value, Known(Source(name, order=()) if name else ACTIVATION, original=original)
-                )
+                source = Source(name, order=()) if name else ACTIVATION
+                trace.know(value, Known(source, original=original))
                 values.append(value)
             return function(*jax.tree.unflatten(structure, values))
 

@@ -18,7 +18,6 @@ from qtoolkit.products._inspection import (
     product_attributes,
     returns_later,
 )
-from qtoolkit.products._intercepted import is_intercepted
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._matching import Module, check_rules, training_rules, unused_rules
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER

@@ -29,7 +29,7 @@ def loss(layer, x):
 
 
 def kept(layer):
-    return layer.dot_general.products[0]
+    return getattr(layer.qtoolkit_products, "0")
 
 
 @pytest.mark.quick

@@ -52,7 +52,7 @@ def wrapped():
 
 
 def scales_of(layer):
-    return layer.dot_general.products[0].scales
+    return getattr(layer.qtoolkit_products, "0").scales
 
 
 @pytest.mark.quick
