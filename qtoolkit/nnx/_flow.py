@@ -155,7 +155,8 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
             return node
-        attach(node, recipe, found, names=dict.fromkeys(amaxes))
+        kernels = [(name, own and own.frozen()) for name, own in site.kernels]
+        attach(node, recipe, found, names=dict.fromkeys(amaxes), kernels=kernels)
         if amaxes:
             _fill(node, amaxes)
         if "dot" in amaxes:

@@ -37,8 +37,10 @@ from qtoolkit.products.internal import (
     cache_format,
     check_all_quantized,
     check_rules,
+    kernels_as_modules,
     kernels_in,
     layers_in,
+    recipes_of,
     strict_inputs,
     training_rules,
 )
@@ -145,7 +147,7 @@ def _keep_all(wrapped: Any, given: Any) -> None:
     layers: list[tuple[Any, Site]] = [
         (module, vars(module)["qtoolkit_site"])
         for module in modules
-        if "qtoolkit_site" in vars(module) and not is_of_flax(module)
+        if "qtoolkit_site" in vars(module)
     ]
     layers = [(layer, site) for layer, site in layers if site.recipe.keeps_state]
     if not layers:
@@ -159,7 +161,8 @@ def _keep_all(wrapped: Any, given: Any) -> None:
             name: (site.recipe, leads[name]) if shape else (site.recipe.of_activations(), lead)
             for name, shape in shapes.items()
         }
-        attach(layer, site.recipe, FoundModule(layer, [site.path]), names=names)
+        found = FoundModule(layer, [site.path])
+        attach(layer, site.recipe, found, names=names, kernels=site.kernels)
 
 
 def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]:
@@ -207,7 +210,7 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         if shown in recipes:
             found, recipe = recipes[shown]
             if recipe is not None:
-                attach(node, recipe, found)
+                attach(node, recipe, found, kernels=found.recipes)
             else:
                 detach(node)
                 leave(node, shown)  # so that a module around it leaves its products, too
@@ -271,10 +274,13 @@ def _recipes(
         for found in modules
         if not (found.has_products or isinstance(found.module, nnx.List | nnx.Dict))
     ]
-    check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
+    matched = [found.as_matched() for found in (*layers, *others)]
+    for found in layers:
+        matched += kernels_as_modules(found.as_matched(), found.kernels)
+    check_rules(where, rules, matched)
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
-        recipe = rules.lookup(found.paths, found.kinds)
+        recipe, found.recipes = recipes_of(rules, found.paths, found.kinds, found.kernels)
         if recipe is not None:
             _check_kernels(where, found)
         else:
@@ -297,6 +303,7 @@ def attach(
     found: "FoundModule | None" = None,
     *,
     names: Mapping[str, Any] = types.MappingProxyType({}),
+    kernels: Sequence[tuple[str, Recipe | None]] = (),
 ) -> None:
     """Gives one layer its quantized products.
 
@@ -304,13 +311,14 @@ def attach(
       found: Its paths, for messages and reports; None: it is a model by itself.
       names: The names of products in its methods that keep state, "up" and "encode.kernel", each
         with its recipe and the leading axes of a stack; None for those of the layer.
+      kernels: Those of its parameters that have a recipe of their own.
     """
     found = FoundModule(layer, [""]) if found is None else found
-    site, states = Site(recipe, found.paths[0]), product_states(layer)
+    site, states = Site(recipe, found.paths[0], tuple(kernels)), product_states(layer)
     detach(layer)
     become(layer, methods=methods_of(layer))
     layer.qtoolkit_site = site
-    if recipe.keeps_state:
+    if any(one is not None and one.keeps_state for one in (recipe, *dict(kernels).values())):
         _keep(layer, recipe, site, names)
     for name, kept in product_states(layer).items():
         if name in states:
@@ -325,7 +333,20 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> N
     own += tuple(name_of(kind, "__call__", name) for name in adapters(layer))
     found = dict.fromkeys([*own, *(name for name in names if name != "dot")])
     if found:
-        states = {name: _state(layer, recipe, name, site, names.get(name)) for name in found}
+        is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
+        of_own = recipe.of_activations() if is_attention else recipe
+        kinds = {
+            name: (None if name in own else names.get(name)) or (of_own, stacked(layer))
+            for name in found
+        }
+        for kernel, other in site.kernels:
+            name = name_of(kind, "__call__", kernel)
+            if other is not None and name in kinds:
+                kinds[name] = other, kinds[name][1]
+        states = {
+            name: ProductState(own, lead, f"{site.path}:{name}")
+            for name, (own, lead) in kinds.items()
+        }
         setattr(layer, PRODUCTS, Products(states))
 
 
@@ -351,16 +372,6 @@ def needs_no_scale(layer: Any) -> bool:
 def is_of_flax(layer: Any) -> bool:
     """Whether a layer is Flax's, which computes its products whenever it is called."""
     return layer_of(type(layer)) is not None
-
-
-def _state(
-    layer: Any, recipe: Recipe, name: str, site: Site, known: tuple[Recipe, Any] | None
-) -> ProductState:
-    if known is not None:
-        return ProductState(*known, f"{site.path}:{name}")
-    if isinstance(layer, nnx.MultiHeadAttention) and name in ("0", "1"):  # of activations
-        recipe = recipe.of_activations()
-    return ProductState(recipe, stacked(layer), f"{site.path}:{name}")
 
 
 def stacked(layer: Any) -> tuple[int, ...]:
@@ -392,11 +403,19 @@ class FoundModule:
     Attributes:
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it, on all paths: rules may name any.
+      recipes: The recipes of those of its own kernels that rules name.
     """
 
     module: nnx.Module
     paths: list[str] = dataclasses.field(default_factory=list)
     kinds: list[type] = dataclasses.field(default_factory=list)
+    recipes: tuple[tuple[str, Recipe | None], ...] = ()
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of its own parameters that may be kernels: those with two axes or more."""
+        params = ((name, x) for name, x in vars(self.module).items() if isinstance(x, nnx.Param))
+        return [name for name, x in params if len(getattr(x.get_value(), "shape", ())) > 1]
 
     @property
     def has_products(self) -> bool:

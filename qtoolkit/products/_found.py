@@ -41,6 +41,11 @@ class Found(NamedTuple):
         lhs, rhs = self.parameters
         return 1 if rhs else 0 if lhs else None
 
+    @property
+    def kernel_name(self) -> str:
+        """The name of the kernel's parameter; "" for two activations."""
+        return "" if self.kernel is None else self.parameters[self.kernel]
+
 
 class Names:
     """Names the products of a method, in the order in which they run. State is kept by these names.
@@ -54,7 +59,7 @@ class Names:
         self.counts: dict[str, int] = {}
 
     def __call__(self, found: Found) -> str:
-        kernel = "" if found.kernel is None else found.parameters[found.kernel]
+        kernel = found.kernel_name
         before = self.counts.get(kernel, 0)
         self.counts[kernel] = before + 1
         if not kernel:

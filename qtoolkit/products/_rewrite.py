@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,8 @@ _OF_CONVOLUTION = (  # parameters of the primitive that describe the product
     *("feature_group_count", "batch_group_count", "precision"),
 )
 
-Multiply = Callable[[Found], jax.Array | None]
+# The result of a product; a mark, if a rule leaves it in high precision; None, if it just stays.
+Multiply = Callable[[Found], "jax.Array | Marked | None"]
 
 
 class Known(NamedTuple):
@@ -89,10 +90,12 @@ class Replacing(jax.core.Trace):
       seen: The names of the primitives of the products that have run.
     """
 
+    parent_trace: Any
+
     def __init__(
         self,
         multiply: Multiply | None,
-        names: Mapping[Hashable, str],
+        names: Mapping[Any, str],
         *,
         mark: Marked = _NOWHERE,
         other_uses: set[Any] | None = None,
@@ -182,10 +185,12 @@ class Replacing(jax.core.Trace):
                     self.seen.append(name)
                     with _watched(None):  # equal products share one trace, eager or not
                         out = self.multiply(found)
+                    if isinstance(out, Marked):
+                        return self._left(primitive, args, params, out)
                     if out is not None:
                         self.know(out, Known(features=of_result(found, out.ndim)))
                         return out
-            return self._left(primitive, args, params)
+            return self._left(primitive, args, params, self.mark)
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
         outs = self.parent_trace.process_custom_jvp_call(*args, **params)
@@ -225,7 +230,7 @@ class Replacing(jax.core.Trace):
                 self.know(out, _ACTIVATION)
         return outs
 
-    def _left(self, primitive: Any, args: Any, params: Any) -> Any:
+    def _left(self, primitive: Any, args: Any, params: Any, mark: Marked) -> Any:
         """An operation with products that stay as they are.
 
         The mark after it is for reports. The one before it tells a trace around this one, which may
@@ -235,15 +240,15 @@ class Replacing(jax.core.Trace):
             self.seen.append(primitive.name)
         args = list(args)
         at = next((i for i, x in enumerate(args) if _is_number(x)), None)
-        if self.mark.is_left and at is not None:
-            args[at] = marked(args[at], self.mark)
+        if mark.is_left and at is not None:
+            args[at] = marked(args[at], mark)
         outs = self._as_it_is(primitive, args, params)
         if primitive.multiple_results:
-            return [self._marked(out) for out in outs]
-        return self._marked(outs)
+            return [self._marked(out, mark) for out in outs]
+        return self._marked(outs, mark)
 
-    def _marked(self, x: Any) -> Any:
-        out = marked(x, self.mark)
+    def _marked(self, x: Any, mark: Marked) -> Any:
+        out = marked(x, mark)
         if out is not x:
             self.know(out, self.known_of(x))
         return out

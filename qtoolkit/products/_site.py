@@ -48,10 +48,16 @@ class Site:
     Attributes:
       recipe: What the products round.
       path: The path of the layer, "blocks/0/mlp".
+      kernels: The parameters to which rules give recipes of their own, None for high precision.
     """
 
     recipe: Recipe
     path: str = ""
+    kernels: tuple[tuple[str, Recipe | None], ...] = ()
+
+    def recipe_of(self, kernel: str) -> Recipe | None:
+        """The recipe of products with this parameter."""
+        return dict(self.kernels).get(kernel, self.recipe) if kernel else self.recipe
 
     @property
     def mark(self) -> Marked:
@@ -62,12 +68,21 @@ class Site:
         self,
         state_of: Callable[[str], StateLike] = lambda name: None,
         named: Callable[[str], str] = str,
+        note: Callable[[Found, str], None] = lambda found, name: None,
     ) -> Multiply:
-        """A `multiply` for `Replacing`, which computes each product with the state of its name."""
+        """A `multiply` for `Replacing`, which computes each product with the state of its name.
+
+        Args:
+          named: From the name that a trace gives a product to that in the layer.
+          note: Called with each product and its name.
+        """
         names = Names()
 
-        def multiply(found: Found) -> jax.Array:
+        def multiply(found: Found) -> jax.Array | Marked:
             name = named(names(found))
+            note(found, name)
+            if self.kernels and self.recipe_of(found.kernel_name) is None:
+                return Marked(Place(self.path, name), is_left=True)
             return self.product(found, name, state_of(name))
 
         return multiply
@@ -83,21 +98,20 @@ class Site:
           state: The layer's state for this product, for (input, kernel, cotangent), if any; or a
             function that gives it, called with (input, kernel).
         """
-        recipe = self.recipe if state is not None else self.recipe.without_state()
+        recipe = self.recipe_of(found.kernel_name) or self.recipe
+        recipe = recipe if state is not None else recipe.without_state()
         recipe = recipe.of_activations() if found.kernel is None else recipe
         recipe = following(recipe, found)
-        is_swapped = found.kernel == 0
-        place = Place(self.path, name)
-        note_kernel(place, (found.lhs, found.rhs), found.kernel)
+        operands, is_swapped = (found.lhs, found.rhs), found.kernel == 0
         if callable(state):  # it stores what the product moves, see `_recording`
-            operands = (found.rhs, found.lhs) if is_swapped else (found.lhs, found.rhs)
-            state = state(*operands)
+            state = state(*operands[::-1]) if is_swapped else state(*operands)
+        place = Place(self.path, name)
+        note_kernel(place, operands, found.kernel)
         with jax.named_scope(self.path or MODEL):
             out = quantized_product(
                 f"{found.name} of {self.path}" if self.path else found.name,
                 found.function,
-                found.lhs,
-                found.rhs,
+                *operands,
                 recipe,
                 found.dtype if jnp.issubdtype(found.dtype, jnp.floating) else None,
                 state,
@@ -107,8 +121,7 @@ class Site:
             )
         # Reports name lhs first, recipes the input.
         shown = recipe.swapped() if is_swapped else recipe
-        stored = stored_label(found.lhs), stored_label(found.rhs)
-        return marked(out, Marked(place, shown, stored))
+        return marked(out, Marked(place, shown, (stored_label(found.lhs), stored_label(found.rhs))))
 
 
 def enclosing(

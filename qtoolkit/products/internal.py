@@ -19,7 +19,14 @@ from qtoolkit.products._inspection import (
     returns_later,
 )
 from qtoolkit.products._json import spec_from_json, spec_to_json
-from qtoolkit.products._matching import Module, check_rules, training_rules, unused_rules
+from qtoolkit.products._matching import (
+    Module,
+    check_rules,
+    kernels_as_modules,
+    recipes_of,
+    training_rules,
+    unused_rules,
+)
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._place import MODEL, Marked, Place
 from qtoolkit.products._plan import State
