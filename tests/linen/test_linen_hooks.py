@@ -4,7 +4,6 @@ Oracle: the layer's formula in NumPy, its operands rounded by ml_dtypes. It is g
 and red without.
 """
 
-
 import jax
 import layer_formulas
 import numpy as np
