@@ -11,7 +11,8 @@ from flax import nnx
 
 import qtoolkit as qt
 
-NAMES = {"up/kernel": "mlp.up_proj.weight", "down/kernel": "mlp.down_proj.weight"}
+LAYER = "model.layers.0.mlp"
+NAMES = {"up/kernel": f"{LAYER}.up_proj.weight", "down/kernel": f"{LAYER}.down_proj.weight"}
 SPECS = {
     "int4_group32": qt.spec("int4_group32").with_(rule="range"),
     "nvfp4": qt.spec("nvfp4").with_(tensor_scale_divides=True),
@@ -43,18 +44,20 @@ def test_codes_of_gptq_are_kept_under_the_names_and_in_the_layout_of_loaders(nam
     model = Model()
     inputs = [jax.random.normal(jax.random.key(i), (128, 32)) for i in range(2)]
     served = qt.nnx.quantize(model, SPECS[name], inputs, method="gptq")
-    paths = {kind: tmp_path / f"{kind}.safetensors" for kind in ("wide", "served", "layout")}
-    qt.checkpoints.save(paths["wide"], weights(model))
-    qt.checkpoints.save(paths["served"], weights(served))
+    folders = {kind: tmp_path / kind for kind in ("wide", "served", "layout")}
+    for kind, which in (("wide", model), ("served", served)):
+        folders[kind].mkdir()
+        (folders[kind] / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        qt.checkpoints.save(folders[kind] / "model.safetensors", weights(which))
     options = {"format": name, "layout": "compressed-tensors"}
-    qt.checkpoints.convert(paths["served"], paths["layout"], **options)
-    loaded = qt.checkpoints.load(paths["layout"])
+    qt.checkpoints.convert(folders["served"], folders["layout"], **options)
+    loaded = qt.checkpoints.load(folders["layout"])
     for weight, expected in weights(served).items():
         np.testing.assert_array_equal(loaded[weight].unpack().codes, expected.codes)
         np.testing.assert_allclose(
             loaded[weight].dequantize(), expected.dequantize(), rtol=1e-6, atol=0
         )
-    compared = qt.checkpoints.compare(paths["wide"], paths["layout"])
+    compared = qt.checkpoints.compare(folders["wide"], folders["layout"])
     assert all(10 < row.sqnr_db < 30 for row in compared.tensors)
 
 
