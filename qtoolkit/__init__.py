@@ -23,7 +23,7 @@ _NAMES_BY_PACKAGE = {
     "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
     "products": (
         *("Operand", "Recipe", "conv_general_dilated", "dot", "dot_general", "einsum"),
-        *("ragged_dot", "recipes"),
+        *("policies", "ragged_dot", "recipes"),
     ),
     "onnx": (),
     "openvino": (),

@@ -42,6 +42,7 @@ from qtoolkit.products import conv_general_dilated as conv_general_dilated
 from qtoolkit.products import dot as dot
 from qtoolkit.products import dot_general as dot_general
 from qtoolkit.products import einsum as einsum
+from qtoolkit.products import policies as policies
 from qtoolkit.products import ragged_dot as ragged_dot
 from qtoolkit.products import recipes as recipes
 from qtoolkit.scaling import QArray as QArray

@@ -17,7 +17,9 @@ from qtoolkit.products import Report
 from qtoolkit.products.internal import (
     MODEL,
     Batch,
+    Place,
     check_all_quantized,
+    kernels_in,
     lacks_history,
     report_of,
     strict_inputs,
@@ -131,17 +133,35 @@ def _check_no_options(**options: Any) -> None:
             )
 
 
-def check_strict(wrapped: nn.Module, inputs: Any) -> None:
-    """Raises if a product is not quantized though no rule says so, or if none is quantized."""
-    name = type(wrapped).__name__
-    arguments, options = strict_inputs(inputs)
-    batch = Batch.of((arguments, options))
+def kernels_of(wrapped: nn.Module, inputs: Any) -> dict[Place, tuple[int, ...] | None]:
+    """The products that run when a module is called with `inputs`: see `kernels_in`."""
+    batch, variables = _initialized(wrapped, inputs)
+
+    def run(variables: Any, arrays: list[Any]) -> Any:
+        args, kwargs = batch.with_arrays(arrays)
+        return wrapped.apply(
+            variables, *args, rngs={"params": jax.random.key(0)}, mutable=True, **kwargs
+        )
+
+    return kernels_in(run, variables, batch.arrays)
+
+
+def _initialized(wrapped: nn.Module, inputs: Any) -> tuple[Batch, Any]:
+    """The inputs as a batch, and the shapes of the variables that `init` makes with them."""
+    batch = Batch.of(strict_inputs(inputs))
 
     def init(*arrays: Any) -> Any:
         args, kwargs = batch.with_arrays(arrays)
         return wrapped.init({"params": jax.random.key(0)}, *args, **kwargs)
 
-    variables = jax.eval_shape(init, *batch.arrays)
+    return batch, jax.eval_shape(init, *batch.arrays)
+
+
+def check_strict(wrapped: nn.Module, inputs: Any) -> None:
+    """Raises if a product is not quantized though no rule says so, or if none is quantized."""
+    name = type(wrapped).__name__
+    arguments, options = strict_inputs(inputs)
+    _, variables = _initialized(wrapped, inputs)
     found = report(wrapped, variables, *arguments, **options)
     if found.unreached:  # of a module inside that is wrapped by rules of its own
         raise ValueError(

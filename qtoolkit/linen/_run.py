@@ -32,8 +32,10 @@ from qtoolkit.products.internal import (
     Track,
     enclosing,
     held,
+    kernels_as_modules,
     leaving,
     present_trace,
+    recipes_of,
     replacing,
     started,
     unmeasured,
@@ -226,7 +228,8 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
 
 def moves_state(recipe: Recipe) -> bool:
     """Whether products keep something for it that training moves."""
-    return recipe.is_delayed or recipe.is_stochastic or any(recipe.learned)
+    is_moved = recipe.is_delayed or recipe.is_stochastic or recipe.warm_up > 0
+    return is_moved or any(recipe.learned)
 
 
 def _is_apart(module: nn.Module, recipe: Recipe) -> bool:
@@ -315,8 +318,8 @@ class _Run:
         """
         module, name = context.module, context.method_name
         path, kind = "/".join(module.path[len(self.root) :]), type(module)
-        kinds = self._kinds(path, kind)
-        recipe = self.rules.lookup(path, kinds)
+        kinds, names = self._kinds(path, kind), kernels_of(module)
+        recipe, kernels = recipes_of(self.rules, [path], kinds, names)
         seen: list[str] = []
         self._visit(path, kinds, kind, seen)
         try:
@@ -325,23 +328,33 @@ class _Run:
                     return call(*args, **kwargs)
             method = getattr(context.orig_method, "func", None)
             if _is_in(method, _FLAX) and not _is_layer(kind, name):
-                if kernels := _kernels.get():  # an `Embed` that looks up, for instance
-                    kernels.other_uses.update(own_parameters(module).values())
+                if noted := _kernels.get():  # an `Embed` that looks up, for instance
+                    noted.other_uses.update(own_parameters(module).values())
                 return call(*args, **kwargs)
             if self.starting:
                 return self._counted(recipe, path, call, args, kwargs, context, seen)
-            return self._quantized(recipe, path, call, args, kwargs, context, seen)
+            site = Site(recipe, self.shown(path), kernels)
+            return self._quantized(site, path, call, args, kwargs, context, seen)
         finally:
-            self._visit(path, kinds, kind, seen)
+            self._visit(path, kinds, kind, seen, kernels_of(module))
 
-    def _visit(self, path: str, kinds: tuple[type, ...], kind: type, seen: list[str]) -> None:
+    def _visit(
+        self,
+        path: str,
+        kinds: tuple[type, ...],
+        kind: type,
+        seen: list[str],
+        kernels: Sequence[str] = (),
+    ) -> None:
         visited = _visited.get()
         if visited is not None:
-            visited.add(self.rules, Module([path], kinds, kind.__name__, bool(seen)))
+            this = Module([path], kinds, kind.__name__, bool(seen))
+            for module in (this, *kernels_as_modules(this, kernels)):
+                visited.add(self.rules, module)
 
     def _quantized(
         self,
-        recipe: Recipe,
+        site: Site,
         path: str,
         call: Callable[..., Any],
         args: Any,
@@ -354,19 +367,19 @@ class _Run:
         _check_kernels(module, path)
         kernels = _kernels.get()
         paths: dict[int, Any] = {}
-        multiply = self._multiply(recipe, path, name, module, paths)
+        multiply = self._multiply(site, path, name, module, paths)
         names: dict[int, str] = {}
         trace = Replacing(
             multiply,
             names,
-            mark=Marked(Place(self.shown(path), "")),
+            mark=site.mark,
             other_uses=None if kernels is None else set(),
             seen=seen,
         )
         measured = unmeasured() if _is_under(module, ["custom_vjp("]) else nullcontext()
-        site = Site(recipe.without_state(), self.shown(path))
-        with enclosing(site), measured, replacing(trace):
-            method = context.orig_method.func
+        dots = Site(site.recipe.without_state(), site.path)
+        with enclosing(dots), measured, replacing(trace):
+            method: Any = getattr(context.orig_method, "func", None)
             out = run_with_arrays(method, call, module, trace, names, paths, args, kwargs)
         if kernels is not None and trace.other_uses is not None:
             returned = (trace.known_of(x).source for x in jax.tree.leaves(out))
@@ -399,23 +412,24 @@ class _Run:
         """The path from the model around it, where the wrapped module is a part of one."""
         return "/".join(filter(None, (*self.root, path)))
 
-    def _kinds(self, path: str, kind: type) -> tuple[type, ...]:
+    def _kinds(self, path: str, kind: type | None = None) -> tuple[type, ...]:
         """The types of a module and of those around it."""
         seen = self.kinds.setdefault(path, [])
-        if kind not in seen:
+        if kind is not None and kind not in seen:
             seen.append(kind)
         parts = path.split("/") if path else []
         around = ["/".join(parts[:end]) for end in range(len(parts) + 1)]
         return tuple(kind for outer in around for kind in self.kinds.get(outer, ()))
 
     def _multiply(
-        self, recipe: Recipe, path: str, name: str, module: nn.Module, paths: Mapping[int, Any]
+        self, site: Site, path: str, name: str, module: nn.Module, paths: Mapping[int, Any]
     ) -> Multiply:
         """A `multiply` for the products of a method.
 
         It passes each product its state, checks dtypes, and records the kernel if somebody asked.
         """
-        is_apart, kind = _is_apart(module, recipe), type(module)
+        recipe, kind = site.recipe, type(module)
+        is_apart = _is_apart(module, recipe)
         if is_apart and any(recipe.learned):
             raise ValueError(
                 f"wrap: {path or '(the model itself)'}: the layer is under nn.jit or "
@@ -427,22 +441,24 @@ class _Run:
         kept, scales = (
             {} if is_apart else part.get(key_of(path), {}) for part in (self.kept, self.scales)
         )
-        site, names = Site(recipe, self.shown(path)), Names(f"{name}.")
         kernels = _kernels.get()
 
-        def multiply(found: Found) -> jax.Array:
-            product = names(found)
-            if kernels is not None:
-                kernels.note(found, paths, recipe, (*self.root, key_of(path)), product)
+        def note(found: Found, product: str) -> None:
+            own = site.recipe_of(found.kernel_name)
+            if kernels is not None and own is not None:
+                kernels.note(found, paths, own, (*self.root, key_of(path)), product)
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
+
+        def track(product: str) -> Track | None:
             known = {**kept.get(product, {}), **scales.get(product, {})}
             if not known and rng is None:
-                return site.multiplied(found, product, None)
-            return site.multiplied(found, product, self._track(recipe, path, product, known, rng))
+                return None
+            own = site.recipe_of(product.split(".", 1)[1].split("#")[0]) or recipe
+            return self._track(own, path, product, known, rng)
 
-        return multiply
+        return site.multiply(track, lambda product: f"{name}.{product}", note)
 
     def _track(
         self, recipe: Recipe, path: str, product: str, kept: Kept, rng: jax.Array | None
@@ -455,14 +471,23 @@ class _Run:
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
         """A `multiply` that replaces no product, but counts it and records its recipe."""
-        names = Names(f"{name}.")
+        names, kinds = Names(), self._kinds(path)
 
         def count(found: Found) -> None:
-            is_kernel = any(found.parameters)
-            own = recipe if is_kernel else recipe.of_activations()
-            self.counts.setdefault((path, recipe), {})[names(found)] = own
+            product, kernel = f"{name}.{names(found)}", found.kernel_name
+            _, kernels = recipes_of(self.rules, [path], kinds, [kernel] if kernel else [])
+            own = dict(kernels).get(kernel, recipe)
+            if own is not None and moves_state(own):
+                products = self.counts.setdefault((path, own), {})
+                products[product] = own if kernel else own.of_activations()
 
         return count
+
+
+def kernels_of(module: nn.Module) -> list[str]:
+    """The names of a module's own parameters that may be kernels: those with two axes or more."""
+    params = module.variables.get("params", {}).items()
+    return [name for name, x in params if len(getattr(x, "shape", ())) > 1]
 
 
 def _check_kernels(module: nn.Module, path: str) -> None:

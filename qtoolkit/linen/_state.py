@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from qtoolkit.products.internal import (
     HISTORY,
-    KEY,
+    MOVING,
     PROBE,
     Batch,
     advance,
@@ -144,7 +144,7 @@ def _check_bridged(variables: Mapping[str, Any]) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(variables.get("ScalingState", {}))
     for path, _ in leaves:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        if names and names[-1] in (HISTORY, KEY):
+        if names and names[-1] in MOVING:
             raise ValueError(
                 f"value_and_grad: {'/'.join(map(str, names))} is state of an nnx model in "
                 "nnx.bridge.to_linen, which cannot be updated here, expected a recipe without "
@@ -274,5 +274,5 @@ def _mapped(state: Any, function: Callable[[Path, Kept], Kept], path: Path = ())
 
 def _is_product(node: Any) -> bool:
     return isinstance(node, Mapping) and any(
-        name in node and not isinstance(node[name], Mapping) for name in (HISTORY, KEY)
+        name in node and not isinstance(node[name], Mapping) for name in MOVING
     )

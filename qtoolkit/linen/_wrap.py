@@ -11,10 +11,17 @@ from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.linen._arguments import converting
-from qtoolkit.linen._report import check_strict
+from qtoolkit.linen._report import check_strict, kernels_of
 from qtoolkit.linen._run import is_visited, run, visiting
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Module, cache_format, check_rules, training_rules
+from qtoolkit.products.internal import (
+    FirstLast,
+    Module,
+    cache_format,
+    check_rules,
+    layers_in,
+    training_rules,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,10 +32,11 @@ _rules_of = operator.attrgetter("qtoolkit_rules")
 
 def wrap(
     module: Model,
-    recipe: Recipe | Rules[Recipe] | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | None = None,
     kv_cache: SpecLike | None = None,
+    inputs: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> Model:
     """A module like `module` whose matrix products and convolutions are quantized by `recipe`.
 
@@ -60,7 +68,8 @@ def wrap(
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
         patched. Inside of `@nn.compact` make it with `parent=None`:
         `wrap(nn.Dense(8, parent=None))`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
+      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+        of `qtoolkit.policies`. Or `Rules`
         of recipes, over paths such as "blocks_0/Dense_0" and types; None leaves a layer as it is,
         and so does a missing default. A type means layers of that type and layers inside of modules
         of that type. Which layers there are is known only when the module runs: `init` and the
@@ -69,6 +78,7 @@ def wrap(
       strict: Inputs of the module, to trace it with: `(x, y)`, or by their names
         `{"x": x, "y": y}`. Raises if a product is not quantized though no rule says so, if no
         product is quantized, or if a rule matches nothing.
+      inputs: The same, for policies of `qtoolkit.policies` that need the order of the layers.
       kv_cache: The format of attention's KV cache, in the collection "cache": "e4m3fn", with a
         scale for each token and head, or a format with blocks along the features. Each token is
         rounded once, when it is written; steps compute with the dequantized cache. `init` makes
@@ -117,6 +127,11 @@ def wrap(
             f"wrap: {type(module).__name__} {module.name!r} is bound to the module around it, "
             f"expected one made with parent=None; write {type(module).__name__}(..., parent=None)"
         )
+    if isinstance(recipe, FirstLast):
+        given_inputs = strict if inputs is None else inputs
+        recipe.check_inputs(given_inputs)
+        kernels = kernels_of(wrap(module, recipe.recipe), given_inputs)
+        recipe = recipe.rules(layers_in(kernels))
     rules = _as_rules(recipe)
     kind: Any = type(module)
     cache = None if kv_cache is None else cache_format("wrap", kv_cache)

@@ -11,7 +11,7 @@ from typing import Any
 
 from flax import nnx
 
-from qtoolkit.products.internal import HISTORY, KEY, PROBE, advance, observe, probe_of
+from qtoolkit.products.internal import HISTORY, MOVING, PROBE, advance, observe, probe_of
 
 Path = tuple[Any, ...]
 
@@ -59,7 +59,7 @@ def _products(model: nnx.Module) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _within(node: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     if not isinstance(node, dict):
         return
-    if any(isinstance(node.get(name), bridged_state()) for name in (HISTORY, KEY)):
+    if any(isinstance(node.get(name), bridged_state()) for name in MOVING):
         yield path, node
     for name, child in node.items():
         yield from _within(child, (*path, name))

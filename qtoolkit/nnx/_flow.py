@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.nnx._post_training import observed_inputs
-from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import (
@@ -49,7 +48,7 @@ def _opened(where: str, wrapped: Any) -> tuple[_Adapter, Any]:
 def _layers(model: nnx.Module) -> Iterator[tuple[nnx.Module, Any]]:
     """Each wrapped layer of a model, with its site."""
     for _, module in nnx.iter_modules(model):
-        site = None if isinstance(module, StatefulProducts) else site_of(module)
+        site = site_of(module)
         if site is not None:
             yield module, site
 
@@ -72,29 +71,28 @@ def calibrate(
 
     It observes the operands of forward products that have one scale for the tensor, or a second
     scale for the tensor, as NVFP4 has (there only the amax), while the model computes as its recipe
-    says. Formats with scales per token or block need no calibration. A product in a module's own
-    method is identified by its kernel, a product of two activations by its number among these.
-    Compiled once per model and shape. Arrays may be sharded: a scale is that of the whole batch.
+    says. A product in a module's own method is identified by its kernel, a product of two
+    activations by its number among these. Compiled once per model and shape. Arrays may be sharded:
+    a scale is that of the whole batch.
 
     Args:
       wrapped: A model from `wrap`. Its state stays as it is.
       batches: The model is called with each: as `*batch` if it is a tuple, as `**batch` if it is a
         dictionary. Arrays are traced, all else is passed as it is.
       observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
-        such a class of `qtoolkit.scaling`. "hessian" is for `quantize(model, recipe, calibration,
-        method="gptq")`: it takes the model before `wrap`, and observes the inputs of all kernels.
-      options: Arguments for its `of`, e.g. `fraction` of `Percentile`.
+        such a class of `qtoolkit.scaling`; `options` are arguments for its `of`. "hessian" takes
+        the model before `wrap`, for `quantize(model, recipe, calibration, method="gptq")`.
 
     Returns:
-      `Calibration`, a pytree of observers (for "hessian" `InputStatistics`); calibrations of
-      several devices or runs can be merged. A product that runs several times in a batch (a shared
-      layer, layers that `nnx.scan` stacks) has one observer per operand. Its amax may be too large
-      by less than 12.5 %, if the amaxes of several runs are that close to each other.
+      `Calibration`, a pytree of observers; for "hessian" `InputStatistics`. Those of several devices
+      or runs can be merged. A product that runs several times in a batch (a shared layer, layers
+      that `nnx.scan` stacks) has one observer per operand. Its amax may then be too large by less
+      than 12.5 %.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
-      ValueError: The model is not wrapped; no batches; an operand was finite in none of them, and
-        the message counts them; an unknown observer; a product inside of a `lax.while_loop`.
+      ValueError: The model is not wrapped; no batches; an operand was finite in none of them; an
+        unknown observer; a product inside of a `lax.while_loop`.
 
     Examples:
       >>> wrapped = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
@@ -113,17 +111,11 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     The result for an example then does not depend, in any bit, on other examples of its batch, nor
     that for a token on later tokens, provided that XLA computes the products of both batches alike.
-    The amaxes are `ScalingState` variables beside the products and are saved with the model; its
-    recipes say `Static()`. It can be trained; cotangents have current scales.
+    The amaxes are `ScalingState` variables and are saved with the model; its recipes say
+    `Static()`. It can be trained; cotangents have current scales. Parameters are shared.
 
-    Args:
-      wrapped: A model from `wrap`. It is not changed; parameters are shared.
-      calibration: From `calibrate`, of this model. A method that no batch called has no scale: a
-        later call of it raises; `attend` of an `Embed` gives NaN under `jit`. If no batch called a
-        layer of Flax, this raises.
-
-    Returns:
-      A model of the class of `wrapped`.
+    A method that no batch called has no scale: a later call of it raises; `attend` of an `Embed`
+    gives NaN under `jit`. If no batch called a layer of Flax, this raises.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
@@ -147,7 +139,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     def frozen(_: Any, node: Any) -> Any:
         site = None if not isinstance(node, nnx.Module) else site_of(node)
-        if site is None or id(node) in seen or isinstance(node, StatefulProducts):
+        if site is None or id(node) in seen:
             return node
         seen.add(id(node))
         recipe = site.recipe.frozen()
@@ -160,7 +152,8 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
             return node
-        attach(node, recipe, found, names=dict.fromkeys(amaxes))
+        kernels = [(name, own and own.frozen()) for name, own in site.kernels]
+        attach(node, recipe, found, names=dict.fromkeys(amaxes), kernels=kernels)
         if amaxes:
             _fill(node, amaxes)
         if "dot" in amaxes:
@@ -213,8 +206,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       >>> qt.nnx.start_scales(model, jnp.asarray([[1.0, -3.0]]))
       >>> for path, scale in nnx.to_flat_state(nnx.state(model, qt.nnx.LsqScale)):
       ...     print(path, f"{scale.get_value().item():.3f}")
-      ('dot_general', 'products', 0, 'scales', 0) 1.512
-      ('dot_general', 'products', 0, 'scales', 1) 0.545
+      ('qtoolkit_products', '0', 'scales', 0) 1.512
+      ('qtoolkit_products', '0', 'scales', 1) 0.545
     """
     opened, products = _opened("start_scales", wrapped), _products(wrapped)
     new = flow.start_scales(*opened, batch, [kept for _, kept in products])

@@ -8,7 +8,7 @@ from flax import nnx
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.nnx._post_training import kernel_name, plain_model, with_params
 from qtoolkit.nnx._report import site_of
-from qtoolkit.nnx._rewriting import hooked_states, methods_of
+from qtoolkit.nnx._rewriting import adapters, original_class, product_states
 from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
@@ -159,7 +159,7 @@ def _store(
         return True
     if operand is None:
         return False
-    kept = hooked_states(layer).get("0")
+    kept = product_states(layer).get("0")
     amax, key, learned = (None, None, None) if kept is None else of_kernel(kept.arrays)
     scale: nnx.Variable[Any] | None = None
     if kept is not None and operand.is_learned:  # it becomes the scale of the codes
@@ -195,7 +195,10 @@ def kernel_axes(layer: Any) -> Axes | None:
     None if the layer has no attribute for its product, or multiplies something else than its
     kernel.
     """
-    if methods_of(layer) or getattr(layer, "mask", None) is not None:
+    call: Any = original_class(type(layer)).__call__
+    if not call.__module__.startswith("flax.") or adapters(layer):
+        return None
+    if getattr(layer, "mask", None) is not None:
         return None
     match layer:
         case nnx.Linear():

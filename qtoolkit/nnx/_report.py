@@ -138,12 +138,4 @@ def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, An
 
 def site_of(module: Any) -> Any:
     """The site of a layer that was wrapped, None for others."""
-    site = vars(module).get("qtoolkit_site")
-    if site is not None:
-        return site
-    for name in ("dot_general", "einsum_op", "conv_general_dilated", "attention_fn"):
-        value = vars(module).get(name)
-        call = getattr(value, "call", value)
-        if hasattr(call, "site"):
-            return call.site
-    return None
+    return vars(module).get("qtoolkit_site")

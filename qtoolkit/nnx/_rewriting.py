@@ -1,21 +1,23 @@
-"""Quantizes modules that compute products by themselves, by subclasses with rewritten methods.
+"""Quantizes modules by subclasses of the same name, whose methods run under a trace.
 
-A layer with `x @ self.kernel` has no attribute for its product that could be replaced. Instead, the
-module gets a subclass of the same name, whose methods run under a trace that replaces products. The
-original class is not changed.
+The trace replaces products, those of Flax's layers and those of `x @ self.kernel` alike. Layers of
+Flax have attributes for their products, such as `dot_general`, but a method through them is no
+faster, neither eager nor traced, and they see the kernel only after its cast to bfloat16.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from qtoolkit.nnx._products import StatefulProducts
+from qtoolkit.formats import BlockFormat
+from qtoolkit.nnx._cache import caching
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     Replacing,
@@ -31,52 +33,59 @@ from qtoolkit.products.internal import (
     returns_later,
     with_numbers,
 )
+from qtoolkit.scaling import QArray
 
 _FRAMEWORK = set(dir(nnx.Module))
-# Flax's layers that call an attribute for their product, which `wrap` sets.
-HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
-_BY_ATTRIBUTE = frozenset(
-    inspect.unwrap(own)
-    for layer in HOOKED
-    for own in vars(layer).values()
-    if inspect.isfunction(own)
-)
-_SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
-_MADE_BY = "qtoolkit_made_by"
-_PATH = "qtoolkit_path"  # of a module that a rule leaves
+_SITE, _MADE = "qtoolkit_site", "qtoolkit_made"
 PRODUCTS = "qtoolkit_products"
+_OWN = {"__call__.kernel": "0"}
+# Flax's layers that compute products: the method that does, the names of its products, and how
+# those are called that a trace names otherwise.
+LAYERS: dict[type[nnx.Module], tuple[str, tuple[str, ...], dict[str, str]]] = {
+    nnx.Linear: ("__call__", ("0",), _OWN),
+    nnx.LinearGeneral: ("__call__", ("0",), _OWN),
+    nnx.Einsum: ("__call__", ("0",), _OWN),
+    nnx.Conv: ("__call__", ("0",), _OWN),
+    nnx.MultiHeadAttention: ("__call__", ("0", "1"), {f"__call__.{i}": str(i) for i in (0, 1)}),
+    nnx.ConvTranspose: ("__call__", ("kernel",), {"__call__.kernel": "kernel"}),
+    nnx.LoRA: (
+        "__call__",
+        ("lora_a", "lora_b"),
+        {f"__call__.{name}": name for name in ("lora_a", "lora_b")},
+    ),
+    nnx.Embed: ("attend", ("embedding",), {"attend.embedding": "embedding"}),
+}
+
+
+def layer_of(kind: type) -> tuple[str, tuple[str, ...], dict[str, str]] | None:
+    """The entry of `LAYERS` for a class."""
+    return next((entry for layer, entry in LAYERS.items() if issubclass(kind, layer)), None)
 
 
 def methods_of(module: Any) -> tuple[str, ...]:
     """The public methods of a module that compute products by themselves.
 
-    So does a layer of Flax with parameters of somebody else: his interceptor of `lax.dot_general`
-    adds an adapter's products to the layer's own. `qwix.apply_lora_to_model` makes such layers.
+    `wrap` has no inputs to trace them with, and has to know: it refuses a rule for a module that
+    computes none, and gives those that do a class and state. So their code is read.
     """
     kind = original_class(type(module))
-    known = frozenset() if isinstance(module, HOOKED) else product_attributes(vars(module))
-    methods = product_methods(kind, known)
-    return (*methods, "__call__") if foreign(module) and "__call__" not in methods else methods
+    entry = layer_of(kind)
+    main = () if entry is None else (entry[0],)
+    return tuple(dict.fromkeys((*main, *product_methods(kind, product_attributes(vars(module))))))
 
 
-def foreign(module: Any) -> tuple[str, ...]:
-    """The names of parameters of a layer of Flax that no code of its class mentions."""
-    if not isinstance(module, HOOKED):
+def adapters(module: Any) -> tuple[str, ...]:
+    """The names of further kernels of a layer of Flax, as `qwix.apply_lora_to_model` adds them."""
+    if layer_of(type(module)) is None:
         return ()
+    known = ("kernel", "bias", "embedding", "lora_a", "lora_b")
     params = (name for name, value in vars(module).items() if isinstance(value, nnx.Param))
-    return tuple(name for name in params if name not in _mentioned(original_class(type(module))))
-
-
-@functools.cache
-def _mentioned(kind: type) -> frozenset[str]:
-    functions = (inspect.unwrap(x) for base in kind.__mro__ for x in vars(base).values())
-    codes = (getattr(function, "__code__", None) for function in functions)
-    return frozenset(name for code in codes if code is not None for name in code.co_names)
+    return tuple(name for name in params if name not in known)
 
 
 def has_products(module: Any) -> bool:
-    """Whether a module computes products, by an attribute or by itself."""
-    return isinstance(module, HOOKED) or bool(methods_of(module))
+    """Whether a module computes products."""
+    return bool(methods_of(module))
 
 
 def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tuple[str, ...]:
@@ -91,8 +100,7 @@ def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tup
         if not isinstance(function, types.FunctionType) or returns_later(function):
             continue
         candidates = (function, *overridden(function, kind))
-        others = (one for one in candidates if one not in _BY_ATTRIBUTE)
-        if any(computes_product(one, kind, attributes) for one in others):
+        if any(computes_product(one, kind, attributes) for one in candidates):
             found.append(name)
     return tuple(found)
 
@@ -110,143 +118,118 @@ def _public_methods(kind: type) -> dict[str, Any]:
     return found
 
 
+class Made(NamedTuple):
+    """What a subclass is made of.
+
+    Attributes:
+      kind: The class of the model.
+      methods: Those that run by the module's site.
+      left: The path of a module that a rule leaves in high precision; None for others. The class
+        has it, not its object: `nnx.bridge.ToNNX` takes every attribute for a variable.
+      cache: The format of attention's KV cache.
+    """
+
+    kind: Any
+    methods: tuple[str, ...] = ()
+    left: str | None = None
+    cache: BlockFormat | None = None
+
+
+def made_of(module: Any) -> Made:
+    kind = type(module)
+    return getattr(kind, _MADE, None) or Made(kind)
+
+
+def original_class(kind: type) -> type:
+    """The class from which `become` made this one; `kind` itself if it is not one of ours."""
+    made: Made | None = getattr(kind, _MADE, None)
+    return kind if made is None else made.kind
+
+
+def become(module: Any, **parts: Any) -> None:
+    """Gives a module, which may be a frozen dataclass, a class with other parts: see `Made`."""
+    object.__setattr__(module, "__class__", _class_of(made_of(module)._replace(**parts)))
+
+
 @functools.cache
-def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
-    """The subclass of `kind` whose `methods` compute by the module's site."""
-    body = {name: _entered(getattr(kind, name), name) for name in methods}
-    return subclass(kind, body, kind, (rewriting_class, kind, methods))
+def _class_of(made: Made) -> type:
+    """The class itself, or a subclass of the same name whose methods run otherwise."""
+    kind = made.kind
+    if made == Made(kind):
+        return kind
+    body: dict[str, Any] = {name: _entered(getattr(kind, name), name) for name in made.methods}
+    if made.left is not None:
+        methods = _public_methods(kind).items()
+        body = {name: _left(method, made.left) for name, method in methods}
+    if made.cache is not None:
+        body |= caching(kind, body.get("__call__", kind.__call__), made.cache)
+    body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    body |= {"__doc__": kind.__doc__, _MADE: made, "__reduce_ex__": _reduced}
+    is_pytree = getattr(kind, "_pytree__is_pytree", True)
+    return type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
+
+
+def _reduced(module: Any, protocol: Any) -> Any:
+    """How to pickle an object of our subclass, by whose name `pickle` would find the original."""
+    reduced: Any = object.__reduce_ex__(module, max(2, protocol))
+    _, _, *rest = reduced
+    return _remade, made_of(module), *rest
+
+
+def _remade(*made: Any) -> Any:
+    kind: Any = _class_of(Made(*made))
+    return kind.__new__(kind)
+
+
+def _left(method: Callable[..., Any], path: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def left(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with leaving(path):
+            return method(self, *args, **kwargs)
+
+    return left
 
 
 def is_left(module: Any) -> bool:
-    """Whether a rule leaves this module as it is: `leave` has marked it."""
-    return hasattr(type(module), _PATH)
+    """Whether a rule leaves this module as it is."""
+    return made_of(module).left is not None
 
 
 def leave(module: Any, path: str) -> None:
     """Marks the products that a module computes, and those in all that it calls, as left."""
     if not is_left(module):
-        kind: Any = type(module)
-        become(module, _scoped_class(kind, path))
+        become(module, methods=(), left=path)
 
 
-def become(module: Any, kind: type) -> None:
-    """Sets the class of a module, which may be a frozen dataclass."""
-    object.__setattr__(module, "__class__", kind)
+def name_of(kind: type, method: str, name: str) -> str:
+    """The name of a product in a method of a module: "encode.kernel", or "kernel" in `__call__`.
 
-
-@functools.cache
-def _scoped_class(kind: Any, path: str) -> type:
-    """A subclass that marks its calls in the name stack as those of a module that a rule leaves.
-
-    The class holds the path, not its object: `nnx.bridge.ToNNX` takes every attribute for a
-    variable of its linen module.
+    In layers of Flax that override `__call__`, the layer's own product keeps its name.
     """
-    body: dict[str, Any] = {
-        name: _scoped(method, path) for name, method in _public_methods(kind).items()
-    }
-    made_by = (_scoped_class, kind, path)
-    return subclass(kind, body | {_PATH: path}, original_class(kind), made_by)
-
-
-def subclass(kind: Any, members: dict[str, Any], original: type, made_by: tuple[Any, ...]) -> type:
-    """A subclass of the same name with other members, which is made of `original`.
-
-    Args:
-      made_by: The function that makes it and its arguments, by which its objects are pickled.
-    """
-    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__} | members
-    body |= {_MADE_BY: made_by, "__reduce_ex__": _reduced}
-    body["__doc__"] = kind.__doc__
-    is_pytree = getattr(kind, "_pytree__is_pytree", True)
-    made = type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
-    setattr(made, _ORIGINAL, original)
-    return made
-
-
-def _reduced(module: Any, protocol: Any) -> Any:
-    """How to pickle an object of our subclass: with how to make the class again.
-
-    The subclass has the name of the original, and `pickle` would find the original by that name.
-    """
-    reduced: Any = object.__reduce_ex__(module, max(2, protocol))
-    _, _, *rest = reduced
-    return _remade, (_making_of(type(module)),), *rest
-
-
-def _making_of(kind: type) -> Any:
-    """How to make a class again: (function, arguments) for our subclasses, else the class."""
-    made_by = vars(kind).get(_MADE_BY)
-    if made_by is None:
-        return kind
-    function, kind, *others = made_by
-    return function, _making_of(kind), *others
-
-
-def _made(making: Any) -> type:
-    if isinstance(making, type):
-        return making
-    function, kind, *others = making
-    return function(_made(kind), *others)
-
-
-def _remade(making: Any) -> Any:
-    kind: Any = _made(making)
-    return kind.__new__(kind)
-
-
-def _scoped(method: Callable[..., Any], path: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with leaving(path):
-            return method(self, *args, **kwargs)
-
-    return scoped
-
-
-def original_class(kind: type) -> type:
-    """The class from which `subclass` made this one; `kind` itself if it is not one of ours."""
-    return getattr(kind, _ORIGINAL, kind)
-
-
-def prefix_of(kind: type, method: str) -> str:
-    """The prefix of the names of products in a method: "encode." in "encode.kernel".
-
-    The main method of a module, usually `__call__`, has no prefix. But a subclass of a Flax layer
-    that overrides `__call__` has one for it: the layer's own product is named "0".
-    """
-    main = "attend" if issubclass(kind, nnx.Embed) else "__call__"
-    return "" if method == main and not issubclass(kind, HOOKED) else f"{method}."
-
-
-def named_states(module: Any) -> dict[str, Any]:
-    """The states of the products in a module's own methods, by name."""
-    kept = getattr(module, PRODUCTS, None)
-    states = {} if kept is None else vars(kept)
-    return {name: state for name, state in states.items() if isinstance(state, ProductState)}
+    entry = layer_of(kind)
+    if entry is None:
+        return name if method == "__call__" else f"{method}.{name}"
+    full = f"{method}.{name}"
+    return entry[2].get(full, full)
 
 
 def product_states(layer: Any) -> dict[str, ProductState]:
     """The states of a layer's products, by name."""
-    return {**named_states(layer), **hooked_states(layer)}
+    kept = getattr(layer, PRODUCTS, None)
+    states = {} if kept is None else vars(kept)
+    return {name: state for name, state in states.items() if isinstance(state, ProductState)}
 
 
-def hooked_states(layer: Any) -> dict[str, ProductState]:
-    """The states in the layer's attribute: "0", and for attention also "1"."""
-    hooks = (value for value in vars(layer).values() if isinstance(value, StatefulProducts))
-    return {str(i): kept for hook in hooks for i, kept in enumerate(hook.products)}
-
-
-def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]:
     """A method whose products are computed by the module's site."""
-    prefix = functools.cache(lambda kind: prefix_of(original_class(kind), name))
 
     @functools.wraps(method)
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: Site | None = getattr(self, _SITE, None)
         if site is None:
             return method(self, *args, **kwargs)
-        kept = getattr(self, "qtoolkit_dot", None)
-        states = named_states(self)
+        kept, states = getattr(self, "qtoolkit_dot", None), product_states(self)
+        named = functools.partial(name_of, original_class(type(self)), method_name)
 
         def state_of(name: str) -> Track | None:
             return states[name].track() if name in states else None
@@ -257,16 +240,45 @@ def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def run(integers: bool) -> Any:
             given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, given)
-            names: dict[int, str] = {}
-            trace = Replacing(site.multiply(state_of, prefix(type(self))), names, mark=site.mark)
+            parameters: dict[int, str] = {}
+            trace = Replacing(site.multiply(state_of, named), parameters, mark=site.mark)
             for node in (self, *given):
-                _know(trace, names, node)
-            with enclosing(dots, None if kept is None else kept.track().unmoved), replacing(trace):
-                return method(self, *args, **kwargs)
+                _know(trace, parameters, node)
+            dotted = enclosing(dots, None if kept is None else kept.track().unmoved)
+            with _dequantized(self, trace, parameters) as module, dotted, replacing(trace):
+                return method(module, *args, **kwargs)
 
         return with_numbers(run, (args, kwargs))
 
     return entering
+
+
+@contextlib.contextmanager
+def _dequantized(module: Any, trace: Replacing, parameters: dict[int, str]) -> Iterator[Any]:
+    """The module; if it has stored kernels, a copy with ordinary arrays in their place.
+
+    What the method sets in the copy is then set in the module.
+    """
+    stored = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param) and isinstance(value.get_value(), QArray)
+    }
+    if not stored:
+        yield module
+        return
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    for name, value in stored.items():
+        array = value.get_value().dequantize()
+        parameters[id(array)] = name
+        trace.know_parameter(array, value.get_value())
+        vars(copied)[name] = type(value).from_metadata(array, value.get_metadata())
+    before = dict(vars(copied))
+    yield copied
+    for name, value in vars(copied).items():
+        if value is not before.get(name):
+            setattr(module, name, value)
 
 
 def _know(trace: Replacing, names: dict[int, str], node: Any) -> None:

@@ -14,10 +14,8 @@ from qtoolkit.nnx._bridged import bridged_probes, bridged_state, is_bridged_prob
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     AMAX,
-    BAD,
-    HISTORY,
-    KEY,
     LEARNED,
+    MOVING,
     PROBE,
     Batch,
     Track,
@@ -124,6 +122,7 @@ class ProductState(nnx.Module):
       amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; NaN before `freeze`.
       scales, offsets: float32[...] each, for lhs and rhs, if these are learned.
       key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
+      step: uint32[...], a count of steps, for a warm-up.
 
     The leading axes belong to stacks of layers, as `nnx.vmap` makes them.
     """
@@ -156,7 +155,7 @@ class ProductState(nnx.Module):
     @property
     def variables(self) -> dict[str, nnx.Variable[Any]]:
         """Its variables by the names of `products._states`."""
-        found = {n: getattr(self, n) for n in (HISTORY, BAD, PROBE, AMAX, KEY) if hasattr(self, n)}
+        found = {n: getattr(self, n) for n in (*MOVING, PROBE, AMAX) if hasattr(self, n)}
         pairs = zip(getattr(self, "scales", ()), getattr(self, "offsets", ()), strict=True)
         learned = dict(zip(LEARNED, (x for pair in pairs for x in pair), strict=False))
         return found | {name: x for name, x in learned.items() if x is not None}
@@ -194,7 +193,7 @@ class ProductState(nnx.Module):
                 "Static(), and write qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, "
                 "batches))"
             )
-        is_moved = HISTORY in arrays or KEY in arrays
+        is_moved = any(name in arrays for name in MOVING)
         write = self.write if is_moved and self._is_writable else None
         return Track(self.recipe, self.path, arrays, write)
 

@@ -1,4 +1,4 @@
-"""`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
+"""`wrap`: an nnx model whose products are quantized, made by subclasses of the same name."""
 
 import dataclasses
 import types
@@ -8,37 +8,39 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
-from jax import lax
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
-from qtoolkit.nnx._products import Attention, Replacement, StatefulProducts, keep_kernel_dtype
+from qtoolkit.nnx._cache import narrow_cache
 from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
+    LAYERS,
     PRODUCTS,
+    adapters,
     become,
-    foreign,
     has_products,
-    hooked_states,
     is_left,
+    layer_of,
     leave,
     methods_of,
+    name_of,
     original_class,
-    prefix_of,
     product_states,
-    rewriting_class,
 )
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
+    FirstLast,
     Module,
+    Place,
     Site,
     cache_format,
     check_all_quantized,
     check_rules,
+    kernels_as_modules,
     kernels_in,
+    layers_in,
+    recipes_of,
     strict_inputs,
     training_rules,
 )
@@ -46,27 +48,10 @@ from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-_ANYTHING: Any = object()
-# Flax's layers that call an attribute for their product: (name of the attribute, Flax's value of
-# it, the method that replaces it; attention's own products are replaced by `Attention`).
-_HOOKS: dict[type[nnx.Module], tuple[str, Any, str]] = {
-    nnx.Linear: ("dot_general", lax.dot_general, "dot_general"),
-    nnx.LinearGeneral: ("dot_general", None, "dot_general"),
-    nnx.Einsum: ("einsum_op", jnp.einsum, "einsum"),
-    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, "conv_general_dilated"),
-    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, ""),
-}
-# Flax's layers without such an attribute, and the names of their products.
-_REWRITTEN: dict[type[nnx.Module], tuple[str, ...]] = {
-    nnx.Embed: ("embedding",),
-    nnx.ConvTranspose: ("kernel",),
-    nnx.LoRA: ("lora_a", "lora_b"),
-}
-
 
 def wrap(
     model: Model,
-    recipe: Recipe | Rules[Recipe] | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -92,7 +77,8 @@ def wrap(
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
+      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+        of `qtoolkit.policies`. Or `Rules`
         of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it is, and
         so does a missing default. None for any other module leaves the products that `wrap` does
         not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
@@ -132,10 +118,15 @@ def wrap(
       >>> model(x), wrapped(x)  # 0.3 became 0.3125
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
+    if isinstance(recipe, FirstLast):
+        given = strict if inputs is None else inputs
+        recipe.check_inputs(given)
+        kernels = _kernels_of(rewired("wrap", model, training_rules(recipe.recipe), None), given)
+        recipe = recipe.rules(layers_in(kernels))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
-    for given in (inputs, strict):
-        if given is not None:
-            _keep_all(wrapped, given)
+    given = strict if inputs is None else inputs
+    if given is not None:
+        _keep_all(wrapped, given)
     if strict is not None:
         if callable(strict):
             found = report(strict, wrapped)
@@ -161,6 +152,21 @@ def _keep_all(wrapped: Any, given: Any) -> None:
     layers = [(layer, site) for layer, site in layers if site.recipe.keeps_state]
     if not layers:
         return
+    kernels = _kernels_of(wrapped, given)
+    for layer, site in layers:
+        shapes = {place.name: shape for place, shape in kernels.items() if place.path == site.path}
+        leads = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
+        lead = next(iter(leads.values()), ())
+        names = {
+            name: (site.recipe, leads[name]) if shape else (site.recipe.of_activations(), lead)
+            for name, shape in shapes.items()
+        }
+        found = FoundModule(layer, [site.path])
+        attach(layer, site.recipe, found, names=names, kernels=site.kernels)
+
+
+def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]:
+    """The products that run when a model is called with `given`: see `kernels_in`."""
     args, options = ((), {}) if callable(given) else strict_inputs(given)
     batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
 
@@ -170,16 +176,7 @@ def _keep_all(wrapped: Any, given: Any) -> None:
         outs = given(model) if callable(given) else model(*args, **options)
         return [out for out in jax.tree.leaves(outs) if hasattr(out, "dtype")]
 
-    kernels = kernels_in(run, state, batch.arrays)
-    for layer, site in layers:
-        shapes = {place.name: shape for place, shape in kernels.items() if place.path == site.path}
-        leads = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
-        lead = next(iter(leads.values()), ())
-        names = {
-            name: (site.recipe, leads[name]) if shape else (site.recipe.of_activations(), lead)
-            for name, shape in shapes.items()
-        }
-        attach(layer, site.recipe, FoundModule(layer, [site.path]), names=names)
+    return kernels_in(run, state, batch.arrays)
 
 
 def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -213,20 +210,20 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         if shown in recipes:
             found, recipe = recipes[shown]
             if recipe is not None:
-                attach(node, recipe, found, where)
+                attach(node, recipe, found, kernels=found.recipes)
             else:
-                if site_of(node) is not None:
-                    detach(node)
+                detach(node)
                 leave(node, shown)  # so that a module around it leaves its products, too
         elif rules is not None and is_left(node):  # by an earlier wrap
-            _reset(node, ())
+            detach(node)
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
     if cache is not None:
         for found in modules_of(copied):
             if isinstance(found.module, nnx.MultiHeadAttention):
-                keep_cache(found.module, cache)
+                become(found.module, cache=cache)
+                narrow_cache(found.module, cache)
     return copied
 
 
@@ -246,7 +243,7 @@ def _checked_layers(
         )
     layers = [found for found in modules if found.has_products]
     if not layers:
-        kinds = ", ".join(f"nnx.{kind.__name__}" for kind in (*_HOOKS, *_REWRITTEN))
+        kinds = ", ".join(f"nnx.{kind.__name__}" for kind in LAYERS)
         raise ValueError(
             f"{where}: {name} has no layer to quantize, expected {kinds} or a module whose methods "
             "compute a product"
@@ -277,10 +274,13 @@ def _recipes(
         for found in modules
         if not (found.has_products or isinstance(found.module, nnx.List | nnx.Dict))
     ]
-    check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
+    matched = [found.as_matched() for found in (*layers, *others)]
+    for found in layers:
+        matched += kernels_as_modules(found.as_matched(), found.kernels)
+    check_rules(where, rules, matched)
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
-        recipe = rules.lookup(found.paths, found.kinds)
+        recipe, found.recipes = recipes_of(rules, found.paths, found.kinds, found.kernels)
         if recipe is not None:
             _check_kernels(where, found)
         else:
@@ -301,9 +301,9 @@ def attach(
     layer: Any,
     recipe: Recipe,
     found: "FoundModule | None" = None,
-    where: str = "wrap",
     *,
     names: Mapping[str, Any] = types.MappingProxyType({}),
+    kernels: Sequence[tuple[str, Recipe | None]] = (),
 ) -> None:
     """Gives one layer its quantized products.
 
@@ -311,50 +311,38 @@ def attach(
       found: Its paths, for messages and reports; None: it is a model by itself.
       names: The names of products in its methods that keep state, "up" and "encode.kernel", each
         with its recipe and the leading axes of a stack; None for those of the layer.
+      kernels: Those of its parameters that have a recipe of their own.
     """
     found = FoundModule(layer, [""]) if found is None else found
-    site = Site(recipe, found.paths[0])
-    states = product_states(layer)
-    adapters = foreign(layer)
-    for kind, (attribute, original, name) in _HOOKS.items():
-        if not isinstance(layer, kind):
-            continue
-        call: Any = Replacement(site, name, original)
-        if original is _ANYTHING:
-            call = Attention(site, _original_attention(getattr(layer, attribute)))
-        else:
-            known = (Replacement, StatefulProducts)
-            _check_attribute(where, found, attribute, (original, None), known)
-        if adapters:  # then the whole method is traced, and all products in it are quantized
-            setattr(layer, attribute, nnx.static(original))
-            continue
-        setattr(layer, attribute, _stateful(call, layer, recipe, site))
-    if isinstance(layer, _KERNEL_HOOKS):
-        _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
-        layer.promote_dtype = dtypes.promote_dtype if adapters else keep_kernel_dtype
-    if isinstance(layer, nnx.LinearGeneral):
-        _check_attribute(where, found, "dot_general_cls", (None,))
-    methods = methods_of(layer)
-    _reset(layer, methods)
-    if methods:
-        layer.qtoolkit_site = site
-        if recipe.keeps_state:
-            _keep(layer, recipe, site, names)
+    site, states = Site(recipe, found.paths[0], tuple(kernels)), product_states(layer)
+    detach(layer)
+    become(layer, methods=methods_of(layer))
+    layer.qtoolkit_site = site
+    if any(one is not None and one.keeps_state for one in (recipe, *dict(kernels).values())):
+        _keep(layer, recipe, site, names)
     for name, kept in product_states(layer).items():
         if name in states:
             kept.take_over(states[name])
 
 
 def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> None:
-    """Gives a layer the states of the products in its methods."""
-    hooked = {*hooked_states(layer), "dot"}
-    own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
-    if adapters := foreign(layer):
-        prefix = prefix_of(original_class(type(layer)), "__call__")
-        own = tuple(f"{prefix}{name}" for name in ("kernel", *adapters))
-    found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
+    """Gives a layer the states of its products."""
+    kind = original_class(type(layer))
+    entry = layer_of(kind)
+    own = () if entry is None else entry[1]
+    own += tuple(name_of(kind, "__call__", name) for name in adapters(layer))
+    found = dict.fromkeys([*own, *(name for name in names if name != "dot")])
     if found:
-        kinds = {name: names.get(name) or (recipe, stacked(layer)) for name in found}
+        is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
+        of_own = recipe.of_activations() if is_attention else recipe
+        kinds = {
+            name: (None if name in own else names.get(name)) or (of_own, stacked(layer))
+            for name in found
+        }
+        for kernel, other in site.kernels:
+            name = name_of(kind, "__call__", kernel)
+            if other is not None and name in kinds:
+                kinds[name] = other, kinds[name][1]
         states = {
             name: ProductState(own, lead, f"{site.path}:{name}")
             for name, (own, lead) in kinds.items()
@@ -363,30 +351,14 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> N
 
 
 def detach(layer: Any) -> None:
-    """Takes a layer's quantized products away."""
-    for kind, (attribute, original, _) in _HOOKS.items():
-        if isinstance(layer, kind):
-            is_known = original is not _ANYTHING
-            plain = original if is_known else _original_attention(getattr(layer, attribute))
-            # nnx treats the attribute as data if it held state: declare it static again.
-            setattr(layer, attribute, nnx.static(plain))
-    if isinstance(layer, _KERNEL_HOOKS):
-        layer.promote_dtype = dtypes.promote_dtype
-    _reset(layer, ())
-
-
-def _reset(layer: Any, methods: tuple[str, ...]) -> None:
-    """Undoes what an earlier wrap did to a layer, and lets `methods` compute by its site."""
+    """Undoes what an earlier wrap did to a layer."""
     for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
         if name in vars(layer):
             delattr(layer, name)
-    kind: Any = original_class(type(layer))
-    if methods:
-        kind = rewriting_class(kind, methods)
-    become(layer, caching_class(kind) if keeps_cache(layer) else kind)
+    become(layer, methods=(), left=None)
 
 
-_KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+_WITH_KERNEL: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def needs_no_scale(layer: Any) -> bool:
@@ -399,22 +371,7 @@ def needs_no_scale(layer: Any) -> bool:
 
 def is_of_flax(layer: Any) -> bool:
     """Whether a layer is Flax's, which computes its products whenever it is called."""
-    return isinstance(layer, (*_HOOKS, *_REWRITTEN))
-
-
-def _stateful(call: Any, layer: Any, recipe: Recipe, site: Site) -> Any:
-    is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
-    if is_attention:
-        recipe = recipe.of_activations()
-    if not recipe.keeps_state:
-        # Explicitly static: if the model was wrapped before, the attribute may have been data.
-        return nnx.static(call)
-    states = [_state(layer, recipe, str(i), site) for i in range(2 if is_attention else 1)]
-    return nnx.data(StatefulProducts(call, states))
-
-
-def _state(layer: Any, recipe: Recipe, name: str, site: Site) -> ProductState:
-    return ProductState(recipe, stacked(layer), f"{site.path}:{name}")
+    return layer_of(type(layer)) is not None
 
 
 def stacked(layer: Any) -> tuple[int, ...]:
@@ -439,13 +396,6 @@ def stacked(layer: Any) -> tuple[int, ...]:
     return tuple(kernel.shape[: len(kernel.shape) - rank])
 
 
-def _original_attention(function: Any) -> Any:
-    """The user's attention function inside of our `Attention`; else `function` itself."""
-    if isinstance(function, StatefulProducts):
-        function = function.call
-    return function.original if isinstance(function, Attention) else function
-
-
 @dataclasses.dataclass
 class FoundModule:
     """A module of a model, with all of its paths.
@@ -453,11 +403,19 @@ class FoundModule:
     Attributes:
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it, on all paths: rules may name any.
+      recipes: The recipes of those of its own kernels that rules name.
     """
 
     module: nnx.Module
     paths: list[str] = dataclasses.field(default_factory=list)
     kinds: list[type] = dataclasses.field(default_factory=list)
+    recipes: tuple[tuple[str, Recipe | None], ...] = ()
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of its own parameters that may be kernels: those with two axes or more."""
+        params = ((name, x) for name, x in vars(self.module).items() if isinstance(x, nnx.Param))
+        return [name for name, x in params if len(getattr(x.get_value(), "shape", ())) > 1]
 
     @property
     def has_products(self) -> bool:
@@ -481,7 +439,7 @@ def modules_of(model: nnx.Module) -> list[FoundModule]:
         if any(node is outer for outer in around):
             return  # a cycle: Flax raises for it later
         around = (*around, node)
-        if isinstance(node, StatefulProducts | Products | ProductState):
+        if isinstance(node, Products | ProductState):
             return  # of a model that was wrapped before
         if isinstance(node, nnx.Module):
             this = found.setdefault(id(node), FoundModule(node))
@@ -517,7 +475,7 @@ def _shown(where: str, found: FoundModule, name: str) -> str:
 def _check_kernels(caller: str, found: FoundModule) -> None:
     """Raises if a layer's own parameters have types or dtypes that cannot be rounded."""
     kernel = vars(found.module).get("kernel")
-    if isinstance(found.module, _KERNEL_HOOKS) and not isinstance(kernel, nnx.Variable | jax.Array):
+    if isinstance(found.module, _WITH_KERNEL) and not isinstance(kernel, nnx.Variable | jax.Array):
         raise TypeError(
             f"{_shown(caller, found, 'kernel')} has type {type(kernel).__name__}, expected an "
             f"nnx.Param: somebody else has quantized the layer, as qwix's PtqProvider does; give "
@@ -547,15 +505,3 @@ def _check_left(caller: str, found: FoundModule) -> None:
                 f"{where} is a QArray, and a rule leaves the layer as it is, expected a recipe for "
                 "it; or dequantize() it first"
             )
-
-
-def _check_attribute(
-    where: str, found: FoundModule, attribute: str, replaceable: tuple[Any, ...], ours: Any = ()
-) -> None:
-    value = getattr(found.module, attribute)
-    if not (any(value is known for known in replaceable) or isinstance(value, ours)):
-        raise ValueError(
-            f"{_shown(where, found, attribute)} is {value!r}, expected Flax's own; wrapping would "
-            "discard it. Set it back first, e.g. with nnx.with_attributes, or leave the layer "
-            "alone by a rule"
-        )

@@ -1,5 +1,6 @@
 """Quantized products on plain arrays, and the recipes that say how."""
 
+from qtoolkit.products import _policies as policies
 from qtoolkit.products import _presets as recipes
 from qtoolkit.products._allocation import Allocation
 from qtoolkit.products._calibration import Calibration
@@ -33,6 +34,7 @@ __all__ = [
     "dot",
     "dot_general",
     "einsum",
+    "policies",
     "ragged_dot",
     "recipes",
 ]

@@ -9,17 +9,15 @@ A place is an axis counted from the end: -1, -2 ...
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from qtoolkit.products._bilinear import Bilinear
+from qtoolkit.products._found import LAST, Found
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._sources import Step, along
 
-LAST = -1
 # The place of the features in a product of two activations, such as the scores of attention: no
 # axis of these holds features. The next product takes the axis over which it sums.
 UNKNOWN = 0
@@ -64,23 +62,15 @@ def moved(step: Step, places: Sequence[int]) -> list[int]:
     return [known.pop() if len(known) == 1 else LAST] * count
 
 
-def of_result(function: Bilinear, shapes: tuple[Any, Any], rank: int, kernel: int | None) -> int:
+def of_result(found: Found, rank: int) -> int:
     """The place of the features in a product's result: the axis that comes from the kernel."""
-    if kernel is None:
+    if found.kernel is None:
         return UNKNOWN
-    *_, out = function.axes(*shapes)
-    made = out.contracted if kernel else out.kept
-    return _summed(made, rank, LAST)
+    *_, out = found.function.axes(found.lhs.shape, found.rhs.shape)
+    return _summed(out.contracted if found.kernel else out.kept, rank, LAST)
 
 
-def following(
-    recipe: Recipe,
-    function: Bilinear,
-    operands: tuple[Any, Any],
-    extra: tuple[Any, ...],
-    places: tuple[int, int],
-    kernel: int | None,
-) -> Recipe:
+def following(recipe: Recipe, found: Found) -> Recipe:
     """`recipe` with its scales per token cut along the axis where the features lie.
 
     The input of a layer has its features on the axis that is summed with the kernel: "bct,cf->bft"
@@ -89,27 +79,24 @@ def following(
     Args:
       recipe: Its operands are (input, kernel), even if lhs is the kernel; for two activations they
         are (lhs, rhs).
-      function: The product.
-      operands, extra: The arguments of `function`.
-      places: The places of the features in lhs and rhs, or UNKNOWN.
-      kernel: Which operand is a kernel: 0, 1, or None if both are activations.
     """
     if not any(o is not None and o.is_by_token for o in recipe.operands):
         return recipe
+    function, operands, kernel = found.function, (found.lhs, found.rhs), found.kernel
     cotangent = LAST
     of = function.axes(*(x.shape for x in operands))[:2]
     first, second = (
         # UNKNOWN: these are scores of attention. The product sums over their axis of keys.
         place or _summed(axes.contracted, len(x.shape), LAST)
-        for place, axes, x in zip(places, of, operands, strict=True)
+        for place, axes, x in zip(found.features, of, operands, strict=True)
     )
     places = (first, second)
     if kernel is not None:
         side = 1 - kernel
         places = (_summed(of[side].contracted, len(operands[side].shape), places[side]), LAST)
         wide = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands)
-        rank = len(jax.eval_shape(function, *wide, *extra).shape)
-        cotangent = of_result(function, (operands[0].shape, operands[1].shape), rank, kernel)
+        rank = len(jax.eval_shape(function, *wide, *found.extra).shape)
+        cotangent = of_result(found, rank)
     return dataclasses.replace(
         recipe,
         forward=(_at(recipe.forward[0], places[0]), _at(recipe.forward[1], places[1])),

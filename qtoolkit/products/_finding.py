@@ -1,7 +1,7 @@
 """The products of a model, found by a trace in which nothing is rounded."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,10 +31,25 @@ class Finding:
         return out
 
 
+class Quantized:
+    """The instrument that computes all products as their recipe says, also during a warm-up."""
+
+    def product(
+        self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
+    ) -> jax.Array:
+        out: jax.Array = compute(recipe, state)
+        return out
+
+
 def note_kernel(place: Place, operands: tuple[Any, Any], kernel: int | None) -> None:
     by = instrument()
     if isinstance(by, Finding):
         by.kernels.setdefault(place, None if kernel is None else operands[kernel].shape)
+
+
+def layers_in(kernels: Mapping[Place, Any]) -> list[str]:
+    """The paths of the layers that multiply a kernel, in the order in which they run."""
+    return list(dict.fromkeys(place.path for place, shape in kernels.items() if shape is not None))
 
 
 def kernels_in(

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import jax
 
 from qtoolkit.products._bilinear import Bilinear
-from qtoolkit.products._features import LAST
 from qtoolkit.products._sources import ACTIVATION, Source
 from qtoolkit.scaling import QArray
+
+LAST = -1  # the axis, from the end, along which features lie if nothing else is known
 
 
 class Found(NamedTuple):
@@ -40,6 +41,11 @@ class Found(NamedTuple):
         lhs, rhs = self.parameters
         return 1 if rhs else 0 if lhs else None
 
+    @property
+    def kernel_name(self) -> str:
+        """The name of the kernel's parameter; "" for two activations."""
+        return "" if self.kernel is None else self.parameters[self.kernel]
+
 
 class Names:
     """Names the products of a method, in the order in which they run. State is kept by these names.
@@ -49,14 +55,13 @@ class Names:
     Products of two activations have no kernel and are numbered: "0", "1".
     """
 
-    def __init__(self, prefix: str = "") -> None:
-        self.prefix = prefix
+    def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
     def __call__(self, found: Found) -> str:
-        kernel = "" if found.kernel is None else found.parameters[found.kernel]
+        kernel = found.kernel_name
         before = self.counts.get(kernel, 0)
         self.counts[kernel] = before + 1
         if not kernel:
-            return f"{self.prefix}{before}"
-        return f"{self.prefix}{kernel}" + (f"#{before + 1}" if before else "")
+            return str(before)
+        return kernel + (f"#{before + 1}" if before else "")

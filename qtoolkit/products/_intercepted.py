@@ -43,16 +43,7 @@ def _copied(function: Any) -> Callable[..., Any]:
 dot_general, conv_general_dilated, ragged_dot_general, _einsum = (
     _copied(function) for _, _, function in _ORIGINALS
 )
-_CODES = [getattr(function, "__code__", None) for _, _, function in _ORIGINALS]
 
 
 def einsum(*args: Any, **options: Any) -> Any:
     return _einsum(*args, _dot_general=dot_general, **options)
-
-
-def is_intercepted() -> bool:
-    """Whether somebody has replaced one of these functions of JAX, or its code."""
-    return any(
-        getattr(module, name) is not function or getattr(function, "__code__", None) is not code
-        for (module, name, function), code in zip(_ORIGINALS, _CODES, strict=True)
-    )

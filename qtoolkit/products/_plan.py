@@ -33,6 +33,7 @@ class State(NamedTuple):
         from which the layer updates its history; see `_taps` for why a gradient.
       key: uint32[2], the words of a key for stochastic rounding.
       zeros: float32[len(ROLES), size] of zeros. Its gradient is what a tap measured.
+      step: uint32, how many steps the layer has been trained, for a recipe with a warm-up.
       learned: For lhs and for rhs the learned scale and offset, float32 scalars; None where the
         recipe learns none.
     """
@@ -41,6 +42,7 @@ class State(NamedTuple):
     probe: Array | None = None
     key: Array | None = None
     zeros: Array | None = None
+    step: Array | None = None
     learned: tuple[LearnedScale, LearnedScale] | None = None
 
     @property

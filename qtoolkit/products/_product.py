@@ -40,6 +40,7 @@ from qtoolkit.products._derivative import (
     seen_of,
     tapped_of,
 )
+from qtoolkit.products._finding import HIGH_PRECISION
 from qtoolkit.products._learned import with_learned_scales
 from qtoolkit.products._place import Place
 from qtoolkit.products._plan import Given, Plan, State, operand_of
@@ -95,20 +96,24 @@ def quantized_product(
             operands[index] = operand.dequantize() if learned[side] else operand
     lhs, rhs = operands
 
-    def compute(
-        recipe: Recipe, state: State | None, tap: Tap | None = None, zeros: Array | None = None
-    ) -> Array:
-        if tap is not None:
-            state = (state or State())._replace(zeros=zeros)
-        if is_swapped:
-            recipe, state = recipe.swapped(), state and state.swapped()
-        return _computed(where, function, lhs, rhs, recipe, dtype, state, extra, tap)
-
     by = instrument()
-    if by is None:
-        return compute(recipe, state)
-    first, second = map(stored_label, given[::-1] if is_swapped else given)
-    return by.product(place or Place("", where), recipe, state, compute, (first, second))
+    compute = functools.partial(_computed, where, function, lhs, rhs, dtype, extra, is_swapped)
+    if by is not None:
+        first, second = map(stored_label, given[::-1] if is_swapped else given)
+        return by.product(place or Place("", where), recipe, state, compute, (first, second))
+    if recipe.warm_up and state is not None and state.step is not None:
+        return lax.cond(
+            state.step < recipe.warm_up,
+            lambda: compute(HIGH_PRECISION, None),
+            lambda: compute(recipe, state),
+        )
+    if is_swapped:
+        recipe, state = recipe.swapped(), state and state.swapped()
+    lhs, rhs, state, plan = _prepared(where, function, lhs, rhs, recipe, dtype, state, None)
+    try:
+        return qtoolkit_product(lhs, rhs, state, extra, plan)
+    except TornBlocksError as error:
+        raise TornBlocksError(f"{where}: {error}") from None
 
 
 def _computed(
@@ -116,13 +121,34 @@ def _computed(
     function: Bilinear,
     lhs: Array | QArray,
     rhs: Array | QArray,
+    dtype: Any,
+    extra: tuple[Array, ...],
+    is_swapped: bool,
+    recipe: Recipe,
+    state: State | None,
+    tap: Tap | None = None,
+    zeros: Array | None = None,
+) -> Array:
+    """The product by another recipe, or measured by a tap."""
+    if tap is not None:
+        state = (state or State())._replace(zeros=zeros)
+    if is_swapped:
+        recipe, state = recipe.swapped(), state and state.swapped()
+    lhs, rhs, state, plan = _prepared(where, function, lhs, rhs, recipe, dtype, state, tap)
+    return qtoolkit_product(lhs, rhs, state, extra, plan)
+
+
+def _prepared(
+    where: str,
+    function: Bilinear,
+    lhs: Array | QArray,
+    rhs: Array | QArray,
     recipe: Recipe,
     dtype: Any,
     state: State | None,
-    extra: tuple[Array, ...],
     tap: Tap | None,
-) -> Array:
-    """Checks the arguments and computes the product; recipe and state are for (lhs, rhs) here."""
+) -> tuple[Given, Given, State, Plan]:
+    """The checked arguments of `qtoolkit_product`; recipe and state are for (lhs, rhs) here."""
     _check_kept(where, recipe, state)
     lhs, rhs = (
         x if isinstance(x, QArray) else check_differentiable(where, x, wide=False)
@@ -145,17 +171,18 @@ def _computed(
         state = jax.tree.map(jnp.asarray, state)
         amax, key = lax.stop_gradient((state.amax, state.key))
         state = state._replace(amax=amax, key=key)
-    plan = Plan(function, recipe, dtype, tap)
     leaves, structure = jax.tree.flatten((lhs, rhs))
     lhs, rhs = jax.tree.unflatten(structure, varying_alike(*leaves))
-    try:
-        return qtoolkit_product(lhs, rhs, state or State(), extra, plan)
-    except TornBlocksError as error:
-        raise TornBlocksError(f"{where}: {error}") from None
+    return lhs, rhs, state or State(), Plan(function, recipe, dtype, tap)
 
 
 def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
     """Raises if the recipe needs scales that a layer keeps, and `state` has none."""
+    if recipe.warm_up and (state is None or state.step is None) and instrument() is None:
+        raise ValueError(
+            f"{where}: the recipe has a warm-up, whose steps a layer counts; expected a layer of a "
+            "model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
+        )
     if state is not None and state.amax is not None:
         return
     if recipe.is_delayed:
@@ -184,28 +211,17 @@ def _check_held(where: str, recipe: Recipe, lhs: Any, rhs: Any, out: Any) -> Non
 def qtoolkit_product(
     lhs: Given, rhs: Given, state: State, extra: tuple[Array, ...], plan: Plan
 ) -> Array:
-    operands = _forward_operands(lhs, rhs, state, plan)
-    out = _multiplied(operands, extra, plan)
-    return _product((lhs, rhs), operands, state, extra, out, plan)
-
-
-def _forward_operands(lhs: Given, rhs: Given, state: State, plan: Plan) -> tuple[Rounded, Rounded]:
-    first, second = plan.forward(lhs, rhs)
+    how_l, how_r = plan.forward(lhs, rhs)
     amax_l, amax_r, _ = state.amaxes
-    return operand_of(lhs, amax_l, state.key, first), operand_of(rhs, amax_r, state.key, second)
-
-
-def _multiplied(operands: tuple[Rounded, Rounded], extra: tuple[Array, ...], plan: Plan) -> Array:
-    """The result; its derivative is that of `_product`.
-
-    It is computed outside of `_product`, because a policy of `jax.checkpoint` such as
-    `dots_saveable` looks at primitives, and never into a `custom_jvp`.
-    """
-    operands = lax.stop_gradient(operands)
+    operands = operand_of(lhs, amax_l, state.key, how_l), operand_of(rhs, amax_r, state.key, how_r)
+    # It is computed outside of `_product`, because a policy of `jax.checkpoint` such as
+    # `dots_saveable` looks at primitives, and never into a `custom_jvp`.
+    first, second = lax.stop_gradient(operands)
+    contracted = plan.contracted(None, first.q, second.q)
     function = Forward(plan.function, extra)
-    contracted = plan.contracted(None, *(operand.q for operand in operands))
-    out = plan.combined(function, *operands, contracted, is_constant=True)
-    return differentiable_in_dtype(out, plan.dtype)
+    out = plan.combined(function, first, second, contracted, is_constant=True)
+    out = differentiable_in_dtype(out, plan.dtype)
+    return _product((lhs, rhs), operands, state, extra, out, plan)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qtoolkit.formats import E4M3FN, E5M2, BlockFormat
-from qtoolkit.formats.internal import hashed_once
+from qtoolkit.formats.internal import hashed_once, plain_number
 from qtoolkit.products._operand import (
     Current,
     Delayed,
@@ -71,6 +71,7 @@ class Recipe:
         "native" gives XLA arrays of the formats' own dtypes where it can, see above.
       axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor, and the
         history of delayed scales. Without them each shard has a scale of its own.
+      warm_up: How many training steps a layer computes in high precision: see `policies.warm_up`.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
 
@@ -89,6 +90,7 @@ class Recipe:
     wgrad: Pair
     arithmetic: str = "emulate"
     axis_names: tuple[str, ...] = ()
+    warm_up: int = 0
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class Recipe:
         wgrad: tuple[OperandLike, OperandLike] | None = _UNSET,
         arithmetic: str = "emulate",
         axis_names: tuple[str, ...] = (),
+        warm_up: int = 0,
     ) -> None:
         """From operands, formats or their names.
 
@@ -109,7 +112,7 @@ class Recipe:
             one scale.
           dgrad: (cotangent, rhs). Left out: (gradient, rhs as in `forward`). None: both wide.
           wgrad: (lhs, cotangent). Left out: (lhs as in `forward`, gradient). None: both wide.
-          arithmetic, axis_names: See above.
+          arithmetic, axis_names, warm_up: See above.
 
         Raises:
           ValueError: A format is unknown; one format without negative numbers is given for both
@@ -128,6 +131,7 @@ class Recipe:
             "wgrad": (lhs, cotangent) if wgrad is _UNSET else _pair("wgrad", wgrad),
             "arithmetic": arithmetic,
             "axis_names": axis_names,
+            "warm_up": plain_number(warm_up),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -138,6 +142,8 @@ class Recipe:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
             )
+        if type(self.warm_up) is not int or self.warm_up < 0:
+            raise ValueError(f"Recipe: warm_up={warm_up!r}, expected an integer of 0 or more")
         if not isinstance(axis_names, tuple) or not all(isinstance(n, str) for n in axis_names):
             raise TypeError(
                 f"Recipe: axis_names={axis_names!r}, expected a tuple of names of mesh axes"
@@ -254,7 +260,7 @@ class Recipe:
     def keeps_state(self) -> bool:
         """Whether a layer has something to keep for its products."""
         is_kept = self.is_delayed or self.is_stochastic or self.is_calibrated
-        return is_kept or any(self.learned)
+        return is_kept or any(self.learned) or self.warm_up > 0
 
     @property
     def learned(self) -> tuple[bool, bool]:
@@ -325,7 +331,7 @@ class Recipe:
             is_delayed = isinstance(operand.scaling, Delayed)
             return dataclasses.replace(operand, scaling=Current()) if is_delayed else operand
 
-        return self.mapped(current)
+        return dataclasses.replace(self.mapped(current), warm_up=0)
 
     def frozen(self) -> "Recipe":
         """The recipe with calibrated scales in place of current and delayed ones.

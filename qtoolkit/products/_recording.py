@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
@@ -24,7 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from qtoolkit.products._context import held
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._states import BAD, HISTORY, KEY, PROBE, advance, state_of
+from qtoolkit.products._states import BAD, HISTORY, MOVING, PROBE, STEP, advance, state_of
 from qtoolkit.products._taps import instrument
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import amax_of, rolled_by
@@ -45,6 +46,7 @@ COTANGENTS = (
     "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
 )
 
+_COMPUTED_BY = (HISTORY, STEP)  # what a product gets otherwise, depending on who differentiates it
 _recorded_p = Primitive("qtoolkit_recorded")
 _recorded_p.multiple_results = True
 _is_rolled: contextvars.ContextVar[bool] = contextvars.ContextVar("rolled", default=False)
@@ -121,7 +123,7 @@ def recorded(
       delays_cotangent: Whether the recipe delays the scale of a cotangent: then a warning says that
         it is a current one.
     """
-    names = [name for name in (HISTORY, BAD, KEY) if name in kept]
+    names = [name for name in MOVING if name in kept]
     arrays = {side: x for side, x in enumerate((lhs, rhs)) if not isinstance(x, QArray)}
     is_empty = any(0 in x.shape for x in (lhs, rhs))
     if not names or is_empty or _is_rolled.get() or instrument() is not None:
@@ -138,10 +140,9 @@ def recorded(
         delays_cotangent=delays_cotangent,
         lead=0,
     )
-    used = {**kept}
-    if HISTORY in kept:
-        used[HISTORY], *outs = outs
-    return used, dict(zip(names, outs, strict=True))
+    by = [name for name in names if name in _COMPUTED_BY]
+    used = {**kept, **dict(zip(by, outs, strict=False))}
+    return used, dict(zip(names, outs[len(by) :], strict=True))
 
 
 def _parts(operands: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -153,8 +154,8 @@ def _parts(operands: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, Any
 
 def _as_it_is(*operands: Any, **params: Any) -> list[Any]:
     state, _, _ = _parts(operands, params)
-    used = [state[0]] if HISTORY in params["names"] else []
-    return [*used, *state]
+    pairs = zip(params["names"], state, strict=True)
+    return [*(x for name, x in pairs if name in _COMPUTED_BY), *state]
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
@@ -174,10 +175,14 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
     has_history = HISTORY in state
     if not params["is_carried"]:
         warnings.warn(STALE, RuntimeWarning, stacklevel=2)
-        return [*([jnp.zeros_like(state[HISTORY])] if has_history else []), *values]
+        # A warm-up would never end.
+        replaced = {HISTORY: jnp.zeros_like, STEP: lambda x: jnp.full_like(x, np.uint32(2**32 - 1))}
+        used = [replaced[name](state[name]) for name in _COMPUTED_BY if name in state]
+        return [*used, *values]
     if has_history and params["delays_cotangent"]:
         warnings.warn(COTANGENTS, RuntimeWarning, stacklevel=2)
     used = [state[HISTORY].at[..., 2, :].set(0)] if has_history else []
+    used += [state[STEP]] if STEP in state else []
     if has_history:
         state[HISTORY], state[BAD] = _moved(state, arrays, params)
     after = advance(state)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from qtoolkit.products._finding import Quantized
 from qtoolkit.products._multiplications import (
     is_native,
     multiplications_of,
@@ -22,10 +23,9 @@ from qtoolkit.products._multiplications import (
 )
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._place import MODEL, Marked, marks_of
-from qtoolkit.products._recording import rolled_later
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
 from qtoolkit.products._stored import STORED
-from qtoolkit.products._taps import has_no_derivative
+from qtoolkit.products._taps import has_no_derivative, instrumented
 from qtoolkit.scaling import QArray
 
 # Folders of installed packages, not just names: a user's model may lie in a folder named "flax".
@@ -226,7 +226,7 @@ def _traced(
     `nnx.BatchNorm(axis_name="batch")` asks for one, and so does a recipe with `axis_names`.
     """
     try:
-        with rolled_later():
+        with instrumented(Quantized()):
             return jax.make_jaxpr(function, axis_env=axes)(*arguments), axes
     except (NameError, ValueError) as error:
         unbound = re.search(r"unbound axis name: (.+?)(?:\. |\)|$)", str(error), re.M)

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +27,8 @@ from qtoolkit.products._bilinear import (
     RaggedDot,
 )
 from qtoolkit.products._context import held
-from qtoolkit.products._features import LAST, moved, of_result
-from qtoolkit.products._found import Found
+from qtoolkit.products._features import moved, of_result
+from qtoolkit.products._found import LAST, Found
 from qtoolkit.products._place import Marked, Place, mark_in, marked
 from qtoolkit.products._sources import (
     ACTIVATION,
@@ -48,7 +48,8 @@ _OF_CONVOLUTION = (  # parameters of the primitive that describe the product
     *("feature_group_count", "batch_group_count", "precision"),
 )
 
-Multiply = Callable[[Found], jax.Array | None]
+# The result of a product; a mark, if a rule leaves it in high precision; None, if it just stays.
+Multiply = Callable[[Found], "jax.Array | Marked | None"]
 
 
 class Known(NamedTuple):
@@ -89,10 +90,12 @@ class Replacing(jax.core.Trace):
       seen: The names of the primitives of the products that have run.
     """
 
+    parent_trace: Any
+
     def __init__(
         self,
         multiply: Multiply | None,
-        names: Mapping[Hashable, str],
+        names: Mapping[Any, str],
         *,
         mark: Marked = _NOWHERE,
         other_uses: set[Any] | None = None,
@@ -165,7 +168,29 @@ class Replacing(jax.core.Trace):
             if _running.get() is not self:
                 # It comes from a module inside of this one, through a `vmap` between them.
                 return primitive.bind(*args, **params)
-            return self._computed(primitive, args, params)
+            if self.look is not None:
+                self.look(self)
+            name, mark = primitive.name, mark_in(primitive, params)
+            if mark is not None and mark.is_left:
+                out = primitive.bind(*args, **params)
+                self.know(out, self.known_of(args[0])._replace(is_left=True))
+                return out
+            if name not in PRODUCTS and not _computes_products(primitive, params):
+                return self._as_it_is(primitive, args, params)
+            if self.multiply is not None and not any(self.known_of(x).is_left for x in args):
+                if name in _REWRITES:
+                    return self._replaced_within(name, args, params)
+                found = self._found(name, args, params) if name in PRODUCTS else None
+                if found is not None:
+                    self.seen.append(name)
+                    with _watched(None):  # equal products share one trace, eager or not
+                        out = self.multiply(found)
+                    if isinstance(out, Marked):
+                        return self._left(primitive, args, params, out)
+                    if out is not None:
+                        self.know(out, Known(features=of_result(found, out.ndim)))
+                        return out
+            return self._left(primitive, args, params, self.mark)
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
         outs = self.parent_trace.process_custom_jvp_call(*args, **params)
@@ -197,34 +222,6 @@ class Replacing(jax.core.Trace):
         self.know_inputs(list(outs))
         return outs
 
-    def _computed(self, primitive: Any, args: Any, params: Any) -> Any:
-        if self.look is not None:
-            self.look(self)
-        name, mark = primitive.name, mark_in(primitive, params)
-        if mark is not None and mark.is_left:
-            out = primitive.bind(*args, **params)
-            self.know(out, self.known_of(args[0])._replace(is_left=True))
-            return out
-        if name not in PRODUCTS and not _computes_products(primitive, params):
-            return self._as_it_is(primitive, args, params)
-        if self.multiply is not None and not any(self.known_of(x).is_left for x in args):
-            found = self._found(name, args, params) if name in PRODUCTS else None
-            out = None
-            if found is not None:
-                self.seen.append(name)
-                with _watched(None):  # equal products share one trace, eager or not
-                    out = self.multiply(found)
-            if found is not None and out is not None:
-                shapes = found.lhs.shape, found.rhs.shape
-                place = of_result(found.function, shapes, out.ndim, found.kernel)
-                self.know(out, Known(features=place))
-                return out
-            if name in _REWRITES:
-                return self._replaced_within(name, args, params)
-        if self.multiply is None:
-            self.seen.append(name)
-        return self._left(primitive, args, params)
-
     def _replaced_within(self, name: str, args: Any, params: Any) -> Any:
         outs = _REWRITES[name](self, args, params)
         if name not in ("jit", "pjit"):
@@ -233,23 +230,25 @@ class Replacing(jax.core.Trace):
                 self.know(out, _ACTIVATION)
         return outs
 
-    def _left(self, primitive: Any, args: Any, params: Any) -> Any:
+    def _left(self, primitive: Any, args: Any, params: Any, mark: Marked) -> Any:
         """An operation with products that stay as they are.
 
         The mark after it is for reports. The one before it tells a trace around this one, which may
         see it only later, in the body of a loop, that a rule leaves it.
         """
+        if self.multiply is None:
+            self.seen.append(primitive.name)
         args = list(args)
         at = next((i for i, x in enumerate(args) if _is_number(x)), None)
-        if self.mark.is_left and at is not None:
-            args[at] = marked(args[at], self.mark)
+        if mark.is_left and at is not None:
+            args[at] = marked(args[at], mark)
         outs = self._as_it_is(primitive, args, params)
         if primitive.multiple_results:
-            return [self._marked(out) for out in outs]
-        return self._marked(outs)
+            return [self._marked(out, mark) for out in outs]
+        return self._marked(outs, mark)
 
-    def _marked(self, x: Any) -> Any:
-        out = marked(x, self.mark)
+    def _marked(self, x: Any, mark: Marked) -> Any:
+        out = marked(x, mark)
         if out is not x:
             self.know(out, self.known_of(x))
         return out
@@ -534,9 +533,8 @@ def rewritten(
             for x, name in zip(leaves, names, strict=True):
                 value = x.dequantize() if isinstance(x, QArray) else jnp.asarray(x)
                 original = x if isinstance(x, QArray) else None
-                trace.know(
-                    value, Known(Source(name, order=()) if name else ACTIVATION, original=original)
-                )
+                source = Source(name, order=()) if name else ACTIVATION
+                trace.know(value, Known(source, original=original))
                 values.append(value)
             return function(*jax.tree.unflatten(structure, values))
 

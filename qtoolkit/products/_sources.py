@@ -1,7 +1,7 @@
 """Finds the values of a program that are parameters, or are computed from one alone.
 
 A matmul rounds its kernel as the recipe's rhs, whichever side it is on. The kernel is the operand
-that comes from a parameter and constants alone: `kernel.T`, `kernel.astype(bfloat16)`, `2 * kernel`.
+that comes from a parameter and constants alone, such as `kernel.T` or `2 * kernel`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -94,7 +94,7 @@ def _ordered(step: Step, order: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def original_of(step: Step, bind: Callable[..., Any], x: Any, original: Any) -> Any:
-    """What a product rounds in place of the result of an operation on a parameter; None: the result.
+    """What a product rounds in place of the result of an operation on a parameter; None: that.
 
     For a bfloat16 copy of a float32 parameter that is the parameter, which would otherwise be
     rounded twice; for the dequantized array of a stored parameter, its codes and scales.

@@ -6,6 +6,7 @@
   probe: float32[..., 3, buckets], zeros whose gradient is what a step observed.
   amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; for `Static` scaling.
   key: uint32[..., 2], an identity and a count of steps; for stochastic rounding.
+  step: uint32[...], a count of steps; for a recipe with a warm-up.
   lhs_scale, lhs_offset, rhs_scale, rhs_offset: float32[...], parameters, NaN until `start_scales`;
     for `Learned` scaling.
 
@@ -27,7 +28,8 @@ from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
-HISTORY, BAD, PROBE, AMAX, KEY = "history", "bad", "probe", "amax", "key"
+HISTORY, BAD, PROBE, AMAX, KEY, STEP = "history", "bad", "probe", "amax", "key", "step"
+MOVING = (HISTORY, BAD, KEY, STEP)  # what each step changes
 LEARNED = ("lhs_scale", "lhs_offset", "rhs_scale", "rhs_offset")
 Array = jax.Array
 Kept = Mapping[str, Any]
@@ -43,6 +45,8 @@ def started(recipe: Recipe, name: str, lead: tuple[int, ...] = ()) -> dict[str, 
         numbers = np.arange(int(np.prod(lead, dtype=int)), dtype=np.uint32).reshape(lead)
         identity = numbers + _identity(name)
         state[KEY] = jnp.stack([identity, jnp.zeros_like(identity)], axis=-1)
+    if recipe.warm_up:
+        state[STEP] = jnp.zeros(lead, jnp.uint32)
     return state
 
 
@@ -99,7 +103,8 @@ def state_of(
         key = rng ^ jnp.array([_identity(name), 0], jnp.uint32)
     elif recipe.is_stochastic and KEY in kept:
         key = kept[KEY].reshape(-1, 2)[0]
-    return State(amax, probe, key, learned=_learned(kept))
+    step = jnp.max(kept[STEP]) if recipe.warm_up and STEP in kept else None
+    return State(amax, probe, key, step=step, learned=_learned(kept))
 
 
 def _largest(amax: Array) -> Array:
@@ -133,7 +138,7 @@ def _check(recipe: Recipe, name: str, kept: Kept) -> None:
             "module scales otherwise, expected variables of a module wrapped by the same recipe; "
             'wrap it by theirs, or pass variables without the collection "qtoolkit"'
         )
-    for part in (BAD, KEY):
+    for part in (BAD, KEY, STEP):
         dtype = kept[part].dtype if part in kept else np.uint32
         if dtype != np.uint32:
             raise ValueError(
@@ -160,10 +165,13 @@ def observe(kept: Kept, counts: Array | None) -> dict[str, Any]:
 
 
 def advance(kept: Kept) -> dict[str, Any]:
-    """The state with the key of the next step."""
-    if KEY not in kept:
-        return dict(kept)
-    return {**kept, KEY: kept[KEY] + jnp.array([0, 1], jnp.uint32)}
+    """The state with the key and the count of the next step."""
+    new = dict(kept)
+    if KEY in kept:
+        new[KEY] = kept[KEY] + jnp.array([0, 1], jnp.uint32)
+    if STEP in kept:  # it stays at the largest number
+        new[STEP] = jnp.maximum(kept[STEP], kept[STEP] + np.uint32(1))
+    return new
 
 
 def taken_over(recipe: Recipe, kept: Kept, was_recipe: Recipe, was: Kept) -> dict[str, Any]:
@@ -184,6 +192,8 @@ def taken_over(recipe: Recipe, kept: Kept, was_recipe: Recipe, was: Kept) -> dic
             new[AMAX] = jnp.where(is_known, was[AMAX], kept[AMAX])
     if KEY in kept and KEY in was:
         new[KEY] = kept[KEY].at[..., 1].set(was[KEY][..., 1])
+    if STEP in kept and STEP in was:
+        new[STEP] = jnp.copy(was[STEP])
     return new
 
 

@@ -180,7 +180,8 @@ def tapped(
             "lax.scan, or lax.fori_loop with bounds that are numbers"
         ) from error
     except Exception as error:
-        if type(error).__name__ != "CustomVJPException":  # JAX exports no name for it
+        is_known = type(error).__name__ == "CustomVJPException"  # JAX exports no name for it
+        if not is_known and not isinstance(error, jax.errors.UnexpectedTracerError):
             raise
         raise ValueError(
             f"{where}: a jax.custom_vjp in the model calls qtoolkit.dot, or closes over an array "

@@ -9,7 +9,7 @@ from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch, check_calibrated
 from qtoolkit.products._constant import Constant
 from qtoolkit.products._context import held
-from qtoolkit.products._finding import kernels_in
+from qtoolkit.products._finding import kernels_in, layers_in
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._found import Found, Names
 from qtoolkit.products._inputs import as_jax, with_numbers
@@ -19,12 +19,19 @@ from qtoolkit.products._inspection import (
     product_attributes,
     returns_later,
 )
-from qtoolkit.products._intercepted import is_intercepted
 from qtoolkit.products._json import spec_from_json, spec_to_json
-from qtoolkit.products._matching import Module, check_rules, training_rules, unused_rules
+from qtoolkit.products._matching import (
+    Module,
+    check_rules,
+    kernels_as_modules,
+    recipes_of,
+    training_rules,
+    unused_rules,
+)
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._place import MODEL, Marked, Place
 from qtoolkit.products._plan import State
+from qtoolkit.products._policies import FirstLast
 from qtoolkit.products._post_training import PlainModel, input_statistics, settings, tuned
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._recording import (
@@ -47,7 +54,9 @@ from qtoolkit.products._states import (
     HISTORY,
     KEY,
     LEARNED,
+    MOVING,
     PROBE,
+    STEP,
     advance,
     observe,
     of_kernel,

@@ -14,7 +14,7 @@ import pytest
 from flax import linen, nnx
 
 import qtoolkit as qt
-from qtoolkit.nnx._rewriting import named_states
+from qtoolkit.nnx._rewriting import product_states as named_states
 from qtoolkit.products import Delayed, Operand, Recipe
 from qtoolkit.scaling.internal import BUCKETS
 
@@ -53,7 +53,7 @@ def step(model, x):
 
 
 def kept(layer, product=0):
-    return layer.dot_general.products[product]
+    return getattr(layer.qtoolkit_products, str(product))
 
 
 def newest(layer):
@@ -242,7 +242,7 @@ def test_a_shared_layer_sees_the_larger_of_its_uses(x):
     hidden = 100 * nnx.relu(model.a(x))
     step(model, x)
     assert newest(model.a)[0] == edge(np.abs(hidden).max())
-    assert model.alias.dot_general is model.a.dot_general
+    assert model.alias.qtoolkit_products is model.a.qtoolkit_products
 
 
 @pytest.mark.exhaustive
@@ -391,8 +391,7 @@ def test_other_layers_have_histories(layer, x):
     }[layer]
     model = qt.nnx.wrap(model, DELAYED)
     step(model, batch)
-    attribute = {"conv": "conv_general_dilated", "einsum": "einsum_op", "attention": "attention_fn"}
-    products = getattr(model, attribute[layer]).products
+    products = list(named_states(model).values())
     assert len(products) == (2 if layer == "attention" else 1)
     histories = [np.asarray(product.history[...])[:, 0] for product in products]
     assert all((history > 0).all() for history in histories)

@@ -29,7 +29,7 @@ def loss(layer, x):
 
 
 def kept(layer):
-    return layer.dot_general.products[0]
+    return getattr(layer.qtoolkit_products, "0")
 
 
 @pytest.mark.quick
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_lsq():
 
     expected = jax.jit(jax.grad(by_hand, argnums=(0, 1, 2)))(kernel, scales, X)
     grads = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(layer, X)
-    got = grads[0]["dot_general"]["products"][0]["scales"]
+    got = grads[0]["qtoolkit_products"]["0"]["scales"]
     np.testing.assert_allclose(grads[0]["kernel"][...], expected[0], rtol=1e-4, atol=1e-6)
     for side in (0, 1):
         np.testing.assert_allclose(got[side][...], expected[1][side], rtol=1e-4, atol=1e-6)
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_lsq_plus():
     arguments = scale[...] * 0.5, offset[...] + 0.3  # so that some elements saturate
     expected = jax.grad(by_hand, argnums=(0, 1))(*arguments)
     scale[...], offset[...] = arguments
-    found = nnx.grad(loss)(layer, x)["dot_general"]["products"][0]
+    found = nnx.grad(loss)(layer, x)["qtoolkit_products"]["0"]
     np.testing.assert_allclose(found["scales"][0][...], expected[0], rtol=1e-4)
     np.testing.assert_allclose(found["offsets"][0][...], expected[1], rtol=1e-4)
     assert float(expected[1]) != 0

@@ -52,7 +52,7 @@ def wrapped():
 
 
 def scales_of(layer):
-    return layer.dot_general.products[0].scales
+    return getattr(layer.qtoolkit_products, "0").scales
 
 
 @pytest.mark.quick
@@ -178,7 +178,7 @@ def test_gradients_by_what_is_left(wrapped):
         nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, qt.nnx.LsqScale)))(m, X)
         for m in (served, wrapped)
     ]
-    got, expected = (one["first"]["dot_general"]["products"][0]["scales"][0] for one in found)
+    got, expected = (one["first"]["qtoolkit_products"]["0"]["scales"][0] for one in found)
     np.testing.assert_allclose(got[...], expected[...], rtol=1e-6)
 
 

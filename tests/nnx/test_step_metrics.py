@@ -74,7 +74,7 @@ def test_shares_are_over_all_runs_and_what_no_gradient_reaches_is_nan():
     np.testing.assert_allclose(found["shared:0"]["lhs"]["amax"], 40)
     assert found["shared:0"]["lhs"]["saturated"] == 0
     assert np.isnan(found["idle:0"]["lhs"]["amax"])
-    history = model.shared.dot_general.products[0].history[...]
+    history = getattr(model.shared.qtoolkit_products, "0").history[...]
     assert history[0, 0] > 40  # it is rolled as ever
 
 

@@ -25,7 +25,8 @@ import qtoolkit as qt
 from qtoolkit.casts import Projection
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products import Delayed, Hadamard, Operand, Recipe, Static, recipes
-from qtoolkit.products.internal import Site, State
+from qtoolkit.products._bilinear import DotGeneral
+from qtoolkit.products.internal import Found, Site, State
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import BUCKETS
 
@@ -351,7 +352,9 @@ def three(ours, recipe):
         def run(x, w, ct):
             def product(x, w, probe):
                 state = State(amax=jnp.array(AMAXES), probe=probe)
-                return site.dot_general(x, w, MATMUL, state=state)
+                parameters = "", "kernel"
+                found = Found("dot_general", DotGeneral(MATMUL), x, w, (), parameters, x.dtype)
+                return site.product(found, "0", state)
 
             y, back = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))
             return y, *back(ct)[:2]

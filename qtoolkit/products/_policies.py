@@ -1,0 +1,92 @@
+"""Which layers a recipe is for, and from when on: published habits, as data."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from qtoolkit.formats import Rules
+from qtoolkit.formats.internal import plain_number
+from qtoolkit.products._recipe import Recipe, check_recipe
+
+__all__ = ["first_last_high_precision", "warm_up"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstLast:
+    """Layers in the order in which they run: the first and the last ones stay in high precision.
+
+    `wrap` takes it in place of `Rules`, with `inputs` or `strict`, from which the order follows.
+
+    Attributes:
+      recipe: The recipe of all other layers.
+      first, last: How many layers stay at either end.
+
+    Examples:
+      >>> qt.policies.FirstLast(qt.recipes.te_current).rules(["embed", "mlp", "head"]).lookup("mlp")
+      <Recipe forward: (e4m3fn by tensor) x (e4m3fn by tensor); \
+dgrad: (e5m2 by tensor) x (e4m3fn by tensor); wgrad: (e4m3fn by tensor) x (e5m2 by tensor)>
+    """
+
+    recipe: Recipe
+    first: int = 1
+    last: int = 1
+
+    def __post_init__(self) -> None:
+        check_recipe("first_last_high_precision", self.recipe)
+        for name in ("first", "last"):
+            count = plain_number(getattr(self, name))
+            object.__setattr__(self, name, count)
+            if type(count) is not int or count < 0:
+                raise ValueError(
+                    f"first_last_high_precision: {name}={count!r}, expected an integer of 0 or more"
+                )
+
+    @staticmethod
+    def check_inputs(given: object) -> None:
+        if given is None:
+            raise ValueError(
+                "wrap: first_last_high_precision needs the order in which layers run, and there "
+                "are no inputs to trace the model with; write wrap(model, policy, inputs=(x,))"
+            )
+
+    def rules(self, paths: Sequence[str]) -> Rules[Recipe]:
+        """The rules for layers of these paths, in the order in which they run."""
+        kept = [*paths[: self.first], *paths[len(paths) - self.last :]]
+        return Rules({f"^{re.escape(path)}$": None for path in kept}, default=self.recipe)
+
+
+def first_last_high_precision(recipe: Recipe, *, first: int = 1, last: int = 1) -> FirstLast:
+    """All layers by `recipe`, but the first and the last ones in high precision.
+
+    Source: arXiv:1902.08153, section 3; arXiv:2509.25149, which keeps the last ones.
+
+    Examples:
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=rngs) for _ in range(3)))
+      >>> policy = qt.policies.first_last_high_precision(qt.recipes.te_current)
+      >>> wrapped = qt.nnx.wrap(model, policy, inputs=(jnp.ones((1, 4)),))
+      >>> sorted({product.path for product in qt.nnx.report(wrapped, jnp.ones((1, 4))).left})
+      ['layers/0', 'layers/2']
+    """
+    return FirstLast(recipe, first, last)
+
+
+def warm_up(recipe: Recipe, steps: int) -> Recipe:
+    """A recipe that computes in high precision until a layer has been trained for `steps` steps.
+
+    Each layer counts its steps, as it counts those for the keys of stochastic rounding; both ways
+    to compute are in one program, so nothing is traced again. Products that keep no state, those of
+    your own modules without `inputs`, are quantized from the first step on.
+
+    Raises:
+      ValueError: `steps` is no integer of 0 or more.
+
+    Examples:
+      >>> recipe = qt.policies.warm_up(qt.recipes.te_current, 1)
+      >>> layer = qt.nnx.Fp8Linear(1, 1, rngs=nnx.Rngs(0), use_bias=False, recipe=recipe)
+      >>> layer.kernel[...] = jnp.ones((1, 1))
+      >>> step = qt.nnx.value_and_grad(lambda layer, x: layer(x).sum())
+      >>> [float(step(layer, jnp.asarray([[0.3], [448.0]]))[0]) for _ in range(2)]
+      [448.29998779296875, 448.3125]
+    """
+    return dataclasses.replace(check_recipe("warm_up", recipe), warm_up=steps)
