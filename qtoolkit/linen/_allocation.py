@@ -1,5 +1,6 @@
 """`allocate`: a format for each layer under a size."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,9 +54,8 @@ def allocate(
       (['int4_group32', 'int4_group32'], 5120)
     """
     plain_model("allocate", module, variables)
-    found: list[dict[str, int]] = []
 
-    def measured(recipe: Any) -> tuple[Any, dict[str, int]]:
+    def measured(recipe: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
         wrapped = wrap(module, serving_rules(recipe))
 
         def loss(variables: Any, batch: Any) -> Any:
@@ -63,13 +63,10 @@ def allocate(
 
         with noting_kernels() as kernels:
             jax.eval_shape(loss, variables, batch)
-        sizes, wide = _kernel_bytes(variables["params"], kernels)
-        found.append(wide)
-        return sensitivity(wrapped, variables, batch, loss), sizes
+        sizes = _kernel_bytes(variables["params"], kernels)
+        return sensitivity(wrapped, variables, batch, loss), *sizes
 
-    anything = next((choice for choice in choices if choice is not None), "int8")
-    measured(anything)
-    return allocated(choices, bytes, measured, found[0])
+    return allocated(choices, bytes, measured)
 
 
 def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[str, int]]:
@@ -77,16 +74,13 @@ def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[s
     sizes: dict[str, int] = {}
     wide: dict[str, int] = {}
     for path, uses in kernels.uses.items():
-        use, x = uses[0], at(params, path)
+        use, x, layer = uses[0], at(params, path), "/".join(path[:-1])
         lead = x.ndim - len(use.shape)
         if use.operand is None or path in kernels.other_uses or tuple(x.shape[lead:]) != use.shape:
             continue
-        stored = jax.eval_shape(
-            lambda x, use=use, lead=lead: stored_kernel("allocate", x, use.operand, use.axes, lead),
-            x,
-        )
-        layer = "/".join(path[:-1])
-        leaves = jax.tree.leaves(stored)
+        store = functools.partial(stored_kernel, "allocate")
+        given = {"operand": use.operand, "axes": use.axes, "stacked": lead}
+        leaves = jax.tree.leaves(jax.eval_shape(functools.partial(store, **given), x))
         sizes[layer] = sizes.get(layer, 0) + sum(a.size * a.dtype.itemsize for a in leaves)
         wide[layer] = wide.get(layer, 0) + x.size * x.dtype.itemsize
     return sizes, wide

@@ -62,21 +62,17 @@ def allocate(
     """
     plain_model("allocate", model)
 
-    def measured(recipe: Any) -> tuple[Any, dict[str, int]]:
+    def measured(recipe: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
+        kernels = _kernels(quantize(model, recipe))
+        sizes = {path: x.nbytes for path, x in kernels.items() if isinstance(x, QArray)}
+        wide = {path: x.nbytes for path, x in _kernels(model).items() if path in sizes}
         wrapped = wrap(model, serving_rules(recipe))
-        return sensitivity(wrapped, batch, loss_fn), _kernel_bytes(model, recipe)
+        return sensitivity(wrapped, batch, loss_fn), sizes, wide
 
-    return allocated(choices, bytes, measured, _kernel_bytes(model, None))
+    return allocated(choices, bytes, measured)
 
 
-def _kernel_bytes(model: nnx.Module, recipe: Any) -> dict[str, int]:
-    """The bytes of the kernels that `quantize` stores, by path; wide if there is no recipe."""
-    found = model if recipe is None else quantize(model, recipe)
-    sizes = {}
-    for layer in modules_of(found):
-        module: Any = layer.module
-        if kernel_axes(module) is not None:
-            value = module.kernel.get_value()
-            if recipe is None or isinstance(value, QArray):
-                sizes[layer.paths[0]] = int(value.nbytes)
-    return sizes
+def _kernels(model: nnx.Module) -> dict[str, Any]:
+    """The kernels that `quantize` can store, by the path of the layer."""
+    layers: list[tuple[str, Any]] = [(layer.paths[0], layer.module) for layer in modules_of(model)]
+    return {path: layer.kernel.get_value() for path, layer in layers if kernel_axes(layer)}

@@ -80,15 +80,14 @@ def calibrate(
       batches: The model is called with each: as `*batch` if it is a tuple, as `**batch` if it is a
         dictionary. Arrays are traced, all else is passed as it is.
       observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
-        such a class of `qtoolkit.scaling`. "hessian" is for `quantize(model, recipe, calibration,
-        method="gptq")`: it takes the model before `wrap`, and observes the inputs of all kernels.
-      options: Arguments for its `of`, e.g. `fraction` of `Percentile`.
+        such a class of `qtoolkit.scaling`; `options` are arguments for its `of`. "hessian" takes
+        the model before `wrap`, for `quantize(model, recipe, calibration, method="gptq")`.
 
     Returns:
-      `Calibration`, a pytree of observers (for "hessian" `InputStatistics`); calibrations of
-      several devices or runs can be merged. A product that runs several times in a batch (a shared
-      layer, layers that `nnx.scan` stacks) has one observer per operand. Its amax may then be too
-      large by less than 12.5 %.
+      `Calibration`, a pytree of observers; for "hessian" `InputStatistics`. Those of several devices
+      or runs can be merged. A product that runs several times in a batch (a shared layer, layers
+      that `nnx.scan` stacks) has one observer per operand. Its amax may then be too large by less
+      than 12.5 %.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.

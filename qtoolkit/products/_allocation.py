@@ -147,50 +147,39 @@ def _least(
 
 
 def allocated(
-    choices: Sequence[Any],
+    choices: Any,
     limit: int,
-    measured: Callable[[Any], tuple[Sensitivity, Mapping[str, int]]],
-    wide: Mapping[str, int],
+    measured: Callable[[Any], tuple[Sensitivity, Mapping[str, int], Mapping[str, int]]],
 ) -> Allocation:
-    """The allocation of a model whose layers were measured with each choice.
+    """The allocation of a model whose layers are measured with each choice.
 
     Args:
-      measured: From a choice to the sensitivity of the layers and the bytes of their kernels.
-      wide: The bytes of the kernels as they are.
+      measured: From a choice to the sensitivity of the layers, and the bytes of their kernels as
+        they are stored then and as they are.
     """
-    if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
+    is_list = isinstance(choices, list | tuple)
+    if not is_list or all(choice is None for choice in choices):
         raise ValueError(
             f"allocate: choices={choices!r}, expected a list of formats, e.g. "
             '["int4_group32", "e4m3fn", None]'
         )
-    recipes: list[Recipe | None] = []
-    sizes: list[Mapping[str, int]] = []
-    costs: list[Mapping[str, float]] = []
-    for choice in choices:
-        rules = None if choice is None else serving_rules(choice)
-        if rules is not None and rules.rules:
-            raise TypeError("allocate: a choice is Rules, expected a format, a Recipe or None")
-        recipes.append(None if rules is None else rules.default)
-        if rules is None:
-            sizes.append(wide)
-            costs.append(dict.fromkeys(wide, 0.0))
-            continue
-        found, kernels = measured(choice)
-        sizes.append(kernels)
-        costs.append({path: cost for path, cost in found.ranking if path in kernels})
-    paths = [
-        path
-        for path in wide
-        if all(path in row for row in sizes) and all(path in row for row in costs)
-    ]
+    rules = [None if choice is None else serving_rules(choice) for choice in choices]
+    if any(rule is not None and rule.rules for rule in rules):
+        raise TypeError("allocate: a choice is Rules, expected a format, a Recipe or None")
+    recipes = [None if rule is None else rule.default for rule in rules]
+    found = [None if choice is None else measured(choice) for choice in choices]
+    wide = next(row[2] for row in found if row is not None)
+    free = dict.fromkeys(wide, 0.0)
+    sizes = [wide if row is None else row[1] for row in found]
+    costs = [free if row is None else dict(row[0].ranking) for row in found]
+    paths = [path for path in wide if all(path in row for rows in (sizes, costs) for row in rows)]
     if not paths:
         raise ValueError(
             "allocate: no layer has a kernel that every choice stores, expected nnx.Linear, "
             "linen.Dense and the like, reached by the batch"
         )
     names = ["high precision" if recipe is None else _named(recipe) for recipe in recipes]
-    bytes_ = [[row[path] for row in sizes] for path in paths]
-    added = [[row[path] for row in costs] for path in paths]
+    bytes_, added = ([[row[path] for row in rows] for path in paths] for rows in (sizes, costs))
     return Allocation(paths, names, recipes, bytes_, added, limit)
 
 
