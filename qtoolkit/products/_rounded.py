@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import (
@@ -22,6 +21,7 @@ from qtoolkit.casts.internal import (
     hashed_index,
     mixed_key,
     ordinal,
+    row_major,
     scrambled,
     to_stored,
     traced_for_cpu,
@@ -296,11 +296,10 @@ def both_orders(codes: Array, order: tuple[int, ...], is_apart: bool) -> tuple[A
       is_apart: Leave the barrier out: the scale does not depend on the elements, so their amax can
         be taken while they are cast.
     """
-    row_major = Layout(tuple(range(codes.ndim)))
-    codes = with_layout_constraint(codes, row_major)
+    codes = row_major(codes)
     if is_apart:
         codes = lax.optimization_barrier(codes)
-    turned = with_layout_constraint(lax.transpose(codes, order), row_major)
+    turned = row_major(lax.transpose(codes, order))
     return (codes, turned) if is_apart else lax.optimization_barrier((codes, turned))
 
 

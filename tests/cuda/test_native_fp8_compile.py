@@ -12,7 +12,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_cuda_compile import H100, place
 
 import qtoolkit as qt
@@ -146,6 +149,36 @@ def test_grouped_products_multiply_in_fp8():
 
 def struct_of(shape):
     return struct(*shape)
+
+
+def test_two_gpus_gather_no_operand():
+    """Examples over two GPUs: both reduce amaxes and the weight's gradient, and send nothing else.
+    XLA gathers an array whose layout is constrained.
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="two", topology="1x1x2", target_config=H100
+    )
+    mesh = Mesh(np.array(topology.devices), ("examples",))
+    rows, whole = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec("examples"), PartitionSpec())
+    )
+
+    def step(x, w, ct):
+        product = functools.partial(
+            qt.dot_general, dimension_numbers=NUMBERS, recipe=qt.recipes.native_fp8_current
+        )
+        y, pull = jax.vjp(product, x, w)
+        return y, *pull(ct)
+
+    shapes = (1024, 512), (512, 2048), (1024, 2048)
+    arguments = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)
+        for shape, where in zip(shapes, (rows, whole, rows), strict=True)
+    )
+    text = text_of(step, "without Triton", *arguments)
+    assert len(native_calls(text).in_fp8) == 3
+    assert "all-reduce" in text
+    assert "all-gather" not in text
 
 
 def test_casts_are_conversions_by_hardware():

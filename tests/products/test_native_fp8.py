@@ -174,7 +174,7 @@ def test_before_there_is_a_history_the_initial_magnitude_counts(arithmetic):
 def traced_for_gpu(function, *arguments):
     with jax.default_device("gpu"):
         closed = jax.make_jaxpr(function)(*arguments)
-    assert "layout_constraint" in str(closed)
+    assert "row_major" in str(closed)
     return jax.jit(jax.extend.core.jaxpr_as_fun(closed))
 
 
@@ -229,7 +229,7 @@ def test_einsum_on_a_gpu(subscripts):
     with jax.default_device("gpu"):
         closed = jax.make_jaxpr(run)(x, w)
     got = jax.jit(jax.extend.core.jaxpr_as_fun(closed))(x, w)
-    assert ("layout_constraint" in str(closed)) == (subscripts != "bihj,bkhj->bhik")
+    assert ("row_major" in str(closed)) == (subscripts != "bihj,bkhj->bhik")
     for mine, theirs in zip(got, jax.jit(run)(x, w), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
