@@ -43,6 +43,7 @@ from qtoolkit.casts._elementwise import (
     varying_alike,
 )
 from qtoolkit.casts._hardware import has_native_codes, native_codes
+from qtoolkit.casts._layout import row_major
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._modes import MODES, Rounding, check_rounding
 from qtoolkit.casts._order import (

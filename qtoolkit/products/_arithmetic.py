@@ -13,9 +13,10 @@ from qtoolkit.casts.internal import (
     differentiable_widened,
     traced_for_cpu,
 )
-from qtoolkit.products._bilinear import Bilinear, Blocked, DotGeneral, Scaled
+from qtoolkit.products._bilinear import Bilinear, DotGeneral
 from qtoolkit.products._native import native_operands
 from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._scaled import Blocked, Scaled
 from qtoolkit.products._times_scales import times_scales
 from qtoolkit.scaling.internal import explicit_spec
 

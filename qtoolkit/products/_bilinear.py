@@ -4,7 +4,6 @@ They are made with the arguments of JAX's functions after the operands.
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,16 +12,14 @@ import numpy as np
 import opt_einsum
 from jax import lax
 
-from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._intercepted import (
     conv_general_dilated,
     dot_general,
     einsum,
     ragged_dot_general,
 )
-from qtoolkit.products._times_scales import times_scales_of_places
+from qtoolkit.products._scaled import Blocked, Scaled, others, scaled_dot, scaled_result
 
-Places = tuple[int, ...]
 # What `lax.ragged_dot` computes, and its derivative by the second operand.
 RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 _BY_GROUP = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -102,59 +99,6 @@ class Bilinear(Protocol):
         ...
 
 
-class Blocked(NamedTuple):
-    """An operand for `lax.scaled_dot`, which multiplies elements by scales and sums in float32.
-
-    Attributes:
-      elements: An array in the dtype of the element format.
-      scale: An array in the dtype of the scale format. It has the shape of `elements`, except that
-        it is shorter along the last contracted axis: 4 scales for 128 elements belong to 32 each.
-    """
-
-    elements: jax.Array
-    scale: jax.Array
-
-    @property
-    def ndim(self) -> int:
-        return self.elements.ndim
-
-    def matrices(self, batch: Places, contracted: Places) -> tuple["Blocked", int]:
-        """The operand reshaped to [batch, contracted, kept] or [batch, kept, contracted].
-
-        XLA's compiler for GPUs takes at most one axis of each kind, and `lax.scaled_dot` cuts
-        blocks along all contracted axes, not only the last. Without batch axes the first of the
-        three is left out. The order that needs no transpose is chosen if there is one.
-
-        Returns:
-          The reshaped operand, and the index of its contracted axis.
-        """
-        kept = _others(self.ndim, batch, contracted)
-        parts = [batch, contracted, kept]
-        if (*batch, *contracted, *kept) != tuple(range(self.ndim)):
-            parts = [batch, kept, contracted]
-        parts = parts if batch else parts[1:]
-
-        def merged(x: jax.Array) -> jax.Array:
-            shape = [math.prod(x.shape[axis] for axis in part) for part in parts]
-            return lax.transpose(x, [axis for part in parts for axis in part]).reshape(shape)
-
-        return Blocked(merged(self.elements), merged(self.scale)), parts.index(contracted)
-
-
-class Scaled(NamedTuple):
-    """An operand whose scales, float32, do not change along the axes that are summed.
-
-    They multiply the result. `scale` has the shape of `elements`, or length 1 along an axis.
-    """
-
-    elements: jax.Array
-    scale: jax.Array
-
-    @property
-    def ndim(self) -> int:
-        return self.elements.ndim
-
-
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
     """`jax.lax.dot_general` of two arrays; without an `out_sharding` also of two `Blocked` or two
@@ -189,9 +133,9 @@ class DotGeneral:
         self, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any = None
     ) -> jax.Array:
         if isinstance(lhs, Blocked):
-            return _scaled_dot(lhs, rhs, numbers)
+            return scaled_dot(lhs, rhs, numbers)
         if isinstance(lhs, Scaled):
-            return _scaled_result(
+            return scaled_result(
                 self._dot(lhs.elements, rhs.elements, numbers, dtype), lhs, rhs, numbers
             )
         return dot_general(
@@ -215,7 +159,7 @@ class DotGeneral:
         contracted, batch = self.dimension_numbers
         of_side, of_other = contracted[side], contracted[1 - side]
         batch_side, batch_other = batch[side], batch[1 - side]
-        kept_other = _others(other.ndim, of_other, batch_other)
+        kept_other = others(other.ndim, of_other, batch_other)
         kept_side = cotangent.ndim - len(batch_side) - len(kept_other)
         first = len(batch_side) + (0 if side else kept_side)
         numbers = (
@@ -226,13 +170,13 @@ class DotGeneral:
         # The axes of `out` are now: batch; those that this side kept; those that the forward
         # product summed over, in the order in which the other operand has them.
         matching = tuple(of_side[of_other.index(axis)] for axis in sorted(of_other))
-        places = (*batch_side, *_others(out.ndim, of_side, batch_side), *matching)
+        places = (*batch_side, *others(out.ndim, of_side, batch_side), *matching)
         return lax.transpose(out, tuple(places.index(axis) for axis in range(out.ndim)))
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         (contract_l, contract_r), (batch_l, batch_r) = self.dimension_numbers
-        kept_l = _others(len(lhs), contract_l, batch_l)
-        kept_r = _others(len(rhs), contract_r, batch_r)
+        kept_l = others(len(lhs), contract_l, batch_l)
+        kept_r = others(len(rhs), contract_r, batch_r)
         first = len(batch_l)
         middle = first + len(kept_l)
         of_lhs, of_rhs = range(first, middle), range(middle, middle + len(kept_r))
@@ -436,43 +380,3 @@ def _places(labels: str, wanted: list[str]) -> tuple[int, ...]:
     """The places in `labels` of the wanted labels, in the order in which these are wanted."""
     unique = dict.fromkeys(wanted)
     return tuple(i for want in unique for i, label in enumerate(labels) if label == want)
-
-
-def _others(rank: int, *taken: Any) -> tuple[int, ...]:
-    return tuple(i for i in range(rank) if not any(i in axes for axes in taken))
-
-
-def _scaled_result(out: jax.Array, lhs: Scaled, rhs: Scaled, numbers: Any) -> jax.Array:
-    """`out`, the product of the elements, times both scales: float32."""
-    scales = []
-    for side, x in enumerate((lhs, rhs)):
-        of_x, batch = (axes[side] for axes in numbers)
-        kept = _others(x.ndim, of_x, batch)
-        first = out.ndim - len(kept) if side else len(batch)  # in the result
-        places = (*range(len(batch)), *range(first, first + len(kept)))
-        lengths = [x.scale.shape[axis] for axis in (*batch, *kept)]
-        scale = lax.transpose(x.scale, (*of_x, *batch, *kept)).reshape(lengths)
-        shape = dict(zip(places, lengths, strict=True))
-        scale = scale.reshape([shape.get(axis, 1) for axis in range(out.ndim)])
-        scales.append(jnp.broadcast_to(scale, out.shape))
-    return times_scales_of_places(out.astype(jnp.float32), *scales)
-
-
-def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
-    (of_lhs, of_rhs), (batch_l, batch_r) = numbers
-    shape = [lhs.elements.shape[axis] for axis in batch_l]
-    for x, *taken in ((lhs, of_lhs, batch_l), (rhs, of_rhs, batch_r)):
-        shape += [x.elements.shape[axis] for axis in _others(x.ndim, *taken)]
-    (lhs, axis_l), (rhs, axis_r) = lhs.matrices(batch_l, of_lhs), rhs.matrices(batch_r, of_rhs)
-    batch = (0,) if batch_l else ()
-    out = lax.scaled_dot(
-        lhs.elements,
-        rhs.elements,
-        lhs_scale=lhs.scale,
-        rhs_scale=rhs.scale,
-        dimension_numbers=(((axis_l,), (axis_r,)), (batch, batch)),
-        preferred_element_type=jnp.float32,
-    )
-    # Jax 0.12 takes the result of `scaled_dot` for the same in all shards of a `jax.shard_map`,
-    # even where the operands differ between shards.
-    return varying_alike(out.reshape(shape), lhs.elements, rhs.elements)[0]

@@ -127,7 +127,9 @@ def native_calls(compiled: Any) -> NativeCalls:
     A recipe with `arithmetic="native"` gives XLA operands of 8 bits. What becomes of them, only
     the compiled program says: a call of cuBLASLt with FP8 operands, a Triton kernel that multiplies
     them, or, on hardware without FP8 and for shapes and layouts that no kernel takes, copies in
-    bfloat16 or float32.
+    bfloat16 or float32. Of a Triton kernel the program says which types it multiplies, not by
+    which instructions: on Hopper Triton may widen E5M2 beside E4M3 to float16. XLA takes it only
+    where it measured cuBLASLt to be slower.
 
     Args:
       compiled: What `jax.jit(step).lower(...).compile()` returns, or its text.

@@ -17,10 +17,10 @@ from qtoolkit.casts.internal import (
     power_to_stored,
 )
 from qtoolkit.formats import E4M3FN, E8M0FNU, FLOAT32, BlockFormat, FloatFormat, Format
-from qtoolkit.products._bilinear import Blocked, Scaled
 from qtoolkit.products._kept import code_values, in_place, poisoned
 from qtoolkit.products._rounded import LARGEST, Rounded
-from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec
+from qtoolkit.products._scaled import Blocked, Scaled
+from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec, single_scale
 
 Array = jax.Array
 _DIGITS = 8  # significant bits of a bfloat16
@@ -54,7 +54,7 @@ def native_operands(
       contracted: The axes of both operands that are summed.
       is_plain: Whether the function takes `Blocked` and `Scaled` operands.
     """
-    one, other = first.scale, second.scale
+    one, other = _one_scale(first), _one_scale(second)
     have_8_bits = _has_8_bits(first) and _has_8_bits(second)
     if one is not None and other is not None:
         if not have_8_bits:
@@ -81,6 +81,19 @@ def native_operands(
         _blocked(second, contracted[1][-1], lengths[1], size),
         None if has_powers else _tensor_scale(first) * _tensor_scale(second),
     )
+
+
+def _one_scale(operand: Rounded) -> Array | None:
+    """The one scale of the operand, a float32 scalar, also where it is stored as a power of two.
+
+    Such a scale must not become many for `lax.scaled_dot`, which is slower than bfloat16 on GPUs
+    whose hardware takes no blocks, and which XLA does not compile for them without Triton.
+    """
+    spec = operand.spec
+    if spec is None or spec.block or spec.other_axes is not None or spec.scale != E8M0FNU:
+        return operand.scale
+    # 2**-127, the scale of zeros alone, is no normal number.
+    return jnp.maximum(single_scale(operand.scales, spec), np.float32(2.0**_LEAST))
 
 
 def _spec(operand: Rounded) -> BlockFormat:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import (
@@ -35,6 +34,7 @@ from qtoolkit.formats import (
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
+from qtoolkit.products._orders import both_orders, turned_order
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
     Scales,
@@ -284,26 +284,6 @@ class Cut:
         return Scales(power_above(scale) if self.operand.has_power_of_two else scale)
 
 
-def both_orders(codes: Array, order: tuple[int, ...], is_apart: bool) -> tuple[Array, Array]:
-    """Codes, and the same with their axes in another order, for one kernel of a GPU to write.
-
-    cuBLASLt multiplies 8-bit operands only if the axis that is summed is the last one of both.
-    Layouts are fixed, or XLA transposes the 16-bit operand and calls the second array a view of the
-    first. The barrier keeps XLA from making the second array from the first in a second kernel; but
-    then no amax of the same elements fits into the cast's kernel.
-
-    Args:
-      is_apart: Leave the barrier out: the scale does not depend on the elements, so their amax can
-        be taken while they are cast.
-    """
-    row_major = Layout(tuple(range(codes.ndim)))
-    codes = with_layout_constraint(codes, row_major)
-    if is_apart:
-        codes = lax.optimization_barrier(codes)
-    turned = with_layout_constraint(lax.transpose(codes, order), row_major)
-    return (codes, turned) if is_apart else lax.optimization_barrier((codes, turned))
-
-
 def largest_over(x: Array, names: tuple[str, ...]) -> Array:
     try:
         for name in names:
@@ -343,19 +323,7 @@ def cut(
     made = Cut(dataclasses.replace(operand, spec=fmt), axis, axis_names, is_native)
     if not (is_dot and made.makes_codes) or traced_for_cpu():
         return made
-    return dataclasses.replace(made, order=_turned(axes, len(shape)))
-
-
-def _turned(axes: Axes, rank: int) -> tuple[int, ...] | None:
-    """The order of axes in which those that another product sums over come last; None if the array
-    is summed over axes that are neither the last ones nor next to the last ones.
-    """
-    contracted, kept = sorted(axes.contracted), sorted(axes.kept)
-    batch = [axis for axis in range(rank) if axis not in contracted and axis not in kept]
-    orders = [(*batch, *kept, *contracted), (*batch, *contracted, *kept)]
-    if not contracted or not kept or tuple(range(rank)) not in orders:
-        return None
-    return orders[0] if orders[1] == tuple(range(rank)) else orders[1]
+    return dataclasses.replace(made, order=turned_order(axes, len(shape)))
 
 
 def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:

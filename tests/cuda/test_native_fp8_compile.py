@@ -12,7 +12,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_cuda_compile import H100, place
 
 import qtoolkit as qt
@@ -148,20 +151,54 @@ def struct_of(shape):
     return struct(*shape)
 
 
-def test_casts_are_conversions_by_hardware():
-    """PTX: one conversion for each code, no exact division, no way around by float16."""
-    with jax.default_device("gpu"):
-        run = jax.jit(
-            functools.partial(
-                qt.dot_general, dimension_numbers=NUMBERS, recipe=qt.recipes.native_fp8_current
-            )
+def test_two_gpus_gather_no_operand():
+    """Examples over two GPUs: both reduce amaxes and the weight's gradient, and send nothing else.
+    XLA gathers an array whose layout is constrained.
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="two", topology="1x1x2", target_config=H100
+    )
+    mesh = Mesh(np.array(topology.devices), ("examples",))
+    rows, whole = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec("examples"), PartitionSpec())
+    )
+
+    def step(x, w, ct):
+        product = functools.partial(
+            qt.dot_general, dimension_numbers=NUMBERS, recipe=qt.recipes.native_fp8_current
         )
-        lowered = run.lower(struct(1024, 1024), struct(1024, 1024))
-    text = lowered.compile().as_text()
-    assert "f8e4m3fn" in text
-    assert not re.search(r" = \S*f16\[1024,1024\]\S* convert", text.replace("bf16", "b16"))
-    assert not re.search(r" = \S+\[1024,1024\]\S* divide\(", text)
-    assert re.search(r"f8e4m3fn\[1024,1024\]\S* convert\(", text)
+        y, pull = jax.vjp(product, x, w)
+        return y, *pull(ct)
+
+    shapes = (1024, 512), (512, 2048), (1024, 2048)
+    arguments = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)
+        for shape, where in zip(shapes, (rows, whole, rows), strict=True)
+    )
+    text = text_of(step, "without Triton", *arguments)
+    assert len(native_calls(text).in_fp8) == 3
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+
+
+def test_casts_are_conversions_by_hardware(tmp_path):
+    """PTX: the conversion to each format, no division, no way around by float16."""
+
+    def step(x, w, ct):
+        product = functools.partial(
+            qt.dot_general, dimension_numbers=NUMBERS, recipe=qt.recipes.native_fp8_current
+        )
+        y, pull = jax.vjp(product, x, w)
+        return y, *pull(ct)
+
+    with jax.default_device("gpu"):
+        lowered = jax.jit(step).lower(*[struct(1024, 1024)] * 3)
+    # Kernels of Triton, which multiply as well, would convert for themselves.
+    options = {**WAYS["without Triton"], "xla_dump_to": str(tmp_path)}
+    lowered.compile(compiler_options=options)
+    text = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+    found = set(re.findall(r"\b(cvt\.\w+\.satfinite[\w.]*|cvt\.[\w.]*f16[\w.]*|div\.[\w.]*)", text))
+    assert found == {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
 
 
 # An attention block, by our products and by hand.

@@ -141,7 +141,7 @@ def test_a_native_product_that_is_emulated_says_so(name):
     assert bool(narrow) == ("(native)" in says)
     emulated = says.count("(emulated)")
     assert (f"{emulated} of them emulated" in summary(found)) == bool(emulated)
-    assert emulated == (3 if name in ("deepseek_v3", "token_scaled") else 0)
+    assert emulated == (3 if name == "deepseek_v3" else 0)
 
 
 def test_emulated_recipes_say_nothing_of_it():

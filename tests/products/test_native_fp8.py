@@ -126,6 +126,21 @@ def test_a_scale_is_the_least_power_of_two_that_holds_amax(amax, arithmetic):
     np.testing.assert_array_equal(got, np.where(expected < 2.0**-126, 0, expected))
 
 
+def test_one_scale_that_is_stored_as_a_power_of_two_is_a_scalar():
+    """It was spread over blocks of 32 for `lax.scaled_dot`."""
+    spec = dataclasses.replace(
+        BlockFormat.tensor("e4m3fn"), scale=qt.format("e8m0fnu"), rule="ceil"
+    )
+    x, w, ct = (integers(*s, seed=i) for i, s in enumerate(((8, 64), (64, 4), (8, 4))))
+    run = jax.jit(three(Recipe(spec, spec, arithmetic="native")))
+    assert "scaled_dot" not in run.lower(x, w, ct).as_text()
+    for mine, theirs in zip(run(x, w, ct), three(Recipe(spec, spec))(x, w, ct), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    zeros = run(x, jnp.zeros_like(w), ct)
+    assert not np.asarray(zeros[0]).any()
+    assert np.isfinite(np.asarray(zeros[2], np.float32)).all()
+
+
 def test_powers_of_two_are_for_one_scale_for_a_tensor():
     scaling = Current(power_of_two=True)
     for spec in ("mxfp8", BlockFormat.token("e4m3fn"), "nvfp4"):
@@ -174,7 +189,7 @@ def test_before_there_is_a_history_the_initial_magnitude_counts(arithmetic):
 def traced_for_gpu(function, *arguments):
     with jax.default_device("gpu"):
         closed = jax.make_jaxpr(function)(*arguments)
-    assert "layout_constraint" in str(closed)
+    assert "row_major" in str(closed)
     return jax.jit(jax.extend.core.jaxpr_as_fun(closed))
 
 
@@ -229,7 +244,7 @@ def test_einsum_on_a_gpu(subscripts):
     with jax.default_device("gpu"):
         closed = jax.make_jaxpr(run)(x, w)
     got = jax.jit(jax.extend.core.jaxpr_as_fun(closed))(x, w)
-    assert ("layout_constraint" in str(closed)) == (subscripts != "bihj,bkhj->bhik")
+    assert ("row_major" in str(closed)) == (subscripts != "bihj,bkhj->bhik")
     for mine, theirs in zip(got, jax.jit(run)(x, w), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
