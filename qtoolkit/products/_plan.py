@@ -28,7 +28,7 @@ class State(NamedTuple):
 
     Attributes:
       amax: float32[3], the amaxes by which to scale lhs, rhs and the cotangent, from earlier steps.
-        A 0 says: scale by the amax of the array at hand.
+        A 0 says: scale by the amax of the array at hand, or by `Delayed.initial`.
       probe: float32[3, BUCKETS] of zeros. Its gradient is a histogram of the amaxes of this step,
         from which the layer updates its history; see `_taps` for why a gradient.
       key: uint32[2], the words of a key for stochastic rounding.

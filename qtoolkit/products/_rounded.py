@@ -175,7 +175,8 @@ class Cut:
 
         Args:
           delayed: float32 scalar, an amax of earlier steps or of calibration; or None. With
-            `Delayed` scaling a 0 means that there is no history yet, and `x` is scaled by its own.
+            `Delayed` scaling a 0 means that there is no history yet, and `x` is scaled by its own
+            or by the `initial` one.
           key: Words of a key, for stochastic rounding; the values are mixed into it.
         """
         if self.operand is None:
