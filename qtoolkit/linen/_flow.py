@@ -57,25 +57,14 @@ def calibrate(
 ) -> Calibration:
     """Finds one scale for each operand of a wrapped module's products, from batches of inputs.
 
-        found = qtoolkit.linen.calibrate(wrapped, variables, batches, "percentile")
-        frozen, variables = qtoolkit.linen.freeze(wrapped, variables, found)
-
-    Args:
-      wrapped: A module from `wrap`.
-      variables: What `wrapped.apply` takes; not changed.
-      batches, observer, options: As for `qtoolkit.nnx.calibrate`: `wrapped.apply(variables, ...)`
-        is called with each batch.
-
-    Returns:
-      `Calibration`, as `qtoolkit.nnx.calibrate`. Layers that run under `nn.custom_vjp`, or where
-      Flax differentiates inside of the model, cannot be measured: `unreached` names them, and
-      `freeze` refuses them, so leave them by a rule.
+    As `qtoolkit.nnx.calibrate`; `wrapped.apply(variables, ...)` is called with each batch. Layers
+    under `nn.custom_vjp`, or where Flax differentiates inside of the model, cannot be measured:
+    `unreached` names them, and `freeze` refuses them, so leave them by a rule.
 
     Raises:
       TypeError: `wrapped` is no linen module, `variables` no dictionary with "params"; `batches` is
         one array instead of several.
-      ValueError: No quantized product ran; no batches; an operand was finite in none of them, and
-        the message counts them; an unknown observer.
+      ValueError: As `qtoolkit.nnx.calibrate`.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
@@ -91,21 +80,11 @@ def calibrate(
 def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Model, Any]:
     """A module like `wrapped` with the scales of a calibration, and its variables.
 
-    The result for an example then does not depend, in any bit, on the other examples of its batch:
-    see `qtoolkit.nnx.freeze`. The collection "qtoolkit" holds the amaxes of each product; layers
-    that `nn.scan` stacks share one.
-
-    Args:
-      wrapped: A module from `wrap`; not changed.
-      variables: Its variables; not changed.
-      calibration: From `calibrate`, of this module.
-
-    Returns:
-      The module, and the variables with the amaxes; everything else in them is unchanged.
+    As `qtoolkit.nnx.freeze`. The collection "qtoolkit" then holds the amaxes of each product;
+    layers that `nn.scan` stacks share one.
 
     Raises:
-      TypeError: `wrapped` is no linen module, `variables` no dictionary with "params", or
-        `calibration` no `Calibration`.
+      TypeError: As `calibrate`, or `calibration` is no `Calibration`.
       ValueError: The module is not wrapped, or a product that ran was not calibrated: the message
         names it. A layer that did not run in calibration raises when it runs. A layer of which only
         one operand was calibrated, by another recipe, returns NaN.
@@ -144,34 +123,18 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
 
 
 def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
-    """Sets learned scales and offsets that have no value yet, from the operands in one batch.
+    """The variables with first values of learned scales, from the operands in one batch.
 
-        wrapped = qtoolkit.linen.wrap(model, qtoolkit.recipes.int4_lsq)
-        variables = wrapped.init(key, batch)
-        variables = qtoolkit.linen.start_scales(wrapped, variables, batch)
-
-    Works like `qtoolkit.nnx.start_scales`. The collection "qtoolkit_scales" holds `lhs_scale` and
-    `rhs_scale`, and offsets, for each product of each layer. It is not part of "params", so
+    As `qtoolkit.nnx.start_scales`. The collection "qtoolkit_scales" is not part of "params", so
     differentiate by both: `jax.grad(loss)(variables)`, or
     `value_and_grad(loss, wrt=("params", "qtoolkit_scales"))`; `optax.multi_transform` gives each
-    collection its own optimizer. Layers that `nn.scan` stacks inside of the wrapped module share
-    one scale. To give each its own, wrap the module inside of the scan, with
-    variable_axes={"qtoolkit_scales": 0}.
-
-    Args:
-      wrapped: A module from `wrap`.
-      variables: What `init` returned, or variables that were trained before wrapping: missing
-        scales are added. Scales that are numbers already, not NaN, stay as they are.
-      batch: What the module is called with, as in `calibrate`.
-
-    Returns:
-      The variables with scales; everything else in them is unchanged.
+    its own optimizer. Layers that `nn.scan` stacks inside of the wrapped module share one scale; to
+    give each its own, wrap inside of the scan, with variable_axes={"qtoolkit_scales": 0}. Variables
+    that were trained before wrapping will do: missing scales are added.
 
     Raises:
-      TypeError: `wrapped` is no linen module, or `variables` no dictionary with "params".
+      TypeError: As `calibrate`.
       ValueError: There is no learned scale; or the batch does not reach one.
-
-    Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.int4_lsq)
@@ -197,25 +160,12 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
 def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Numerics:
     """What rounding does to every operand of a wrapped module's products, forward and backward.
 
-        found = qtoolkit.linen.numerics(wrapped, variables, batch, loss_fn)
-        print(found)
-
-    As `qtoolkit.nnx.numerics`. Layers that `nn.scan` stacks have one row for all; layers alike
-    under `nn.jit` may share a trace, and then have one row, too.
-
-    Args:
-      wrapped: A module from `wrap`.
-      variables: What `init` returned, a dictionary of collections.
-      batch: A pytree of arrays.
-      loss_fn: From (variables, batch) to a float scalar, or to (scalar, aux), as for
-        `value_and_grad`; it calls `wrapped.apply`.
-
-    Returns:
-      `Numerics`, a pytree: those of several batches add up.
+    As `qtoolkit.nnx.numerics`; `loss_fn` takes (variables, batch) and calls `wrapped.apply`. Layers
+    that `nn.scan` stacks have one row for all; layers alike under `nn.jit` may share a trace, and
+    then have one row, too.
 
     Raises:
-      TypeError: `wrapped` is no linen module, `variables` no dictionary with "params"; the loss is
-        no float scalar.
+      TypeError: As `calibrate`; the loss is no float scalar.
       ValueError: No quantized product ran: the module is not wrapped, or the loss calls another.
 
     Examples:
@@ -236,17 +186,7 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
 def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
     """Ranks the layers of a wrapped module by how much quantizing each alone adds to the loss.
 
-    As `qtoolkit.nnx.sensitivity`.
-
-    Args:
-      wrapped, variables, batch, loss_fn: As for `numerics`.
-
-    Returns:
-      `Sensitivity`: `.ranking`, `.rules(keep)`, `.wide` and `.quantized`.
-
-    Raises:
-      TypeError, ValueError: As `numerics`; the module has stored kernels, from `quantize`, of which
-        no wide ones are known; or a learned scale has not been started.
+    As `qtoolkit.nnx.sensitivity`; `loss_fn` takes (variables, batch).
 
     Examples:
       >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])

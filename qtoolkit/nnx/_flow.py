@@ -70,28 +70,26 @@ def calibrate(
 
     It observes the operands of forward products that have one scale for the tensor, or a second
     scale for the tensor, as NVFP4 has (there only the amax), while the model computes as its recipe
-    says. Formats with scales per token or block need no calibration. A product in a module's own
-    method is identified by its kernel, a product of two activations by its number among these.
-    Compiled once per model and shape. Arrays may be sharded: a scale is that of the whole batch.
+    says. A product in a module's own method is identified by its kernel, a product of two
+    activations by its number among these. Compiled once per model and shape. Arrays may be sharded:
+    a scale is that of the whole batch.
 
     Args:
       wrapped: A model from `wrap`. Its state stays as it is.
       batches: The model is called with each: as `*batch` if it is a tuple, as `**batch` if it is a
         dictionary. Arrays are traced, all else is passed as it is.
       observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
-        such a class of `qtoolkit.scaling`.
-      options: Arguments for its `of`, e.g. `fraction` of `Percentile`.
+        such a class of `qtoolkit.scaling`; `options` are arguments for its `of`.
 
     Returns:
       `Calibration`, a pytree of observers; calibrations of several devices or runs can be merged. A
       product that runs several times in a batch (a shared layer, layers that `nnx.scan` stacks) has
-      one observer per operand. Its amax may be too large by less than 12.5 %, if the amaxes of
-      several runs are that close to each other.
+      one observer per operand. Its amax may then be too large by less than 12.5 %.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
-      ValueError: The model is not wrapped; no batches; an operand was finite in none of them, and
-        the message counts them; an unknown observer; a product inside of a `lax.while_loop`.
+      ValueError: The model is not wrapped; no batches; an operand was finite in none of them; an
+        unknown observer; a product inside of a `lax.while_loop`.
 
     Examples:
       >>> wrapped = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
@@ -108,17 +106,11 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     The result for an example then does not depend, in any bit, on other examples of its batch, nor
     that for a token on later tokens, provided that XLA computes the products of both batches alike.
-    The amaxes are `ScalingState` variables beside the products and are saved with the model; its
-    recipes say `Static()`. It can be trained; cotangents have current scales.
+    The amaxes are `ScalingState` variables and are saved with the model; its recipes say
+    `Static()`. It can be trained; cotangents have current scales. Parameters are shared.
 
-    Args:
-      wrapped: A model from `wrap`. It is not changed; parameters are shared.
-      calibration: From `calibrate`, of this model. A method that no batch called has no scale: a
-        later call of it raises; `attend` of an `Embed` gives NaN under `jit`. If no batch called a
-        layer of Flax, this raises.
-
-    Returns:
-      A model of the class of `wrapped`.
+    A method that no batch called has no scale: a later call of it raises; `attend` of an `Embed`
+    gives NaN under `jit`. If no batch called a layer of Flax, this raises.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.

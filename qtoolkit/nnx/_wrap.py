@@ -126,9 +126,9 @@ def wrap(
         kernels = _kernels_of(rewired("wrap", model, training_rules(recipe.recipe), None), given)
         recipe = recipe.rules(layers_in(kernels))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
-    for given in (inputs, strict):
-        if given is not None:
-            _keep_all(wrapped, given)
+    given = strict if inputs is None else inputs
+    if given is not None:
+        _keep_all(wrapped, given)
     if strict is not None:
         if callable(strict):
             found = report(strict, wrapped)

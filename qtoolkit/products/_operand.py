@@ -25,7 +25,7 @@ class Delayed:
 
     Larger values saturate. The first step, and a layer that no gradient has reached so far, scale
     as `Current` does. With nnx, so do products that your own modules compute by themselves, such
-    as `x @ self.kernel`: they keep no history.
+    as `x @ self.kernel`, unless `wrap` is given `inputs` or `strict`.
 
     Only calls through which a gradient flows are recorded in the history. If a layer is called
     twice in a step, the second time behind `stop_gradient`, that call is scaled by what the first

@@ -8,7 +8,7 @@ from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
 from qtoolkit.products._recipe import Recipe, check_recipe
 
-__all__ = ["FirstLast", "first_last_high_precision", "warm_up"]
+__all__ = ["first_last_high_precision", "warm_up"]
 
 
 @dataclasses.dataclass(frozen=True)

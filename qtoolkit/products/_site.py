@@ -95,7 +95,8 @@ class Site:
 
         Args:
           name: The name of the product in its layer.
-          state: The layer's state for this product, for (input, kernel, cotangent), if any.
+          state: The layer's state for this product, for (input, kernel, cotangent), if any; or a
+            function that gives it, called with (input, kernel).
         """
         recipe = self.recipe_of(found.kernel_name) or self.recipe
         recipe = recipe if state is not None else recipe.without_state()

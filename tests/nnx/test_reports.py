@@ -118,6 +118,7 @@ def test_products_in_a_shard_map_run_in_each_shard():
     assert next(p.multiplications for p in left if p.part == "forward") == 8 * 8 * 32 * mesh.size
 
 
+@pytest.mark.filterwarnings("ignore:differentiated without")
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_native_product_that_is_emulated_says_so(name):
     recipe = dataclasses.replace(getattr(qt.recipes, name), arithmetic="native")
