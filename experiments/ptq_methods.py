@@ -14,7 +14,8 @@ is the divergence of the predicted probabilities from those of the float32 model
 
 Claim: at int4 in groups of 32 GPTQ halves the divergence that rounding to nearest causes, and takes
 back at least half of the loss, in both models. Its output error on one layer is not above that of
-qwix's GPTQ, from the same inputs and with the same rule for scales.
+qwix's GPTQ, from the same inputs. Seen: 1.005 times it with the same rule for scales, which qwix
+finds before the errors of the layer's channels are made good; 0.85 times with MSE scales.
 """
 
 import time
@@ -138,8 +139,8 @@ def memory(model: Any, batches: list[Any]) -> tuple[int, int]:
     )
 
 
-def against_qwix(recorder: Recorder, seed: int) -> None:
-    """Output errors of one layer by both GPTQs, [rows, 512] by [512, 128], int4 in groups."""
+def against_qwix(recorder: Recorder, seed: int, channels: int) -> None:
+    """Output errors of one layer by both GPTQs, [rows, channels] by [channels, 128]."""
     try:
         from qwix._src.core.qarray import HowToQuantize, dequantize
         from qwix.contrib.gptq_core import quantize_weight
@@ -147,9 +148,9 @@ def against_qwix(recorder: Recorder, seed: int) -> None:
         print("qwix is not installed: no comparison with it")
         return
     generator = np.random.default_rng(seed)
-    mixing = generator.normal(size=(512, 512)) * 0.05 + np.eye(512)
-    x = jnp.asarray(generator.normal(size=(4096, 512)) @ mixing, jnp.float32)
-    w = jnp.asarray(generator.normal(size=(512, 128)), jnp.float32)
+    mixing = generator.normal(size=(channels, channels)) * 0.05 + np.eye(channels)
+    x = jnp.asarray(generator.normal(size=(8 * channels, channels)) @ mixing, jnp.float32)
+    w = jnp.asarray(generator.normal(size=(channels, 128)), jnp.float32)
 
     def theirs() -> jax.Array:
         how = HowToQuantize(
@@ -161,7 +162,7 @@ def against_qwix(recorder: Recorder, seed: int) -> None:
         return dequantize(quantize_weight(w.T, x.T @ x, how)[0]).T
 
     def ours(rule: Any) -> jax.Array:
-        hessian = qt.scaling.Hessian.of(512).observe(x)
+        hessian = qt.scaling.Hessian.of(channels).observe(x)
         return qt.scaling.gptq(w, grouped("int4").with_(rule=rule), hessian).dequantize()
 
     def nearest() -> jax.Array:
@@ -182,8 +183,8 @@ def against_qwix(recorder: Recorder, seed: int) -> None:
         seconds = time.perf_counter() - start
         errors[name] = float(jnp.square(x @ (w - rounded)).sum() / jnp.square(x @ w).sum())
         rows[name] = {"relative output error": f"{errors[name]:.5f}", "s": f"{seconds:.2f}"}
-    recorder.figures("GPTQ of one layer, 512 x 128, int4 in groups of 32", rows)
-    for rule in ("amax / 7.5", "MSE scales"):
+    recorder.figures(f"GPTQ of one layer, {channels} x 128, int4 in groups of 32", rows)
+    for rule in ("amax / 7.5", "MSE scales") if channels > 64 else ():  # too small to say
         ratio = errors[f"qtoolkit, {rule}"] / errors["qwix, amax / 7.5"]
         claim = f"GPTQ with {rule}: output error at most that of qwix's GPTQ"
         recorder.claim(claim, f"{ratio:.3f} times it", ratio <= 1.0)
@@ -249,7 +250,7 @@ def main(
             parts = dict(zip(("parameters", "sums over inputs"), used, strict=True))
             sizes = {part: {"MB": f"{count / 1e6:.2f}"} for part, count in parts.items()}
             recorder.figures(f"{name}, memory", sizes)
-        against_qwix(recorder, seed)
+        against_qwix(recorder, seed, 64 if quick else 512)
 
 
 if __name__ == "__main__":

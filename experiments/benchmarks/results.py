@@ -19,7 +19,7 @@ ORDER = (
 )
 EXPERIMENTS = (
     *("rounding_modes", "accumulation", "random_bits", "double_rounding", "fp8_gradients"),
-    "qat",
+    *("qat", "ptq_methods"),
 )
 FETCHING = ("ptq_real_models",)  # experiments on models that are downloaded
 INTRODUCTION = """# Results

@@ -49,7 +49,7 @@ def allocate(
       >>> def loss(module, variables, x):
       ...     return jnp.square(module.apply(variables, x)).mean()
       >>> rules = qt.linen.allocate(
-      ...     module, variables, x, loss, choices=["int4_group32", "int8"], bytes=5000)
+      ...     module, variables, x, loss, choices=["int4_group32", "int8"], bytes=6000)
       >>> [recipe.forward[1].spec.name for _, recipe in rules.rules], rules.size
       (['int4_group32', 'int4_group32'], 5120)
     """

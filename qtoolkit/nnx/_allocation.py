@@ -58,7 +58,7 @@ def allocate(
       ...     return jnp.square(model(x) - target).mean()
       >>> rules = qt.nnx.allocate(model, x, loss, choices=["int4_group32", "int8"], bytes=8000)
       >>> [recipe.forward[1].spec.name for _, recipe in rules.rules]
-      ['int4_group32', 'int8 by tensor']
+      ['int8 by tensor', 'int4_group32']
     """
     plain_model("allocate", model)
 

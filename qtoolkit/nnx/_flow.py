@@ -84,10 +84,10 @@ def calibrate(
         the model before `wrap`, for `quantize(model, recipe, calibration, method="gptq")`.
 
     Returns:
-      `Calibration`, a pytree of observers; for "hessian" `InputStatistics`. Those of several
-      devices or runs can be merged. A product that runs several times in a batch (a shared layer,
-      layers that `nnx.scan` stacks) has one observer per operand. Its amax may then be too large by
-      less than 12.5 %.
+      `Calibration`, a pytree of observers; for "hessian" `InputStatistics`. Those of several runs
+      or devices can be merged. A product that runs several times in a batch (a shared layer, layers
+      that `nnx.scan` stacks) has one observer per operand. Its amax may then be too large by less
+      than 12.5 %.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts.internal import exact_float32
+from qtoolkit.casts.internal import WIDTHS, exact_float32
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._calibration import Batch
@@ -78,6 +78,12 @@ class PlainModel(NamedTuple):
 
     def tracked(self, batches: Sequence[Batch], visit: Callable[[Use], Array | None]) -> None:
         names = list(self.params)
+        stored = [name for name in names if isinstance(self.params[name], QArray)]
+        if stored:
+            raise ValueError(
+                f"quantize: {stored[0]} is stored as codes already, expected the model that it came "
+                "from, in high precision"
+            )
 
         def function(arrays: list[Array], batch: Batch) -> Any:
             return self.call(dict(zip(names, arrays, strict=True)), batch)
@@ -168,9 +174,7 @@ def tuned(
     """
     for name, operand in kernels.items():
         _check_operand(name, operand)
-    factors, _, solver = settings.method.partition("+")
-    if settings.method == "gptq":
-        factors, solver = "", "gptq"
+    factors = settings.method.removesuffix("gptq").removesuffix("+")
     is_known = isinstance(calibration, InputStatistics)
     if is_known and (factors or settings.is_sequential):
         what = settings.method if factors else "sequential=True"
@@ -181,48 +185,66 @@ def tuned(
     batches = [] if is_known else _alike(checked_batches("quantize", calibration))
     if factors:
         model, unfolded = _with_factors(model, kernels, batches, factors)
-        if unfolded:
-            warnings.warn(
-                f"quantize: {factors}: {len(unfolded)} kernels have no factors, because no norm or "
-                "matmul before them could take the reciprocals without changing something else: "
-                + ", ".join(unfolded[:8])
-                + (" ..." if len(unfolded) > 8 else ""),
-                stacklevel=4,
-            )
-    if not solver:
+        _warn_of(factors, unfolded)
+    if "gptq" not in settings.method:
         return Tuned({}, model.params)
-    seen: dict[Key, tuple[Hessian, Contraction]] = {}
-    results: dict[Key, QArray] = {}
-
-    def solve(key: Key, kernel: Array) -> QArray:
-        hessian, how = seen[key]
-        spec = _spec(kernels[key[0]], how, kernel.shape)
-        where = f"quantize: {_shown(key)}"
-        is_packed = spec.element.bits in (1, 2, 4, 6)
-        options = settings.damping, settings.act_order, is_packed
-        return solved(where, kernel, spec, hessian, how, *options)
-
-    def visit(use: Use) -> Array | None:
-        if use.key[0] not in kernels:
-            return None
-        if use.key not in results:
-            _observed(seen, use)
-            if settings.is_sequential:
-                results[use.key] = solve(use.key, use.kernel)
-        return results[use.key].dequantize() if settings.is_sequential else None
-
+    solver = _Solver(kernels, settings)
     if is_known:
         rows = zip(calibration.hessians, calibration.hows, strict=True)
-        seen = dict(zip(calibration.keys, rows, strict=True))
+        solver.seen.update(zip(calibration.keys, rows, strict=True))
     else:
-        model.tracked(batches, visit)
-    made = {}
-    for name in kernels:
-        array = model.params[name]
-        indices = _indices(name, array, seen)
-        parts = [results.get((name, i)) or solve((name, i), array[i]) for i in indices]
-        made[name] = _joined(parts, array.shape[: len(indices[0])])
-    return Tuned(made, model.params)
+        model.tracked(batches, solver.visit)
+    return Tuned({name: solver.joined(name, model.params[name]) for name in kernels}, model.params)
+
+
+def _warn_of(method: str, unfolded: Sequence[str]) -> None:
+    if unfolded:
+        some = ", ".join(unfolded[:8]) + (" ..." if len(unfolded) > 8 else "")
+        warnings.warn(
+            f"quantize: {method}: {len(unfolded)} kernels have no factors, because no norm or "
+            f"matmul before them could take the reciprocals without changing something else: {some}",
+            stacklevel=5,
+        )
+
+
+@dataclasses.dataclass
+class _Solver:
+    """GPTQ for the kernels of a model.
+
+    Attributes:
+      seen: The inputs of each kernel, and its axes.
+      solved: The kernels that are quantized; later layers compute with these if it is sequential.
+    """
+
+    kernels: Mapping[str, Operand]
+    settings: Settings
+    seen: dict[Key, tuple[Hessian, Contraction]] = dataclasses.field(default_factory=dict)
+    solved: dict[Key, QArray] = dataclasses.field(default_factory=dict)
+
+    def visit(self, use: Use) -> Array | None:
+        if use.key[0] not in self.kernels:
+            return None
+        if use.key not in self.solved:
+            _observed(self.seen, use)
+            if self.settings.is_sequential:
+                self.solved[use.key] = self.solve(use.key, use.kernel)
+        return self.solved[use.key].dequantize() if self.settings.is_sequential else None
+
+    def solve(self, key: Key, kernel: Array) -> QArray:
+        hessian, how = self.seen[key]
+        spec = _spec(self.kernels[key[0]], how, kernel.shape)
+        options = self.settings.damping, self.settings.act_order, spec.element.bits in WIDTHS
+        return solved(f"quantize: {_shown(key)}", kernel, spec, hessian, how, *options)
+
+    def joined(self, name: str, array: Array) -> QArray:
+        """A kernel, or the stack of all kernels of a parameter."""
+        indices = _indices(name, array, self.seen)
+        keys = [(name, index) for index in indices]
+        parts = [self.solved[k] if k in self.solved else self.solve(k, array[k[1]]) for k in keys]
+        lead = array.shape[: len(indices[0])]
+        if not lead:
+            return parts[0]
+        return jax.tree.map(lambda *xs: jnp.stack(xs).reshape(*lead, *xs[0].shape), *parts)
 
 
 def _indices(name: str, array: Array, seen: Mapping[Key, Any]) -> list[tuple[int, ...]]:
@@ -238,12 +260,6 @@ def _indices(name: str, array: Array, seen: Mapping[Key, Any]) -> list[tuple[int
             "with None (so, too, convolutions with groups, and matmuls in a while_loop)"
         )
     return indices
-
-
-def _joined(parts: Sequence[QArray], lead: tuple[int, ...]) -> QArray:
-    if not lead:
-        return parts[0]
-    return jax.tree.map(lambda *xs: jnp.stack(xs).reshape(*lead, *xs[0].shape), *parts)
 
 
 def _shown(key: Key) -> str:

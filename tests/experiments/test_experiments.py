@@ -11,7 +11,12 @@ from _results import Recorder, load
 import qtoolkit as qt
 
 NAMES = results.EXPERIMENTS
-TRAINING = {"rounding_modes", "fp8_gradients", "qat"}  # each compiles for ten seconds and more
+TRAINING = {
+    "rounding_modes",
+    "fp8_gradients",
+    "qat",
+    "ptq_methods",
+}  # each compiles for ten seconds and more
 
 
 @pytest.mark.sample(1)

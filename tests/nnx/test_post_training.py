@@ -274,6 +274,8 @@ def test_other_misuse():
         qt.nnx.quantize(model, "int4", batches()[0], method="gptq")
     with pytest.raises(TypeError, match="sequential=True runs the model"):
         qt.nnx.quantize(model, "int4", found, method="gptq", sequential=True)
+    with pytest.raises(ValueError, match=r"is wrapped|stored as codes already"):
+        qt.nnx.quantize(qt.nnx.quantize(model, "int4"), "int4", batches(), method="gptq")
     static = qt.Operand("int4", scaling=qt.products.Static(0.1))
     with pytest.raises(ValueError, match="expected current scales and rounding to nearest"):
         qt.nnx.quantize(model, qt.Recipe((None, static)), batches(), method="gptq")
