@@ -55,6 +55,7 @@ class Nnx(nnx.Module):
         return merge(y, 2)
 
 
+@pytest.mark.filterwarnings("ignore:differentiated without")  # gradients by inputs
 @pytest.mark.parametrize("recipe", [WIDE, qt.recipes.te_delayed_hybrid])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_linen_methods_return_functions(recipe, compiled):
@@ -69,6 +70,7 @@ def test_linen_methods_return_functions(recipe, compiled):
     assert error(grads, expected) < tolerance
 
 
+@pytest.mark.filterwarnings("ignore:differentiated without")  # gradients by inputs
 @pytest.mark.parametrize("recipe", [WIDE, qt.recipes.te_delayed_hybrid])
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
 def test_nnx_methods_return_functions(recipe, transform):
