@@ -81,8 +81,8 @@ class PlainModel(NamedTuple):
         stored = [name for name in names if isinstance(self.params[name], QArray)]
         if stored:
             raise ValueError(
-                f"quantize: {stored[0]} is stored as codes already, expected the model that it came "
-                "from, in high precision"
+                f"quantize: {stored[0]} is stored as codes already, expected the model that it "
+                "came from"
             )
 
         def function(arrays: list[Array], batch: Batch) -> Any:
@@ -202,7 +202,7 @@ def _warn_of(method: str, unfolded: Sequence[str]) -> None:
         some = ", ".join(unfolded[:8]) + (" ..." if len(unfolded) > 8 else "")
         warnings.warn(
             f"quantize: {method}: {len(unfolded)} kernels have no factors, because no norm or "
-            f"matmul before them could take the reciprocals without changing something else: {some}",
+            f"matmul before them could take the reciprocals and change nothing else: {some}",
             stacklevel=5,
         )
 
