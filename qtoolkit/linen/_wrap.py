@@ -47,10 +47,12 @@ def wrap(
     It quantizes Flax's layers (`Dense`, `DenseGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
     `Embed.attend`, attention with the products of queries and keys and of scores and values, and
     recurrent cells), and modules whose methods compute products by themselves (`x @ kernel`,
-    `jnp.einsum`): such a method is traced, and the trace evaluated with quantized products. NumPy
-    arrays that the module is called with become JAX arrays; those of integers and booleans do not
-    where Python needs the numbers in them, for a shape or a mask. `report` lists every product and
-    whether it is quantized.
+    `jnp.einsum`). While a method runs, JAX hands every operation to a trace of ours, as it does
+    under `jax.vmap`, which computes the products by the recipe: also those in `scan`, `cond`,
+    `remat` and `jax.shard_map`, but not those in a `custom_vjp`. NumPy arrays that the module is
+    called with become JAX arrays; those of integers and booleans do not where Python needs the
+    numbers in them, for a shape or a mask. `report` lists every product and whether it is
+    quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Recipes with `Delayed`
@@ -70,7 +72,8 @@ def wrap(
         `wrap(nn.Dense(8, parent=None))`.
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules`
-        of recipes, over paths such as "blocks_0/Dense_0" and types; None leaves a layer as it is,
+        of recipes, over paths such as "blocks_0/Dense_0", parameters with two axes or more such as
+        "moe/router_weights", and types; None leaves a layer as it is,
         and so does a missing default. A type means layers of that type and layers inside of modules
         of that type. Which layers there are is known only when the module runs: `init` and the
         first `apply` raise for a rule that matches nothing, unless they are given a `method`, and

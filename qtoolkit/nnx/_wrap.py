@@ -59,12 +59,13 @@ def wrap(
 ) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
 
-    It quantizes `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv`, by their attributes for
-    products; the two products of `MultiHeadAttention`; and modules that compute products by
-    themselves, Flax's (`Embed.attend`, `ConvTranspose`, `LoRA`) and your own (`x @ self.kernel`,
-    `jnp.einsum`). The latter get a subclass of the same name, whose methods are traced and run with
-    quantized products; an eager call traces them each time, so call them under `nnx.jit`. `report`
-    lists every product of a model and whether it is quantized.
+    It quantizes Flax's layers (`nnx.Linear`, `LinearGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
+    `LoRA`, `Embed.attend`, the two products of `MultiHeadAttention`) and modules that compute
+    products by themselves (`x @ self.kernel`, `jnp.einsum`). They get a subclass of the same name.
+    While one of its methods runs, JAX hands every operation to a trace of ours, as it does under
+    `jax.vmap`, which computes the products by the recipe: also those in `scan`, `cond`, `remat` and
+    `jax.shard_map`, but not those in a `custom_vjp`. `report` lists every product of a model and
+    whether it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
@@ -83,7 +84,8 @@ def wrap(
         so does a missing default. None for any other module leaves the products that `wrap` does
         not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
         means layers of that type and layers inside of modules of that type. A layer that is shared
-        has several paths; a rule has to match one of them.
+        has several paths; a rule has to match one of them. A rule may also name a parameter with
+        two axes or more: `{"moe/router_weights": None, "moe": recipe}`.
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
         or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a product
         is not quantized though no rule says so.
@@ -106,13 +108,13 @@ def wrap(
         kernel of float64, of 8 bits, or a `QArray`; `strict` is neither inputs nor a mapping.
       ValueError: `kv_cache` is given for a model without attention, has no negative numbers, or has
         scales that tokens share; no layer is quantized; a rule matches no layer (a rule with None:
-        no module); the attribute for a layer's product was set by the user; or `strict` raises.
+        no module); or `strict` raises.
 
     Examples:
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> model.kernel[...] = jnp.asarray([[448.0], [1.0]])
       >>> wrapped = qt.nnx.wrap(model, qt.recipes.te_current)
-      >>> type(wrapped) is type(model), wrapped.kernel is model.kernel
+      >>> isinstance(wrapped, nnx.Linear), wrapped.kernel is model.kernel
       (True, True)
       >>> x = jnp.asarray([[0.3, 448.0]])
       >>> model(x), wrapped(x)  # 0.3 became 0.3125

@@ -8,7 +8,9 @@ A place is an axis counted from the end: -1, -2 ...
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ def moved(step: Step, places: Sequence[int]) -> list[int]:
     """
     name, params, count = step.name, step.params, len(step.outputs)
     if name in ("jit", "pjit"):
-        return along(params["jaxpr"].jaxpr, moved, places, LAST)
+        return _through(params["jaxpr"].jaxpr, tuple(places))
     if all(place == LAST for place in places) and name != "transpose":
         return [LAST] * count
     if name in _PARTS or places[0] == UNKNOWN:
@@ -60,6 +62,11 @@ def moved(step: Step, places: Sequence[int]) -> list[int]:
     alike = {place for place, shape in zip(places, shapes, strict=True) if shape == out} - {LAST}
     known = alike - {UNKNOWN} or alike
     return [known.pop() if len(known) == 1 else LAST] * count
+
+
+@functools.lru_cache(maxsize=4096)
+def _through(jaxpr: Any, places: tuple[int, ...]) -> list[int]:
+    return along(jaxpr, moved, places, LAST)
 
 
 def of_result(found: Found, rank: int) -> int:

@@ -48,6 +48,7 @@ _OF_CONVOLUTION = (  # parameters of the primitive that describe the product
     *("feature_group_count", "batch_group_count", "precision"),
 )
 
+_MOVING = ("transpose", "jit", "pjit")  # may move features away from the last axis
 # The result of a product; a mark, if a rule leaves it in high precision; None, if it just stays.
 Multiply = Callable[[Found], "jax.Array | Marked | None"]
 
@@ -120,7 +121,8 @@ class Replacing(jax.core.Trace):
         self._weakref = parent._weakref
 
     def know(self, x: Any, known: Known) -> None:
-        self._known[id(x)] = weakref.ref(x), known
+        with contextlib.suppress(TypeError):  # a number of Python or NumPy, which is a constant
+            self._known[id(x)] = weakref.ref(x), known
 
     def know_inputs(self, tree: Any) -> None:
         """Notes that the arrays in a pytree are no parameters, and no constants."""
@@ -258,6 +260,10 @@ class Replacing(jax.core.Trace):
             params = {**params, "jaxpr": _copied(params["jaxpr"])}
         outs = primitive.bind(*args, **params)
         listed = outs if primitive.multiple_results else [outs]
+        is_plain = all(self.known_of(x) is _ACTIVATION for x in args) and len(args) > 0
+        if is_plain and primitive.name not in _MOVING:  # saves a third of the time
+            self.know_inputs([x for x in listed if not isinstance(x, jax.core.Tracer)])
+            return outs
         step = Step(primitive.name, params, *_types(args, listed))
         bind = functools.partial(_bound, primitive, args[1:], params)
         self._noted(step, args, listed, bind)
@@ -369,6 +375,7 @@ def is_watched() -> bool:
         return isinstance(trace, Replacing)
 
 
+@functools.lru_cache(maxsize=4096)
 def has_products(jaxpr: Any) -> bool:
     """Whether a jaxpr computes a product that is not a quantized one."""
     return any(

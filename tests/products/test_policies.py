@@ -101,6 +101,7 @@ def test_plain_models_compute_so_many_again(of, name):
     assert recomputed(of, None, name) == POLICIES[name]
 
 
+@pytest.mark.filterwarnings("ignore:differentiated without")  # it needs the plain program
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("of", [of_nnx, of_linen])
 @pytest.mark.parametrize("recipe", RECIPES)
