@@ -115,14 +115,7 @@ def quantize(
         operands = {"/".join(p): use.operand for p, use in alike.items() if use.operand is not None}
         made, arrays = tuned(plain, operands, calibration, how)
         variables = {**variables, "params": with_params(variables, arrays)}
-    params, count = variables["params"], 0
-    for path, use in alike.items():
-        value = at(params, path)
-        is_stored = isinstance(value, QArray)
-        array = value if is_stored else made.get("/".join(path))
-        array = _stored_kernel(path, value, use, variables) if array is None else array
-        if array is not None:
-            params, count = with_part(params, path, array), count + 1
+    params, count = _stored(variables, alike, made)
     if not count:
         raise ValueError(
             f"quantize: {type(module).__name__} has no kernel to store with these inputs: the "
@@ -130,6 +123,21 @@ def quantize(
             "e.g. qtoolkit.recipes.weight_only_e4m3"
         )
     return served, {**variables, "params": params}
+
+
+def _stored(
+    variables: Any, kernels: Mapping[tuple[str, ...], Kernel], made: Mapping[str, QArray]
+) -> tuple[Any, int]:
+    """The parameters with kernels that are stored, those of `made` as they are; and how many."""
+    params, count = variables["params"], 0
+    for path, use in kernels.items():
+        value = at(params, path)
+        is_stored = isinstance(value, QArray)
+        array = value if is_stored else made.get("/".join(path))
+        array = _stored_kernel(path, value, use, variables) if array is None else array
+        if array is not None:
+            params, count = with_part(params, path, array), count + 1
+    return params, count
 
 
 def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:

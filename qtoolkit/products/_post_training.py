@@ -82,7 +82,7 @@ class PlainModel(NamedTuple):
         if stored:
             raise ValueError(
                 f"quantize: {stored[0]} is stored as codes already, expected the model that it "
-                "came from, in high precision"
+                "came from"
             )
 
         def function(arrays: list[Array], batch: Batch) -> Any:
@@ -202,8 +202,7 @@ def _warn_of(method: str, unfolded: Sequence[str]) -> None:
         some = ", ".join(unfolded[:8]) + (" ..." if len(unfolded) > 8 else "")
         warnings.warn(
             f"quantize: {method}: {len(unfolded)} kernels have no factors, because no norm or "
-            "matmul before them could take the reciprocals without changing something else: "
-            f"{some}",
+            f"matmul before them could take the reciprocals and change nothing else: {some}",
             stacklevel=5,
         )
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
@@ -295,17 +296,20 @@ def _of_conv(params: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any
 
     def arranged(x: Array) -> Array:
         sizes = [shape[axis] for axis in summed[1:]]
-        patches = lax.conv_general_dilated_patches(
-            x, sizes, params["window_strides"], params["padding"],
-            params["lhs_dilation"], params["rhs_dilation"], numbers,
-            precision=lax.Precision.HIGHEST,
-        )  # fmt: skip
-        features = numbers.out_spec[1]
-        y = jnp.moveaxis(patches, features, -1)
-        channels = x.shape[numbers.lhs_spec[1]]
-        y = y.reshape(-1, channels, *sizes)
-        y = lax.transpose(y, (0, *(1 + rank for rank in ranks)))
-        return y.reshape(len(y), -1)
+        first, features, *places = numbers.lhs_spec
+        interior = [dilation - 1 for dilation in params["lhs_dilation"]]
+        pads = [(*ends, n) for ends, n in zip(params["padding"], interior, strict=True)]
+        x = lax.transpose(x, (first, *places, features))
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
+        strides, steps = (1, *params["window_strides"], 1), params["rhs_dilation"]
+        taps = []  # slices: XLA's CPU is slow at convolutions in groups, which JAX's patches are
+        for tap in np.ndindex(*sizes):
+            starts = [i * step for i, step in zip(tap, steps, strict=True)]
+            rest = [(n - 1 - i) * step for n, i, step in zip(sizes, tap, steps, strict=True)]
+            ends = [n - m for n, m in zip(x.shape[1:-1], rest, strict=True)]
+            taps.append(lax.slice(x, (0, *starts, 0), (len(x), *ends, x.shape[-1]), strides))
+        y = jnp.stack(taps, -1).reshape(-1, x.shape[-1], *sizes)
+        return lax.transpose(y, (0, *(1 + rank for rank in ranks))).reshape(len(y), -1)
 
     return how, arranged
 

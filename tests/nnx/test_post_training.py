@@ -239,6 +239,29 @@ def test_a_convolution_sums_over_its_patches():
     assert seen < 0.8 * np.square(np.asarray(nearest(x) - model(x))).sum()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": (3, 2), "strides": (2, 1)},
+        {"kernel_size": (3, 3), "padding": "VALID", "kernel_dilation": (2, 1)},
+        {"kernel_size": (2, 3), "padding": ((1, 1), (1, 1)), "input_dilation": (2, 1)},
+        {"kernel_size": (4, 4), "padding": ((1, 2), (0, 3))},
+    ],
+    ids=str,
+)
+def test_patches_times_the_kernel_are_the_convolution(options):
+    model = nnx.Conv(3, 5, rngs=nnx.Rngs(0), use_bias=False, **options)
+    x = jax.random.normal(jax.random.key(0), (2, 7, 9, 3))
+    products = []
+
+    def visit(use):
+        products.append(use.rows(0) @ use.how.matrices(use.kernel)[0])
+
+    plain(model).tracked([qt.products.internal.Batch.of(x)], visit)
+    expected = model(x)
+    np.testing.assert_allclose(products[0].reshape(expected.shape), expected, rtol=1e-4, atol=1e-5)
+
+
 class Unused(Two):
     def __init__(self):
         super().__init__()
