@@ -4,7 +4,8 @@
 multiplies. The last blocks of a row or column may be partial, as in DeepSeek's kv_a_proj_with_mqa,
 whose 576 rows have 5 scales. V3.1 has powers of two there, V4 calls the entry `scale`, of dtype
 F8_E8M0, and has experts of MXFP4, I8 [o, i / 2]. "mxfp8" of SGLang has `weight_scale_inv` U8
-[o, i / 32].
+[o, i / 32]. FBGEMM has `weight_scale` F32 [o, 1], and for Llama 4's experts, [e, i, o], scales
+[e, 1, o], or, in the same order, [e, o, 1].
 Source: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; transformers,
 integrations/finegrained_fp8.py.
 """
@@ -33,6 +34,7 @@ from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
 
 SUFFIX = "_scale_inv"
 METHOD = "fp8"
+FBGEMM = "fbgemm_fp8"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
@@ -55,8 +57,12 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         scale_name = _scale_name(name, info, headers, config)
         if scale_name is None:
             continue
-        encodings[name] = microscaled(headers, name, scale_name, where) or decode_bytes(
-            headers, name, scale_name, where, block
+        scale = headers[scale_name]
+        if config.get("quant_method") == FBGEMM and len(info.shape) == len(scale.shape) == 3:
+            scale = scale._replace(shape=(scale.shape[0], 1, math.prod(scale.shape[1:])))
+        pair = {name: info, scale_name: scale}
+        encodings[name] = microscaled(pair, name, scale_name, where) or decode_bytes(
+            pair, name, scale_name, where, block
         )
     return encodings
 
@@ -104,6 +110,6 @@ LAYOUT = Layout(
     decode=decode,
     encode=encode,
     config=config,
-    methods=(METHOD, "mxfp8"),
+    methods=(METHOD, "mxfp8", FBGEMM),
     has_partial_blocks=True,
 )
