@@ -219,6 +219,45 @@ def test_fbgemm_is_read(tmp_path):
         np.testing.assert_array_equal(load(src)[name].dequantize("float32"), array)
 
 
+def quark(tensors):
+    config = {"quant_method": "quark", "export": {"pack_method": "reorder"}}
+    return {name: array.copy() for name, array in tensors.items()}, config
+
+
+@pytest.mark.parametrize("scale", [ONE[0] / 8, SCALE[:, 0], SCALE.astype(BF16)])
+def test_fp8_of_quark_is_read(tmp_path, scale):
+    """AMD's Quark, per tensor and per channel; vLLM, quark_w8a8_fp8.py: codes times scales."""
+    scale = np.asarray(scale)
+    beside = {f"{MODULE}.input_scale": ONE[0], f"{MODULE}.output_scale": ONE[0]}
+    tensors = {WEIGHT: FP8, f"{WEIGHT}_scale": scale} | beside
+    src = folder(tmp_path / "src", *quark({k: np.asarray(x) for k, x in tensors.items()}))
+    wide = scale.astype(np.float32).reshape(-1, 1)
+    np.testing.assert_array_equal(
+        values(src, tmp_path / "values")[WEIGHT], FP8.astype(np.float32) * wide
+    )
+    assert set(convert(src, tmp_path / "out").left) == set(beside)
+
+
+def test_mxfp4_of_quark_is_read(tmp_path):
+    """Quark, Pack_fp4: 0x21 is the codes 1, 2; vLLM, mxfp4_utils.py: times 2**(scale - 127)."""
+    e2m1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    packed = rng.integers(0, 256, (128, 64), np.uint8)
+    packed[0, 0] = 0x21
+    scale = rng.integers(118, 130, (128, 4), np.uint8)
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(128, 128)
+    expected = e2m1[codes] * np.repeat(np.exp2(scale.astype(np.float32) - 127), 32, 1)
+    src = folder(tmp_path / "src", *quark({WEIGHT: packed, f"{WEIGHT}_scale": scale}))
+    np.testing.assert_array_equal(values(src, tmp_path / "values")[WEIGHT], expected)
+    np.testing.assert_array_equal(load(src)[WEIGHT].dequantize("float32"), expected)
+
+
+@pytest.mark.parametrize("codes", [INT8, np.ones((128, 32), np.int32)])
+def test_integers_of_quark_are_refused(tmp_path, codes):
+    src = folder(tmp_path / "src", *quark({WEIGHT: codes, f"{WEIGHT}_scale": SCALE}))
+    with pytest.raises(CheckpointError, match=rf"tensor {WEIGHT}: I.*the program that made it"):
+        convert(src, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("program", "tensors", "more"),
     [
