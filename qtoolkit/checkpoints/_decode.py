@@ -22,6 +22,7 @@ from qtoolkit.checkpoints._tensors import (
     Entry,
     Tensor,
     shown,
+    statistics,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._layout import unread
@@ -235,7 +236,7 @@ def _zero_parts(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> se
         module, dot, last = name.rpartition(".")
         if name in known or f"{module}{dot}weight" not in encodings:
             continue
-        if last.startswith("weight_") and not tensor.read().astype(np.float64).any():
+        if last.startswith("weight_") and statistics(tensor).zeros == tensor.size:
             found.add(name)
         elif last.startswith("weight_") or last == "quant_bias":
             what = f"{tensor.entry}, beside codes, expected no such entry: it changes what is read"
