@@ -30,7 +30,7 @@ from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
 # The scales of a KV cache may belong to the attention module, above its projections.
-_OF_CACHE = ("k_scale", "v_scale", "q_scale")
+_OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
 # Suffixes of entries that loaders keep beside a quantized weight. Without codes they mean nothing.
 _AUXILIARY = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),

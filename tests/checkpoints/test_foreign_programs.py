@@ -160,9 +160,13 @@ def test_zero_points_of_activations_go_with_their_scales(tmp_path):
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True}}
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     beside = {f"{MODULE}.{name}": array for name, array in beside.items()}
+    attention = "model.layers.0.self_attn"
+    beside |= {f"{attention}.{x}_zero_point": np.ones(1, np.int8) for x in "kv"}
+    tensors |= {f"{attention}.{x}_proj.weight": np.ones((64, 64), np.float32) for x in "qkv"}
     src = folder(tmp_path / "src", tensors | beside, config)
     assert set(convert(src, tmp_path / "out").left) == set(beside)
-    assert load(tmp_path / "out").keys() == {WEIGHT, *WIDE}
+    weights = {name for name in (*tensors, *WIDE) if name.endswith(".weight")}
+    assert load(tmp_path / "out").keys() == weights
     np.testing.assert_array_equal(values(src, tmp_path / "values")[WEIGHT], INT8 * SCALE)
 
 
@@ -256,6 +260,33 @@ def test_integers_of_quark_are_refused(tmp_path, codes):
     src = folder(tmp_path / "src", *quark({WEIGHT: codes, f"{WEIGHT}_scale": SCALE}))
     with pytest.raises(CheckpointError, match=rf"tensor {WEIGHT}: I.*the program that made it"):
         convert(src, tmp_path / "out")
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 1), (4, 1, 256), (4, 1, 1), (4,)])
+def test_experts_of_any_width_have_a_scale_for_each_row_column_or_expert(tmp_path, shape):
+    codes = rng.uniform(-448, 448, (4, 64, 256)).astype(E4M3)
+    scale = rng.uniform(0.001, 0.01, shape).astype(np.float32)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    src = folder(tmp_path / "src", {name: codes, f"{name}_scale": scale}, {"quant_method": "fp8"})
+    expected = codes.astype(np.float32) * (scale if len(shape) > 1 else scale[:, None, None])
+    np.testing.assert_array_equal(values(src, tmp_path / "values")[name], expected)
+    np.testing.assert_array_equal(load(src)[name].dequantize("float32"), expected)
+    found = compare(src, tmp_path / "values")
+    assert found.equal
+    save(tmp_path / "f", {name: codes, f"{name}_scale": scale} | WIDE)
+    np.testing.assert_array_equal(dequantize(load(tmp_path / "f"))[name], expected)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_fused_experts_of_modelopt_may_be_wider_than_a_block(tmp_path, axis):
+    """FP8_PER_CHANNEL_PER_TOKEN of fused experts: `_weight_scale` [experts, outputs]."""
+    codes = rng.uniform(-448, 448, (4, 192, 256)).astype(E4M3)
+    scale = rng.uniform(0.001, 0.01, (4, codes.shape[axis])).astype(np.float32)
+    name = "model.layers.0.mlp.experts.down_proj"
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    src = folder(tmp_path / "src", {name: codes, f"{name}_weight_scale": scale}, config)
+    expected = codes.astype(np.float32) * np.expand_dims(scale, 3 - axis)
+    np.testing.assert_array_equal(values(src, tmp_path / "values")[name], expected)
 
 
 @pytest.mark.parametrize(

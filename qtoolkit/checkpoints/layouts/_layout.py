@@ -380,4 +380,6 @@ def _blocks_by_shape(
                 return (*ones, *cut), {"block": cut}
         if rank == 3 and scale[1:] == (1, columns):
             return (1, rows, 1), {"block": (1,), "axes": (1,), "other_axes": None}
+        if rank == 3 and scale[1:] == (rows, 1):
+            return (1, 1, columns), {"block": (1,), "axes": (0,), "other_axes": None}
     return None
