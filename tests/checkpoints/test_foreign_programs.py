@@ -277,13 +277,14 @@ def test_experts_of_any_width_have_a_scale_for_each_row_column_or_expert(tmp_pat
     np.testing.assert_array_equal(dequantize(load(tmp_path / "f"))[name], expected)
 
 
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp8"])
 @pytest.mark.parametrize("axis", [1, 2])
-def test_fused_experts_of_modelopt_may_be_wider_than_a_block(tmp_path, axis):
+def test_fused_experts_of_modelopt_may_be_wider_than_a_block(tmp_path, axis, method):
     """FP8_PER_CHANNEL_PER_TOKEN of fused experts: `_weight_scale` [experts, outputs]."""
     codes = rng.uniform(-448, 448, (4, 192, 256)).astype(E4M3)
     scale = rng.uniform(0.001, 0.01, (4, codes.shape[axis])).astype(np.float32)
     name = "model.layers.0.mlp.experts.down_proj"
-    config = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    config = {"quant_method": method, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
     src = folder(tmp_path / "src", {name: codes, f"{name}_weight_scale": scale}, config)
     expected = codes.astype(np.float32) * np.expand_dims(scale, 3 - axis)
     np.testing.assert_array_equal(values(src, tmp_path / "values")[name], expected)
