@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,27 @@ from qtoolkit.checkpoints._tensors import (
     Entry,
     Tensor,
     shown,
+    statistics,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints.layouts._layout import unread
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
 # The scales of a KV cache may belong to the attention module, above its projections.
-_OF_CACHE = ("k_scale", "v_scale", "q_scale")
+_OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
 # Suffixes of entries that loaders keep beside a quantized weight. Without codes they mean nothing.
 _AUXILIARY = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
+    *("input_zero_point", "output_zero_point", "input_scale_ub"),
     *_OF_CACHE,
 )
+# A config without a method is of compressed-tensors where it has one of these. MLX's has none.
+_WITHOUT_METHOD = ("config_groups", "sparsity_config", "format")
+# What ComfyUI says of each layer, in JSON: in a tensor beside its weight, or in the metadata.
+_COMFY_MARK, _COMFY_METADATA = ".comfy_quant", "_quantization_metadata"
+_COMFY_READ = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # a code times its scale
+_COMFY_ASIDE = {"format", "per_row", "full_precision_matrix_mult"}
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
@@ -58,9 +67,12 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         encodings = LAYOUTS[layout].decode(config, headers, where)
     else:
         layout, encodings = _found_by_names(checkpoint, headers)
+    if not encodings:
+        return checkpoint
     _check_once(where, headers, encodings)
     _check_constants(checkpoint, encodings)
-    return _opened_as_float32(checkpoint, layout, encodings) if encodings else checkpoint
+    dropped = comfy_marks(checkpoint, encodings) | _zero_parts(checkpoint, encodings)
+    return _opened_as_float32(checkpoint, layout, encodings, dropped)
 
 
 def _found_by_names(
@@ -79,12 +91,13 @@ def _found_by_names(
 
 
 def _opened_as_float32(
-    checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding]
+    checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding], dropped: set[str]
 ) -> Checkpoint:
     read = _reader_of(encodings, checkpoint.tensors)
     parts = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     by_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
-    names = set() if layout == "plain" else _auxiliary_names(encodings)
+    names = dropped | (set() if layout == "plain" else _auxiliary_names(encodings))
+    metadata = {k: v for k, v in checkpoint.metadata.items() if k != _COMFY_METADATA}
     tensors: dict[str, Tensor] = {}
     auxiliary: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -99,7 +112,7 @@ def _opened_as_float32(
             is_cache = layout != "plain" and _is_of_cache(name, checkpoint.tensors)
             (auxiliary if name in names or is_cache else tensors)[name] = tensor
     changes: Any = {"tensors": tensors, "auxiliary": auxiliary, "stored": checkpoint.tensors}
-    return dataclasses.replace(checkpoint, layout=layout, **changes)
+    return dataclasses.replace(checkpoint, layout=layout, metadata=metadata, **changes)
 
 
 def _reader_of(
@@ -156,8 +169,9 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config"):
-            if isinstance(part.get(key), dict):
-                return part[key]
+            about = part.get(key)
+            if isinstance(about, dict) and {"quant_method", *_WITHOUT_METHOD} & about.keys():
+                return about
     return _modelopt_config(checkpoint) if checkpoint.folder.modelopt_config else {}
 
 
@@ -209,6 +223,57 @@ def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) 
                 )
 
 
+def _zero_parts(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> set[str]:
+    """The entries NAME.weight_* beside codes that the layout has not, if they are 0: offsets.
+
+    Raises:
+      CheckpointError: One is not 0, so that the numbers are others than those that are read.
+    """
+    known = {entry.name for encoding in encodings.values() for entry in encoding.entries}
+    known |= encodings.keys() | _auxiliary_names(encodings)
+    found = set()
+    for name, tensor in checkpoint.tensors.items():
+        module, dot, last = name.rpartition(".")
+        if name in known or f"{module}{dot}weight" not in encodings:
+            continue
+        if last.startswith("weight_") and statistics(tensor).zeros == tensor.size:
+            found.add(name)
+        elif last.startswith("weight_") or last == "quant_bias":
+            what = f"{tensor.entry}, beside codes, expected no such entry: it changes what is read"
+            raise unread(str(checkpoint.path), name, what)
+    return found
+
+
+def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
+    """The tensors in which ComfyUI says how layers are quantized, those of `weights` among them.
+
+    Raises:
+      CheckpointError: It is in one of the ways that have the entries of others and not the numbers:
+        weights are rotated, or, in NVFP4, scales lie in tiles and the first code is the high one.
+    """
+    marks = {name for name in checkpoint.tensors if name.endswith(_COMFY_MARK)}
+    texts = {n.removesuffix(_COMFY_MARK): checkpoint.read(n).tobytes() for n in marks}
+    layers: Any = {module: _json_object(text) for module, text in texts.items()}
+    of_all = _json_object(checkpoint.metadata.get(_COMFY_METADATA, "{}")).get("layers")
+    layers |= of_all if isinstance(of_all, dict) else {}
+    for module, about in layers.items():
+        weight, about = f"{module}.weight", about if isinstance(about, dict) else {}
+        others = {key for key, value in about.items() if value} - _COMFY_ASIDE
+        if weight in weights and (others or about.get("format") not in _COMFY_READ):
+            what = f"{shown(str(about)[:80])} by ComfyUI, expected {', '.join(_COMFY_READ)} alone"
+            raise unread(str(checkpoint.path), weight, what, "ComfyUI")
+    return marks
+
+
+def _json_object(text: str | bytes) -> dict[str, Any]:
+    """What the text holds; {} if that is no object of JSON."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def own_layout(checkpoint: Checkpoint) -> str:
     """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
     return str(own_metadata(checkpoint).get("layout", ""))
@@ -216,8 +281,4 @@ def own_layout(checkpoint: Checkpoint) -> str:
 
 def own_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `convert` has written under "qtoolkit" in the metadata of a file."""
-    try:
-        about = json.loads(checkpoint.metadata.get("qtoolkit", "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    return about if isinstance(about, dict) else {}
+    return _json_object(checkpoint.metadata.get("qtoolkit", "{}"))

@@ -16,12 +16,18 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._codes import check_explained
+<<<<<<< HEAD
 from qtoolkit.checkpoints._containers import array_checkpoint, container_of, open_source
 from qtoolkit.checkpoints._decode import dequantized
+=======
+from qtoolkit.checkpoints._containers import array_checkpoint, kind_of, open_source
+from qtoolkit.checkpoints._decode import comfy_marks, dequantized
+>>>>>>> 066d11d919530ea4921994d81c433e421ff76196
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._tensors import (
     DTYPE_OF,
+    FLOATS,
     Checkpoint,
     CheckpointError,
     Entry,
@@ -148,6 +154,8 @@ def load(path: Path, like: Any = None) -> Any:
         if file.folder is not None and described is None:
             loaded = _of_folder(file, None if like is None else dict(_flat(path, like)))
         else:
+            # What `dequantize` cannot see any more once there are only arrays.
+            comfy_marks(file, {n for n, t in file.tensors.items() if t.dtype not in FLOATS})
             arrays: dict[str, Any] = {name: file.read(name) for name in file.tensors}
             loaded = _with_qarrays(path, arrays, described)
     if like is None:

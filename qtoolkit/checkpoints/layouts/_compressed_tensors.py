@@ -24,6 +24,7 @@ from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
+    WIDE,
     Headers,
     Layout,
     Scheme,
@@ -165,6 +166,9 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             encoding = _decode_packed(headers, info, where, widths)
         elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
             encoding = _decode_bytes(headers, name, where, blocks)
+        elif last == "weight" and info.dtype in WIDE and config and f"{name}_scale" in headers:
+            what = f"{info} beside its scale, expected codes: it is rounded when the model runs"
+            raise unread(where, name, what, METHOD)
         else:
             continue
         encoding = with_group_index(headers, encoding, where)

@@ -2,7 +2,7 @@
 
 An encoding says which entries of a file hold the codes, scales and zero points of a weight, and how
 codes are packed. What turns these bytes into a `QArray`, or a `QArray` into bytes, is the same for
-all layouts: `checkpoints/_decode.py` and `checkpoints/_quantize.py`.
+all layouts: `checkpoints/_values.py` and `checkpoints/_produce.py`.
 """
 
 import dataclasses

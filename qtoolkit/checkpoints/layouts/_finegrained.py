@@ -4,9 +4,11 @@
 multiplies. The last blocks of a row or column may be partial, as in DeepSeek's kv_a_proj_with_mqa,
 whose 576 rows have 5 scales. V3.1 has powers of two there, V4 calls the entry `scale`, of dtype
 F8_E8M0, and has experts of MXFP4, I8 [o, i / 2]. "mxfp8" of SGLang has `weight_scale_inv` U8
-[o, i / 32].
+[o, i / 32]. FBGEMM has `weight_scale` F32 [o, 1], and for Llama 4's experts, [e, i, o], scales
+[e, 1, o], or, in the same order, [e, o, 1]. AMD's Quark has `weight_scale` of FP8, and of MXFP4, U8
+[o, i / 2]; its integers, which may be transposed, are not read.
 Source: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; transformers,
-integrations/finegrained_fp8.py.
+integrations/finegrained_fp8.py and fbgemm_fp8.py; Quark, utils/pack.py.
 """
 
 import math
@@ -33,6 +35,7 @@ from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
 
 SUFFIX = "_scale_inv"
 METHOD = "fp8"
+FBGEMM, QUARK = "fbgemm_fp8", "quark"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
@@ -48,15 +51,19 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     block = check_block(config.get("weight_block_size"), "weight_block_size", where) or BLOCK
-    encodings = {}
+    method, encodings = config.get("quant_method"), {}
     for name, info in headers.items():
-        if info.dtype not in (*BYTE_ELEMENTS, "U8"):
+        if info.dtype not in (*BYTE_ELEMENTS, "U8") or (method == QUARK and info.dtype == "I8"):
             continue
         scale_name = _scale_name(name, info, headers, config)
         if scale_name is None:
             continue
-        encodings[name] = microscaled(headers, name, scale_name, where) or decode_bytes(
-            headers, name, scale_name, where, block
+        scale = headers[scale_name]
+        if method == FBGEMM and len(info.shape) == len(scale.shape) == 3:
+            scale = scale._replace(shape=(scale.shape[0], 1, math.prod(scale.shape[1:])))
+        pair = {name: info, scale_name: scale}
+        encodings[name] = microscaled(pair, name, scale_name, where) or decode_bytes(
+            pair, name, scale_name, where, block
         )
     return encodings
 
@@ -104,6 +111,6 @@ LAYOUT = Layout(
     decode=decode,
     encode=encode,
     config=config,
-    methods=(METHOD, "mxfp8"),
+    methods=(METHOD, "mxfp8", FBGEMM, QUARK),
     has_partial_blocks=True,
 )

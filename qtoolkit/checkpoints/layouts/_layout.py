@@ -268,6 +268,11 @@ def decode_bytes(
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
+    is_named = f".{name}".endswith("weight")  # [outputs, inputs]
+    if scale.shape == codes.shape[:1] == codes.shape[1:] != (1,) and not is_named:
+        n = scale.shape[0]
+        what = f"[{n}] of {list(codes.shape)}, expected [{n}, 1], of rows, or [1, {n}], of columns"
+        raise unread(where, scale_name, what)
     found = _blocks_by_shape(codes.shape, scale.shape, block)
     if found is None:
         raise unread(
@@ -375,4 +380,6 @@ def _blocks_by_shape(
                 return (*ones, *cut), {"block": cut}
         if rank == 3 and scale[1:] == (1, columns):
             return (1, rows, 1), {"block": (1,), "axes": (1,), "other_axes": None}
+        if rank == 3 and scale[1:] == (rows, 1):
+            return (1, 1, columns), {"block": (1,), "axes": (0,), "other_axes": None}
     return None

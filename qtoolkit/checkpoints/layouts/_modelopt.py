@@ -200,5 +200,5 @@ LAYOUT = Layout(
     encode=encode,
     config=config,
     files=files,
-    methods=(METHOD,),
+    methods=(METHOD, f"{METHOD}_fp8", f"{METHOD}_fp4"),  # the last ones: as engines call it
 )

@@ -24,6 +24,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_tensor,
     decode_bytes,
     scaling_of,
+    unread,
 )
 from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat
 
@@ -70,11 +71,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             continue
         for entry in (f"{name}_zero_point", f"{name}_tensor_scale"):
             if entry in headers:
-                raise CheckpointError(
-                    f"{where}: tensor {shown(entry)}: layout plain has one scale a block and "
-                    "nothing beside it, expected no such tensor; dequantize the arrays in Python: "
-                    "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
-                )
+                what = "layout plain has one scale a block alone, expected no such tensor"
+                raise unread(where, entry, what)
         encodings[name] = decode_bytes(headers, name, name + SUFFIX, where)
     return encodings
 
