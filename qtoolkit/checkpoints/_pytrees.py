@@ -16,13 +16,8 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._codes import check_explained
-<<<<<<< HEAD
 from qtoolkit.checkpoints._containers import array_checkpoint, container_of, open_source
-from qtoolkit.checkpoints._decode import dequantized
-=======
-from qtoolkit.checkpoints._containers import array_checkpoint, kind_of, open_source
 from qtoolkit.checkpoints._decode import comfy_marks, dequantized
->>>>>>> 066d11d919530ea4921994d81c433e421ff76196
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._tensors import (
