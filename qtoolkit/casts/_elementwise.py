@@ -106,18 +106,22 @@ def _traced(
         return _Traced(jax.make_jaxpr(flat)(*numbers), out_structure)
 
 
-def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr, x64: bool) -> list[jax.Array]:
+def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
     shape = arrays[0].shape
     # Compute arrays of one element as scalars; otherwise XLA needs one simplification pass over the
     # whole program for each operation.
     is_number = bool(shape) and all(n == 1 for n in shape) and not is_sharded(arrays[0])
+    if not is_number:
+        return _replayed(*arrays, jaxpr=jaxpr)
+    numbers = (lax.reshape(x, ()) for x in arrays)
+    return [lax.reshape(x, shape) for x in _replayed(*numbers, jaxpr=jaxpr)]
+
+
+def _lowered(ctx: mlir.LoweringRuleContext, *arrays: Any, jaxpr: ClosedJaxpr, x64: bool) -> Any:
     # Programs are lowered outside of the `jax.enable_x64` that they were traced in. Without it
-    # constants of 64 bits would lose half of them.
+    # constants of 64 bits would lose half of them, also in the operations inside of this one.
     with jax.enable_x64(True) if x64 else nullcontext():
-        if not is_number:
-            return _replayed(*arrays, jaxpr=jaxpr)
-        numbers = (lax.reshape(x, ()) for x in arrays)
-        return [lax.reshape(x, shape) for x in _replayed(*numbers, jaxpr=jaxpr)]
+        return mlir.lower_fun(_evaluated)(ctx, *arrays, jaxpr=jaxpr)
 
 
 def is_sharded(x: jax.Array) -> bool:
@@ -296,6 +300,7 @@ _elementwise.def_abstract_eval(
     lambda x, *_, jaxpr, x64: [x.update(dtype=y.dtype, weak_type=False) for y in jaxpr.out_avals]
 )
 _define(_elementwise, _evaluated)
+mlir.register_lowering(_elementwise, _lowered, inline=False)
 _look_up.def_abstract_eval(lambda x, table: x.update(dtype=table.entries.dtype, weak_type=False))
 _define(_look_up, _entries)
 
