@@ -261,12 +261,13 @@ def _define(
     ad.primitive_jvps[primitive] = functools.partial(_constant, primitive)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
     several = primitive.multiple_results
-    # Not inline: JAX then lowers an operation once for each shape, and calls the result elsewhere.
-    mlir.register_lowering(primitive, mlir.lower_fun(function, several), inline=False)
+    # Not `inline=False`, which emits calls and lowers sooner: so compiled by XLA for CPUs, a linen
+    # module with `nn.vmap` gave wrong numbers under `jax.value_and_grad` (jax 0.10 and 0.12).
+    mlir.register_lowering(primitive, mlir.lower_fun(function, several))
     for platform, own in by_platform.items():
         if own is not None:
             lower = mlir.lower_fun(own, several)
-            mlir.register_lowering(primitive, lower, platform=platform, inline=False)
+            mlir.register_lowering(primitive, lower, platform=platform)
 
 
 def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -300,7 +301,7 @@ _elementwise.def_abstract_eval(
     lambda x, *_, jaxpr, x64: [x.update(dtype=y.dtype, weak_type=False) for y in jaxpr.out_avals]
 )
 _define(_elementwise, _evaluated)
-mlir.register_lowering(_elementwise, _lowered, inline=False)
+mlir.register_lowering(_elementwise, _lowered)
 _look_up.def_abstract_eval(lambda x, table: x.update(dtype=table.entries.dtype, weak_type=False))
 _define(_look_up, _entries)
 
