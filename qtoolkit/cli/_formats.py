@@ -276,7 +276,7 @@ def exact(value: Fraction) -> str:
 
 
 def decimal(value: Fraction) -> str:
-    """The shortest decimal that reads back as `value`: as a float32 if it is one, else a float64."""
+    """The shortest decimal that reads back as `value`, as a float32 if it is one, else float64."""
     if value.denominator == 1:
         return str(value.numerator)
     with np.errstate(over="ignore", under="ignore"):

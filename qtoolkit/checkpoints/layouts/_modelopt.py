@@ -127,7 +127,7 @@ def _beside(name: str, suffix: str) -> str:
 
 
 def _nvfp4(codes: Entry, scale: Entry, second: Entry, where: str) -> Encoding:
-    """How NVFP4 is stored: blocks along the last axis, or, for experts [e, i, o], the middle one."""
+    """How NVFP4 is stored: blocks along the last axis, or for experts [e, i, o] the middle one."""
     shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
     if len(shape) == 3 and scale.shape[1:] == (-(-codes.shape[1] // 8), codes.shape[2]):
         shape = (codes.shape[0], 2 * codes.shape[1], codes.shape[2])
