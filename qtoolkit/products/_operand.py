@@ -338,7 +338,7 @@ class Operand:
 
     @property
     def is_calibratable(self) -> bool:
-        """Whether calibration can find its scale: one for the whole tensor, not given or learned."""
+        """Whether calibration can find its scale: one for the tensor, neither given nor learned."""
         has_scale = self.has_one_scale or bool(self.spec.tensor_scale)
         return has_scale and isinstance(self.scaling, Current | Delayed)
 
