@@ -117,9 +117,9 @@ def load(path: Path, like: Any = None) -> Any:
 
     Returns:
       Without `like`: a dictionary of NumPy arrays by name, in the order of the file, with a
-      `QArray` for each one that was saved. A weight that `convert` quantized depends on `path`. In
-      a folder it becomes a `QArray`, because the config says what its codes mean; elements
-      narrower than a byte are packed. In a file, codes and scales stay separate, for `dequantize`.
+      `QArray` for each one that was saved. Weights that `convert` quantized are `QArray`s if `path`
+      is a folder, because its config says what codes mean; elements narrower than a byte are
+      packed. If `path` is a file, codes and scales stay separate, for `dequantize`.
       With `like`: a tree with its structure, of JAX arrays and `QArray`s. Dtypes are those of the
       file. Shardings are those of the arrays or structs in `like`, if they have any; scales are
       then replicated on all devices.
