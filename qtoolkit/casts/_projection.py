@@ -60,7 +60,10 @@ class Projection:
         return None if self.draw is None else self.draw.bits
 
     def drawn(self, shape: tuple[int, ...]) -> "Projection":
-        """The same with one number of random bits for each element of `shape`, inside `jit`."""
+        """The projection with its random bits drawn: one number for each element of `shape`.
+
+        Call it inside `jit`.
+        """
         if self.draw is None:
             return self
         assert isinstance(self.rounding, Stochastic)
@@ -68,7 +71,7 @@ class Projection:
         return dataclasses.replace(self, draw=Draw(None, None, bits))
 
     def reshaped(self, function: Callable[[jax.Array], jax.Array]) -> "Projection":
-        """A drawn projection with `function` of its bits, which the values went through, too."""
+        """A drawn projection whose bits are reshaped by `function`, as the values were."""
         if self.random is None:
             return self
         return dataclasses.replace(self, draw=Draw(None, None, function(self.random)))
@@ -76,7 +79,7 @@ class Projection:
 
 NEAREST = Projection()
 UNCLAMPED = Projection(saturation="none")  # as IEEE 754 and `astype` have it
-# Made beforehand: every eager cast asks for one.
+# Made once, because every eager cast needs one.
 _WITHOUT_DRAW = {(r, s): Projection(r, s) for r in DETERMINISTIC for s in SATURATIONS}
 
 
@@ -89,7 +92,7 @@ def projection_of(
     random_bits: ArrayLike | None = None,
     index_offset: Any = 0,
 ) -> Projection:
-    """The keywords of a public cast of an array of that shape, checked, as one object."""
+    """Check the keywords of a public cast of an array of this shape; return them as one object."""
     draws = key is not None or random_bits is not None
     draws = draws or not isinstance(index_offset, int) or index_offset != 0
     if not draws and isinstance(rounding, str) and isinstance(saturation, str):

@@ -56,7 +56,7 @@ from qtoolkit.formats.internal import unsigned_dtype
 SOURCES = tuple(fmt.dtype for fmt in FORMATS if fmt.dtype is not None)
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype("bfloat16"))
 _ENABLE_X64 = "jax.config.update('jax_enable_x64', True)"
-# NumPy dtypes that XLA has no arrays of: what holds their values.
+# For NumPy dtypes that XLA does not have: a dtype that holds their values.
 _WITHOUT_XLA = {
     np.dtype(ml_dtypes.float6_e2m3fn): np.float32,
     np.dtype(ml_dtypes.float6_e3m2fn): np.float32,
@@ -70,9 +70,10 @@ def x64_enabled() -> bool:
 
 
 def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.ndarray:
-    """`x` as an array of JAX, or of NumPy where it has 64 bits that JAX would cut.
+    """Check `x` and return it as an array of JAX.
 
-    Python's numbers are 64-bit ones, as in NumPy.
+    With JAX's 64-bit types off, 64-bit `x` stays an array of NumPy, because JAX would cut it to 32
+    bits. Python's numbers count as 64-bit ones, as in NumPy.
     """
     dtype = getattr(x, "dtype", None)
     if isinstance(x, jax.Array) and dtype in SOURCES:
@@ -101,7 +102,7 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
             f"convert it first, e.g. jnp.asarray({name}, jnp.float32)"
         )
     if dtype.itemsize == 8 and not x64_enabled() and not isinstance(x, jax.Array):
-        # To NumPy longlong and int64 are equal, but JAX takes scalars of the latter alone.
+        # NumPy's longlong and int64 compare equal, but JAX accepts only scalars of int64.
         return np.asarray(x).view(SOURCES[SOURCES.index(dtype)])
     return jnp.asarray(x)
 
@@ -121,7 +122,7 @@ def number_text(name: str, value: float) -> str:
 
 
 def check_value_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array:
-    """As `check_source`, for what keeps the dtype of `x`: 64 bits need x64."""
+    """As `check_source`, for functions whose result has the dtype of `x`: 64-bit `x` needs x64."""
     source = check_source(where, x, name)
     if not isinstance(source, jax.Array):
         raise TypeError(
@@ -224,7 +225,10 @@ def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) ->
 def _is_upper_part_of_float16(
     fmt: Format, dtype: DTypeLike, projection: Projection
 ) -> TypeGuard[FloatFormat]:
-    """Whether float16 is rounded to E5M2 on 16 bits, twice as fast as on 32."""
+    """Whether `x` is float16 and `fmt` its upper part, such as E5M2, without random bits.
+
+    Then 16-bit operations suffice, which are twice as fast as 32-bit ones.
+    """
     # Stochastic rounding may take more random bits than 16.
     if dtype != jnp.float16 or isinstance(projection.rounding, Stochastic):
         return False
@@ -238,7 +242,7 @@ def values_of(codes: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
     if isinstance(fmt, IntFormat):
         return _values_of_integers(codes, fmt, target)
     if isinstance(fmt, TableFormat):
-        # Subnormals of float32 would not survive being widened.
+        # Not float32 for wider targets: widening it would make its subnormals 0.
         fits = holds(fmt, np.float32) and target.bits <= 32
         wide = np.dtype(np.float32 if fits else np.float64)
         return _converted(table_values(codes, fmt, wide), target)
@@ -270,7 +274,7 @@ def _converted(x: jax.Array, target: Format) -> jax.Array:
     """`x` in the dtype of `target`, which holds its values."""
     assert target.dtype is not None
     if x.dtype == jnp.float32 and target.dtype == jnp.float16:
-        return to_float16(x)  # GPUs would make one NaN, 0x7FFF, of all
+        return to_float16(x)  # `astype` on GPUs makes every NaN the same one, 0x7FFF
     if isinstance(target, IntFormat) or target.bits >= 16:
         return x.astype(target.dtype)
     return dtype_from_codes(codes_of(x, target, UNCLAMPED), target)
@@ -287,7 +291,7 @@ def _exact(x: jax.Array, *, normalized: bool = True, wide: bool = False, spare: 
 
 
 def _as_float(x: jax.Array) -> jax.Array:
-    """`x` as float32 or float64; the result lies between the same values of a table."""
+    """`x` as float32 or float64, for tables. It lies between the same two values as `x`."""
     source = format(x.dtype)
     if x.dtype == jnp.float64:
         return x
@@ -302,7 +306,7 @@ def _as_float(x: jax.Array) -> jax.Array:
 
 
 def check_table(where: str, fmt: Format, dtype: Any) -> None:
-    """TypeError where integers of `dtype` between the values of a table are not exact floats."""
+    """TypeError if some integer of `dtype` in the range of a table is not an exact float."""
     if not isinstance(fmt, TableFormat) or not isinstance(format(dtype), IntFormat):
         return
     has_float64 = x64_enabled() or np.dtype(dtype).itemsize == 8

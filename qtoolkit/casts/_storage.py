@@ -1,7 +1,7 @@
 """Conversions of float32 to other dtypes and back, by bit patterns.
 
-With `astype` XLA may remove a narrowing and the widening that follows it, so that a number is never
-rounded. XLA does not do that to operations on patterns.
+XLA may remove an `astype` to a narrow dtype and the `astype` back, so that a number is never
+rounded. It does not remove operations on bit patterns.
 """
 
 import jax
@@ -33,7 +33,7 @@ def rounded_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def to_stored(x: jax.Array, fmt: FloatFormat, projection: Projection = NEAREST) -> jax.Array:
-    """float32 `x` rounded to `fmt`: in the format's own dtype, or its codes where it has none."""
+    """Round float32 `x` to `fmt`: to the format's own dtype, or to codes if it has none."""
     if fmt == FLOAT32:
         return x
     codes = codes_of(x, fmt, projection)
@@ -41,7 +41,7 @@ def to_stored(x: jax.Array, fmt: FloatFormat, projection: Projection = NEAREST) 
 
 
 def positive_to_stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """`to_stored` for positive numbers and NaN, in few operations where `fmt` allows it."""
+    """As `to_stored`, for positive numbers and NaN; with fewer operations if `fmt` allows it."""
     if not (has_unlimited_values(fmt) and is_part_of_float16(fmt) and fmt.dtype is not None):
         return to_stored(x, fmt)
     limited = jnp.minimum(x, np.float32(float(fmt.max_finite)))
@@ -58,7 +58,7 @@ def from_stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
 
 
 def power_to_stored(exponent: jax.Array, is_nan: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """`to_stored` of 2**exponent, which `fmt` and float32 hold, NaN where `is_nan`."""
+    """`to_stored` of 2**exponent, a value of `fmt` and float32; NaN where `is_nan`."""
     if not _holds_exponents(fmt):
         x = jnp.where(is_nan, np.float32(np.nan), power_of_two(exponent))
         return to_stored(x, fmt)
@@ -77,6 +77,6 @@ def power_from_stored(x: jax.Array, fmt: FloatFormat) -> tuple[jax.Array, jax.Ar
 
 
 def _holds_exponents(fmt: FloatFormat) -> bool:
-    """Whether a code is a biased exponent of float32, or the one NaN: E8M0."""
+    """Whether every code is a biased exponent of float32, or the only NaN, as in E8M0."""
     is_plain = fmt.mantissa_bits == 0 and not (fmt.has_zero or fmt.signed or fmt.has_inf)
     return is_plain and fmt.has_nan and -149 <= fmt.min_exponent <= fmt.max_exponent <= 127

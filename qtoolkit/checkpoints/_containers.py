@@ -1,7 +1,8 @@
 """`open_source`, which opens a checkpoint in any container; npz, Flax's msgpack and GGUF are here.
 
-Each is read by its own library. Their arrays are read whole, one at a time, but for those that lie
-in a GGUF file as they are; of msgpack the file is read whole. No JAX here.
+Each is read by its own library, one whole array at a time. There are two exceptions: arrays of a
+GGUF file that are not in llama.cpp's blocks are read in pieces, and a msgpack file is read whole.
+No JAX here.
 """
 
 import contextlib
@@ -89,8 +90,8 @@ def container_of(path: Path, argument: str = "path") -> str:
 
     Raises:
       CheckpointError: It holds weights or text of another kind, such as a pickle; or nothing is
-        there, since a run was killed in the moment in which it replaced it.
-      TypeError: It is no path; the message says that `argument` is.
+        there, because a run was killed while it replaced the target.
+      TypeError: It is no path; the message gives the name `argument`.
     """
     check_path(path, argument)
     kind = kind_at(path)
@@ -117,7 +118,7 @@ def container_of(path: Path, argument: str = "path") -> str:
 
 
 def _problem(path: Path, start: bytes) -> str:
-    """What a file is that starts like this, and what to do; "" if it may be a checkpoint."""
+    """What a file with these first bytes is, and what to do; "" if it may be a checkpoint."""
     text = start.lstrip()[:1]
     if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return PICKLE
@@ -156,7 +157,7 @@ def array_checkpoint(
     read: Callable[[str], np.ndarray],
     opened: contextlib.ExitStack | None = None,
 ) -> Checkpoint:
-    """A checkpoint of arrays that are read whole; the last of them is kept.
+    """A checkpoint of arrays that are read whole; only the last one stays in memory.
 
     Args:
       headers: dtype and shape of each, by name.
@@ -205,12 +206,13 @@ def check_unique(path: Path, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _damages(path: Path, what: str) -> Iterator[None]:
-    """Raises CheckpointError for what zipfile, its decompressors and NumPy raise of bad data."""
+    """Raise CheckpointError for the errors of zipfile, its decompressors and NumPy on bad data."""
     try:
         with naming(path):
             yield
     except Exception as error:
-        # bz2 raises OSErrors without a number; 22 (EINVAL): of a place before the file's start.
+        # Bad data, too, raise OSErrors: bz2 without an errno; a seek before the start of the file
+        # with 22 (EINVAL).
         is_failure = isinstance(error, OSError) and error.errno not in (None, 22)
         if is_failure or isinstance(error, MemoryError | CheckpointError):
             raise
@@ -316,7 +318,7 @@ def open_msgpack(path: Path) -> Checkpoint:
         ) from error
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path}: msgpack without names, expected a tree of arrays")
-    # None is what Flax writes of an optional parameter that is not there.
+    # Flax writes None for an optional parameter that is absent.
     leaves = [(name, leaf) for name, leaf in _leaves(tree) if leaf is not None]
     for name, leaf in leaves:
         if isinstance(leaf, list | tuple | str | bytes):
@@ -390,7 +392,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _gguf_reader(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
-    """The reader of a whole GGUF file, and what makes float32 numbers of its blocks."""
+    """The reader of a GGUF file, and the function that dequantizes its blocks to float32."""
     try:
         from gguf import GGUFReader
         from gguf.quants import dequantize

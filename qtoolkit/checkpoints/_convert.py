@@ -87,9 +87,8 @@ def convert(
         most 4. The bytes are the same whatever their number.
       max_memory: Bytes, or such as "400MB", that the process may take: fewer workers are started,
         by an estimate, on CPU, of 340 MiB for Python, JAX and compiled programs and 20 for each
-        worker; hence at least "360MiB". Arrays that cannot be read in pieces (those of orbax,
-        GGUF's blocks, members of npz that are compressed, in Fortran order or of another byte
-        order) are read whole: the largest of a source, blocks as float32, comes in addition.
+        worker; hence at least "360MiB". Add to this what is read whole: the largest array of orbax
+        or npz, the largest array of GGUF's blocks as float32, the whole file of msgpack.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:

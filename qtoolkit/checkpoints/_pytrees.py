@@ -1,10 +1,10 @@
-"""States of models, quantized arrays among them, in safetensors files.
+"""States of models, with or without quantized arrays, in safetensors files.
 
-A nested state is flattened, keys joined by dots: "layers.0.kernel". A `QArray` takes an entry for
-each of its arrays: its codes under its own name, in the dtype of their format where safetensors has
-it, and `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point`. What makes numbers of them is
-JSON under `qtoolkit_arrays` in the metadata: a format, lengths of blocks, a dtype, a packed size.
-JAX loads only where there are quantized arrays.
+A nested state is flattened, and keys are joined by dots: "layers.0.kernel". A `QArray` has an entry
+for each of its arrays. Its codes have its own name, and the dtype of their format if safetensors
+has it; the others are `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point`. JSON under
+`qtoolkit_arrays` in the metadata says how to dequantize them: a format, lengths of blocks, a dtype,
+a packed size. JAX is imported only if there are quantized arrays.
 """
 
 import copy
@@ -32,7 +32,7 @@ from qtoolkit.checkpoints._tensors import (
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._qarrays import ARRAYS_KEY, PARTS, not_described
 
-# What reads other files than `load` does.
+# What to use for files that `load` does not read.
 _READ_BY = {
     "npz": "read it with numpy.load",
     "msgpack": "read it with flax.serialization.msgpack_restore",
@@ -47,22 +47,22 @@ def save(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Writes arrays, NumPy's, JAX's or quantized ones, to a safetensors file.
+    """Write arrays of NumPy or JAX, and quantized ones, to a safetensors file.
 
         qtoolkit.checkpoints.save("model.safetensors", nnx.state(model))
 
-    The same bytes for the same arguments. `load` gives back what was saved.
+    The same arguments give the same bytes. `load` returns what was saved.
 
     Args:
-      path: Where to.
-      tensors: Arrays and `QArray`s by name; or a state of dictionaries, lists and tuples of such,
-        `nnx.state(model)` or linen variables, whose keys are joined by dots. None is left out.
+      path: The file to write.
+      tensors: Arrays and `QArray`s by name; or dictionaries, lists and tuples of them, such as
+        `nnx.state(model)` or linen variables, whose keys are joined by dots. None is skipped.
       metadata: Strings for `__metadata__`.
       overwrite: Whether a file of that name may be replaced.
 
     Raises:
-      CheckpointError: Something that is no array, or an array whose dtype or format safetensors
-        cannot hold; two with one name; or the target exists. Nothing is written then.
+      CheckpointError: Something is no array, safetensors cannot hold a dtype or format, two arrays
+        have the same name, or the target exists. Then nothing is written.
       OSError: The file cannot be written.
 
     Examples:
@@ -103,7 +103,7 @@ def save(
 
 
 def load(path: Path, like: Any = None) -> Any:
-    """What a file, a folder or a checkpoint of orbax holds: arrays, 8-bit floats too, `QArray`s.
+    """Load the arrays and `QArray`s of a file, a folder or an orbax checkpoint.
 
         state = qtoolkit.checkpoints.load("model.safetensors", like=nnx.state(model))
         nnx.update(model, state)
@@ -112,21 +112,23 @@ def load(path: Path, like: Any = None) -> Any:
       path: A safetensors file, from `save`, `convert` or any other program; a folder as Hugging
         Face's, in any layout; or a checkpoint of orbax, as `convert(to="orbax")` writes it.
       like: A state with the structure of the result, such as `nnx.state(model)`, linen variables,
-        or trees of `jax.ShapeDtypeStruct`. Of the file's names it expects just those that `save`
-        would give it. A tensor that `convert` quantized becomes a `QArray`, whatever `like` has.
+        or trees of `jax.ShapeDtypeStruct`. The file must have exactly the names that `save` would
+        give it. A tensor that `convert` quantized becomes a `QArray`, even if `like` has a plain
+        array there.
 
     Returns:
-      Without `like` a dictionary of NumPy arrays by name, in the file's order, with a `QArray` for
-      each one that was saved. What `convert` quantized is a `QArray`, too, if a folder is given,
-      whose config says what codes are: packed if its elements are narrower than a byte. Of a file
-      it is as it is there, for `dequantize`.
-      With it a tree like it, of JAX arrays and `QArray`s; dtypes are those of the file, shardings
-      those of `like`, where it has arrays or structs with one. Scales are then on all devices.
+      Without `like`: a dictionary of NumPy arrays by name, in the order of the file, with a
+      `QArray` for each one that was saved. Weights that `convert` quantized are `QArray`s if `path`
+      is a folder, because its config says what codes mean; elements narrower than a byte are
+      packed. If `path` is a file, codes and scales stay separate, for `dequantize`.
+      With `like`: a tree with its structure, of JAX arrays and `QArray`s. Dtypes are those of the
+      file. Shardings are those of the arrays or structs in `like`, if they have any; scales are
+      then replicated on all devices.
 
     Raises:
       CheckpointError: The file is damaged, or holds elements of 6 bits; the weights of a folder are
-        quantized in no layout that is read, or otherwise than its config says; or it is
-        not like `like`: a name is missing or left over, a shape or kind of dtype differs.
+        in a layout that cannot be read, or contradict its config; or the result differs from
+        `like`: a name is missing or left over, or a shape or kind of dtype differs.
       OSError: The file cannot be read.
 
     Examples:
@@ -157,7 +159,7 @@ def load(path: Path, like: Any = None) -> Any:
         return loaded
     wanted = dict(_flat(path, like))
     for name in list(loaded) if kind == "orbax" else ():
-        # Its last "value" again, which orbax's trees do not tell from a variable's.
+        # A last key "value" was dropped, because orbax's trees use it for variables. Restore it.
         if f"{name}.value" in wanted and name not in wanted:
             ends = [end for end in ("", "_scale") if name + end in loaded]
             loaded |= {f"{name}.value{end}": loaded.pop(name + end) for end in ends}
@@ -178,12 +180,13 @@ def _flat(path: Path, tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 
 def _children(path: Path, tree: Any, keys: tuple[str, ...]) -> list[tuple[str, Any]] | None:
-    """The children of a container with their keys, or, under the key "", what a variable of nnx
-    holds; None for an array.
+    """The children of a container with their keys; None for an array.
+
+    An nnx Variable has one child, its value, with the key "".
     """
     if isinstance(tree, Mapping):
-        # The dictionaries in an nnx.State are dictionaries to JAX; only when it is asked for one
-        # does the state make a State of it.
+        # Indexing an nnx.State makes a State of each inner dictionary, but the pytree has plain
+        # dictionaries.
         tree = getattr(tree, "raw_mapping", tree)
         wrong = [key for key in tree if not isinstance(key, str | int) or key == ""]
         if wrong:
@@ -200,13 +203,13 @@ def _children(path: Path, tree: Any, keys: tuple[str, ...]) -> list[tuple[str, A
 
 
 def _like(path: Path, tree: Any, arrays: dict[str, Any], keys: tuple[str, ...] = ()) -> Any:
-    """A tree with the structure of `tree`, of what is taken out of `arrays`."""
+    """A tree with the structure of `tree`, whose arrays are removed from `arrays`."""
     children = _children(path, tree, keys)
     if children is None:
         return None if tree is None else _checked(path, ".".join(keys), tree, arrays)
     made = [_like(path, child, arrays, (*keys, key) if key else keys) for key, child in children]
     if isinstance(tree, dict):
-        copied = copy.copy(tree)  # a defaultdict keeps what it makes absent values with
+        copied = copy.copy(tree)  # keeps the default_factory of a defaultdict
         copied.update(zip(tree, made, strict=True))
         return copied
     if isinstance(tree, Mapping):
@@ -253,7 +256,7 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
 
 
 def _placed(array: Any, wanted: Any) -> Any:
-    """An array, or the arrays of a `QArray`, where `wanted` has its own."""
+    """An array, or the arrays of a `QArray`, on the devices of `wanted`."""
     import jax
     import jax.numpy as jnp
 
@@ -323,7 +326,7 @@ def _array(path: Path, name: str, x: Any) -> np.ndarray:
 
 
 def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> dict[str, Any]:
-    """The arrays that `save` wrote, put together."""
+    """The arrays that `save` wrote, with the parts of each `QArray` put together."""
     if described is None:
         return arrays
     try:
@@ -355,7 +358,7 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
 
 
 def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, where what `convert` quantized is a `QArray`: 8-bit codes and float32 scales."""
+    """The arrays, with a `QArray` for each pair of 8-bit codes and float32 scales."""
     result = dict(arrays)
 
     def read(entry: Entry) -> np.ndarray:
@@ -380,9 +383,9 @@ def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[s
 
 
 def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, Any]:
-    """The tensors of a folder by name; what is quantized is a `QArray`, whatever the layout.
+    """The tensors of a folder by name; quantized ones are `QArray`s, in any layout.
 
-    What loaders keep beside the weights, such as input scales, is left out if it is not `wanted`.
+    Entries that only loaders need, such as input scales, are skipped unless they are `wanted`.
     """
     source = dequantized(folder)
     check_explained(source)
@@ -407,17 +410,17 @@ def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, 
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The float32 values of tensors that are quantized, as `convert` or others write them.
+    """Dequantize tensors, as `convert` or other programs write them, to float32.
 
     Args:
       tensors: Arrays by name, as `load` returns them.
 
     Returns:
-      The same, where every weight whose codes and scales names and dtypes tell, in any layout, is
-      replaced by its values in float32, and its scales left out; and every `QArray` by its own.
+      The same dictionary with the float32 values of every `QArray`, and of every weight whose codes
+      and scales have the names and dtypes of a known layout. The scales are removed.
 
     Raises:
-      CheckpointError: Codes are of a layout that is not read.
+      CheckpointError: Codes are in a layout that cannot be read.
       TypeError: `tensors` is no dictionary.
 
     Examples:
@@ -456,7 +459,7 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _has_scales(name: str, names: Iterable[str]) -> bool:
-    """Whether there are tensors beside this one that say that it holds codes."""
+    """Whether other tensors of its module, by their names, show that this one holds codes."""
     module = name.rpartition(".")[0]
     start = f"{module}." if module else name
     ends = (other.removeprefix(start) for other in names if other.startswith(start))

@@ -60,7 +60,7 @@ FOOTNOTE = (
     "Also: int and uint of 1 to 64 bits (int5), IEEE P3109 of 3 to 16 bits (binary8p3se).\n"
     "`qtoolkit formats NAME` shows one format, in any spelling, and the values of small ones."
 )
-_LISTED = 128  # the most values from zero up that are listed
+_LISTED = 128  # a page lists at most so many values from zero up
 
 
 def format_tables() -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
@@ -192,12 +192,12 @@ def _bits(count: int) -> str:
 
 
 def _listed(fmt: Format) -> tuple[dict[Fraction, int], str]:
-    """Codes by value, rising; and, where negative values are left out, how to get their codes.
+    """Codes by rising value; and, if negative values are not listed, how to get their codes.
 
     E4M3FN lists 127 values and says "; negative values: code + 0x80".
     """
     pairs = [(fmt.value(code), code) for code in range(1 << fmt.bits)]
-    # Fractions alone: the negative zero is a float, as infinities and NaN are.
+    # Only Fractions: -0, infinities and NaN are floats.
     codes = dict(sorted((value, code) for value, code in pairs if isinstance(value, Fraction)))
     positive = {value: code for value, code in codes.items() if value >= 0}
     all_fit = isinstance(fmt, IntFormat) and len(codes) <= 16
@@ -276,7 +276,7 @@ def exact(value: Fraction) -> str:
 
 
 def decimal(value: Fraction) -> str:
-    """The shortest decimal that reads back as this float32, or else as this float64."""
+    """The shortest decimal that reads back as `value`, as a float32 if it is one, else float64."""
     if value.denominator == 1:
         return str(value.numerator)
     with np.errstate(over="ignore", under="ignore"):

@@ -64,7 +64,7 @@ def quantize(
         rounded with the state of `Delayed` and `Static` scaling and of stochastic rounding, and
         with learned scales (LSQ), if there are any.
       recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
-        beside wide activations.
+        with unquantized activations.
       inputs: What the module is called with, as a batch of `calibrate`.
       calibration, algorithm, sequential, damping, act_order: As `calibration`, `method` and so on
         of `qtoolkit.nnx.quantize`: "gptq", "awq" and others, for a module that is not wrapped.

@@ -49,13 +49,15 @@ def value_and_grad(
         params = optax.apply_updates(variables["params"], updates)
         variables = {**variables, "params": params, "qtoolkit": state}
 
-    A step with an infinity or a NaN in an operand or a cotangent changes no history of that
-    product, and is counted in its `bad`. A product that did not run keeps its history. `jax.grad`
-    and `jax.value_and_grad` work as well, but with current scales, and no history moves. Calls of
-    `apply` that are not differentiated use the delayed scales and do not change them. A product of
-    a method is identified by its kernel, "__call__.kernel", a product of two activations by its
-    number among these. A product that did not run in `init`, because of an `if` in Python, has no
-    history and uses current scales.
+    A step with an infinity or a NaN in an operand or a cotangent does not change the histories of
+    that product; the metric `bad` counts such elements. A product that did not run keeps its
+    history. `jax.grad` and `jax.value_and_grad` work as well: with `mutable=["qtoolkit"]`, `apply`
+    returns updated histories of inputs and kernels, and cotangents have current scales; without
+    `mutable` all scales are current ones. A warning says so. Calls of `apply` that are not
+    differentiated use the delayed scales and do not change them. A product with a kernel is
+    identified by method and kernel, "__call__.kernel"; a product of two activations by its number
+    among these. A product that did not run in `init`, because of an `if` in Python, has no history
+    and uses current scales.
 
     Args:
       loss: A function of (variables, *args, **kwargs) that returns a scalar or (scalar, aux). It

@@ -259,9 +259,9 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
         print(found)  # the worst first
         better = qtoolkit.nnx.wrap(model, found.rules(keep=2))
 
-    The loss is computed once for each layer, with that layer quantized as its recipe says and all
-    others wide; then once with no layer quantized, and once with all. Forward only, in one program.
-    Choose a batch that is large enough for differences of the loss to mean something.
+    The loss is computed once for each layer, with only that layer quantized, as its recipe says;
+    then once with no layer quantized, and once with all. All losses are computed in one program,
+    forward only. Choose a batch that is large enough for differences of the loss to mean something.
 
     Args:
       wrapped, batch, loss_fn: As for `numerics`.

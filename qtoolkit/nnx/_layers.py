@@ -25,7 +25,7 @@ class Fp8Linear(nnx.Linear):
 
     Args:
       recipe: What its products round.
-      args, kwargs: As for `nnx.Linear`. Parameters are the same, and stay wide.
+      args, kwargs: As for `nnx.Linear`. Parameters are the same, and are not quantized.
 
     Examples:
       >>> layer = qt.nnx.Fp8Linear(2, 1, rngs=nnx.Rngs(0), recipe=qt.recipes.te_current)

@@ -64,7 +64,7 @@ def quantize(
       model: Any `nnx.Module`. If it is from `wrap` and `recipe` is None, it keeps its recipes and
         scales. It is not changed.
       recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
-        beside wide activations.
+        with unquantized activations.
       calibration: Batches of inputs, as for `calibrate`, all of one shape; the model must not be
         wrapped then. For GPTQ that is not sequential also what `calibrate(model, batches,
         "hessian")` returns.

@@ -225,9 +225,10 @@ def value_and_grad(
         optimizer.update(model, grads)
 
     The state of modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX` is updated, too.
-    `nnx.grad` and `nnx.value_and_grad` work as well; products then scale by their own magnitudes,
-    as `Current` does, and no history moves. A step with an infinity or a NaN in an operand or a
-    cotangent changes no history of that product, and is counted in its `bad`.
+    `nnx.grad` and `nnx.value_and_grad` work as well: the forward pass then updates the histories of
+    inputs and kernels, and cotangents have current scales; a warning says so. A step with an
+    infinity or a NaN in an operand or a cotangent does not change the histories of that product.
+    The metric `bad` counts such elements.
 
     Args:
       loss: A function of the model and further arguments that returns a scalar or (scalar, aux).

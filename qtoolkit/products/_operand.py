@@ -12,11 +12,12 @@ from qtoolkit.formats.internal import hashed_once, plain_number
 
 @dataclasses.dataclass(frozen=True)
 class Current:
-    """Scales from the array itself, in the step that uses it. Nothing is kept.
+    """Scales from the array itself, in the step that uses it. A layer has no state for them.
 
     Attributes:
-      power_of_two: Whether scales are rounded up to powers of two. Multiplying by one and rounding
-        the result commute, and the cast needs no division: the scales for speed on GPUs.
+      power_of_two: Whether scales are rounded up to powers of two. This is faster on GPUs: the cast
+        multiplies instead of dividing, and rounding before or after multiplying by a power of two
+        gives the same bits.
 
     Examples:
       >>> qt.Operand("e4m3fn").scaling
@@ -35,24 +36,25 @@ class Current:
 
 @dataclasses.dataclass(frozen=True)
 class Delayed:
-    """Scales from the largest magnitudes of the steps before, which a wrapped layer keeps.
+    """Scales from the largest magnitudes of earlier steps, which a wrapped layer stores.
 
-    Larger values saturate. The first step, and a layer that no gradient has reached so far, scale
-    as `Current` does. With nnx, so do products that your own modules compute by themselves, such
-    as `x @ self.kernel`, unless `wrap` is given `inputs` or `strict`.
+    Larger values saturate. Until a layer has a history, i.e. in the first step and as long as no
+    gradient reaches it, it scales as `Current` does, unless there is `initial`. With nnx, so do
+    products that your own modules compute, such as `x @ self.kernel`, unless `wrap` is given
+    `inputs` or `strict`.
 
-    Only calls through which a gradient flows are recorded in the history. If a layer is called
-    twice in a step, the second time behind `stop_gradient`, that call is scaled by what the first
-    one held, and its larger inputs saturate. For such a call wrap the model a second time, with
-    current scales: `qtoolkit.nnx.wrap(model, qtoolkit.recipes.te_current)` shares its parameters.
+    The history records only calls through which a gradient flows. If a layer is called a second
+    time in a step, behind `stop_gradient`, that call is scaled by the magnitudes of the other
+    calls, and larger inputs saturate. For such a call wrap the model a second time, with current
+    scales: `qtoolkit.nnx.wrap(model, qtoolkit.recipes.te_current)` shares its parameters.
 
     Attributes:
-      history: How many steps count, 1 or more.
+      history: The number of steps that count, 1 or more.
       margin: Room above the largest magnitude, in powers of two.
       power_of_two: As in `Current`.
-      initial: The largest magnitude to assume as long as there is no history. None: the array's
-        own, as `Current` does, which costs reading the array once more in every step, because its
-        scale may depend on it.
+      initial: The largest magnitude to assume as long as there is no history. None: that of the
+        array, as `Current` does. This costs one more read of the array in every step, because the
+        program cannot know whether there is a history yet.
 
     Source: arXiv:2209.05433, section 3; `DelayedScaling` of Transformer Engine, whose default is
     1,024 steps.
@@ -86,12 +88,12 @@ class Delayed:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """One scale that never moves: x ~ q * scale. What does not fit saturates.
+    """One scale that never changes: x ~ q * scale. Values that do not fit saturate.
 
     Attributes:
-      scale: A positive number, in the normal range of float32. None: the layer keeps a scale that
-        calibration found for the product. `qtoolkit.nnx.freeze` makes such recipes, of a model
-        that is wrapped and calibrated with `Current` scaling.
+      scale: A positive number, in the normal range of float32. None: the layer stores a scale that
+        calibration found. `qtoolkit.nnx.freeze` makes such recipes, from a model that was wrapped
+        and calibrated with `Current` scaling.
       power_of_two: As in `Current`; a given scale has to be one.
 
     Examples:
@@ -169,12 +171,12 @@ class Learned:
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard:
-    """Both operands of a product are transformed in blocks along the contracted axis.
+    """A Hadamard transform of both operands, in blocks along the contracted axis.
 
-    (x H)(H w) = x w, but an outlier is spread over its block before it is rounded. A contracted
-    axis that is no multiple of `block` is padded with zeros. Nothing is transformed if the axis is
-    summed in groups (in a convolution with groups, or in wgrad of `ragged_dot`), or if the operands
-    have no summed axis in common.
+    The product does not change, because (x H)(H w) = x w. But an outlier is spread over its block
+    before it is rounded. A contracted axis whose length is no multiple of `block` is padded with
+    zeros. Nothing is transformed if the axis is summed in groups (in a convolution with groups, or
+    in wgrad of `ragged_dot`), or if the operands have no summed axis in common.
 
     Attributes:
       block: The length of a block, a power of two.
@@ -183,7 +185,7 @@ class Hadamard:
     Source: arXiv:2509.25149, section on the random Hadamard transform.
 
     Examples:
-      >>> x = jnp.ones(16).at[3].set(64.0)  # an outlier, beside which int4 holds no 1
+      >>> x = jnp.ones(16).at[3].set(64.0)  # with this outlier int4 rounds 1 to 0
       >>> for transform in (None, qt.products.Hadamard(16)):
       ...     operand = qt.Operand("int4", transform=transform)
       ...     recipe = qt.Recipe(operand, gradient=operand)
@@ -213,13 +215,14 @@ class Operand:
     """What one operand of a product is rounded to. Frozen, hence hashable.
 
     Attributes:
-      spec: A block format, or whatever `qtoolkit.spec` takes. Blocks without `axes` are cut along
-        the contracted axis of the product; if it has several, along the last one in the order in
-        which lhs names them (in dgrad rhs). A block of two lengths is cut along the last kept axis
-        and the contracted one. Blocks with `axes` are cut along these. But in a wrapped model the
-        axis -1, as in `BlockFormat.token(...)`, means the axis of features, even if the model has
-        transposed the activation; the input of a layer is cut along the axis that is summed with
-        the kernel. An axis shorter than a block is one block. "mxfp8" is short for "mxfp8_e4m3".
+      spec: A block format, or whatever `qtoolkit.spec` takes; "mxfp8" is short for "mxfp8_e4m3".
+        Blocks without `axes` are cut along the contracted axis of the product. If there are several
+        contracted axes, it is the last one in the order in which lhs (in dgrad: rhs) names them. A
+        block of two lengths is cut along the last axis that is not contracted, and the contracted
+        one. Blocks with `axes` are cut along these, with one exception: in a wrapped model the axis
+        -1, as in `BlockFormat.token(...)`, means the axis of features, even if the model has
+        transposed the activation, and for the input of a layer the axis that is summed with the
+        kernel. An axis shorter than a block is one block.
       projection: Rounding and saturation.
       scaling: Where the scales come from. `Delayed` and `Static` need a format with one scale.
       transform: A `Hadamard` transform before the rounding, for both operands of a product.
@@ -280,7 +283,7 @@ class Operand:
         self._check_scaling()
 
     def _check_scaling(self) -> None:
-        """Raises if this scaling does not go with the format, transform or projection."""
+        """Raise if this scaling cannot be combined with the format, transform or projection."""
         found = self.spec
         has_calibrated_second = self.is_calibrated and bool(found.tensor_scale)
         if not (isinstance(self.scaling, Current) or self.has_one_scale or has_calibrated_second):
@@ -310,12 +313,12 @@ class Operand:
 
     @property
     def is_by_token(self) -> bool:
-        """Whether its blocks lie along the last axis, that of features."""
+        """Whether its blocks are cut along the last axis, that of features."""
         return self.spec.axes == (-1,)
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether its scale is one that calibration found and a layer keeps."""
+        """Whether calibration finds its scale, which a layer stores."""
         return isinstance(self.scaling, Static) and self.scaling.is_calibrated
 
     @property
@@ -335,13 +338,13 @@ class Operand:
 
     @property
     def is_calibratable(self) -> bool:
-        """Whether calibration can find its scale: one for the whole tensor, that is not given."""
+        """Whether calibration can find its scale: one for the tensor, neither given nor learned."""
         has_scale = self.has_one_scale or bool(self.spec.tensor_scale)
         return has_scale and isinstance(self.scaling, Current | Delayed)
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether it has one scale of float32, or a similar format, for the whole tensor."""
+        """Whether it has one scale for the whole tensor, in float32 or a similar format."""
         fmt = self.spec
         is_tensor = fmt.block == () and fmt.other_axes is None
         return is_tensor and fmt.scale is not None and not fmt.has_powers and not fmt.tensor_scale

@@ -1,7 +1,7 @@
 """Recipes by the names under which they are published, as data, and recipes as text.
 
-Each emulates the arithmetic of the three products of a layer. What its source does besides
-(optimizer states, communication, which layers stay wide) is not part of a recipe: `Rules` say
+Each describes the arithmetic of the three products of a layer. Other choices of its source
+(optimizer states, communication, layers in high precision) are not part of a recipe: `Rules` say
 which layers a recipe is for.
 """
 
@@ -122,8 +122,8 @@ token_scaled = Recipe(
 )
 """E4M3 with a scale for each token (vector of features) and each output channel of a kernel.
 
-Causal, and no example moves another: a scale sees nothing beside its own vector. In a wrapped
-model it goes along the features also of what the model has transposed, `q @ k.swapaxes(-1, -2)`.
+Causal and independent of the batch: a scale depends only on its own vector. In a wrapped model this
+is the vector of features, even if the model has transposed it, as in `q @ k.swapaxes(-1, -2)`.
 Source: the recipe "rowwise" of torchao's float8 training; arXiv:2208.07339, section 2 (vector-wise
 scales). Deviations: scales are not rounded to powers of two.
 """
@@ -151,8 +151,8 @@ nvfp4 = Recipe(
 Cotangents are rounded stochastically; the operands of wgrad go through a random Hadamard transform
 in blocks of 16.
 Source: arXiv:2509.25149; `NVFP4BlockScaling` of Transformer Engine. Deviations: the published
-training keeps some of the last layers wide, which is for `Rules` to say. Not causal: its second
-scale is one current scale for a tensor.
+training keeps some of the last layers in high precision; for this use `Rules`. Not causal: its
+second scale is one current scale for a tensor.
 """
 
 deepseek_v3 = Recipe(
@@ -163,7 +163,7 @@ deepseek_v3 = Recipe(
 """E4M3 everywhere: activations and cotangents in tiles of 1 x 128, weights in blocks of 128 x 128.
 
 Source: arXiv:2412.19437, section 3.3. Deviations: sums are float32 throughout; the paper keeps
-embeddings, heads, gates, norms and attention wide, which is for `Rules` to say. Not causal in
+embeddings, heads, gates, norms and attention in high precision; for this use `Rules`. Not causal in
 attention, where blocks of values join 128 tokens. As in its kernels, an amax below 1e-4 counts as
 1e-4: numbers below 2.2e-10 become 0, those of cotangents too. Scale the loss where they are small.
 """
@@ -187,7 +187,8 @@ Source: arXiv:2206.02915 (the formats). Deviations: none known.
 int8_qat = Recipe((BlockFormat.tensor(INT8), _along(INT8)), gradient=None)
 """int8 activations with one scale, int8 weights with a scale for each output channel.
 
-Cotangents stay wide: gradients are those of the product of the rounded numbers (straight-through).
+Cotangents are not quantized: gradients are those of the product of the rounded numbers
+(straight-through).
 
 Source: arXiv:1712.05877; arXiv:2103.13630, section III. Deviations: activations are scaled by their
 current amax, without zero points or moving averages.
@@ -195,23 +196,23 @@ current amax, without zero points or moving averages.
 
 _LSQ = Operand(BlockFormat.tensor(INT4), scaling=Learned())
 int4_lsq = Recipe((_LSQ, _LSQ), gradient=None)
-"""LSQ: int4 activations and weights, each layer with one learned scale for both; gradients wide.
+"""LSQ: int4 activations and weights, one learned scale for each; cotangents are not quantized.
 
-The scales are parameters of a model from `qtoolkit.nnx.wrap`, or a collection beside those of a
+The scales are parameters of a model from `qtoolkit.nnx.wrap`, or a separate collection of a
 linen module, and `start_scales` gives them their first values.
 Source: arXiv:1902.08153. Deviations: the paper has unsigned integers for activations that follow a
-ReLU, and keeps the first and the last layer at 8 bits, which is for `Rules` to say.
+ReLU, and keeps the first and the last layer at 8 bits, for which use `Rules`.
 """
 
 w4a16 = Recipe((None, "int4_group128"), gradient=None)
-"""int4 weights in groups of 128 along the contracted axis; activations and cotangents stay wide.
+"""int4 weights in groups of 128 along the contracted axis; nothing else is quantized.
 
 Source: arXiv:2210.17323 and arXiv:2306.00978 (the storage, not their search). Deviations: groups
 are rounded to nearest, symmetric.
 """
 
 weight_only_e4m3 = Recipe((None, _along(E4M3FN)), gradient=None)
-"""E4M3 weights with a scale for each output channel; activations and cotangents stay wide.
+"""E4M3 weights with a scale for each output channel; activations and cotangents are not quantized.
 
 Source: the scheme of FP8 weight-only inference (compressed-tensors "channel"). Deviations: none
 known.

@@ -64,7 +64,7 @@ class Rounded:
     Attributes:
       q: Values of the element format, plus the infinities and NaNs of x; x itself if it is wide.
       scales: The scales as they are stored, in their own format.
-      spec: The format, with the axes of its blocks; None if the operand stays wide.
+      spec: The format, with the axes of its blocks; None if the operand is not quantized.
       codes: The codes of q, if the operand came as codes or goes to XLA as such.
       turned: The codes with their axes in another order, so that each of the two products that read
         them finds those axes last that it sums over.

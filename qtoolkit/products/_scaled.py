@@ -1,4 +1,4 @@
-"""Operands that carry scales: of blocks, or of places that are not summed."""
+"""Operands with scales: one per block, or scales that do not change along summed axes."""
 
 import math
 from typing import Any, NamedTuple
@@ -32,9 +32,9 @@ class Blocked(NamedTuple):
     def matrices(self, batch: Places, contracted: Places) -> tuple["Blocked", int]:
         """The operand reshaped to [batch, contracted, kept] or [batch, kept, contracted].
 
-        XLA's compiler for GPUs takes at most one axis of each kind, and `lax.scaled_dot` cuts
-        blocks along all contracted axes, not only the last. Without batch axes the first of the
-        three is left out. The order that needs no transpose is chosen if there is one.
+        There are two reasons: XLA's compiler for GPUs takes at most one axis of each kind, and
+        `lax.scaled_dot` cuts blocks along all contracted axes, not only the last. Without batch
+        axes the result has two axes. If one of the two orders needs no transpose, it is chosen.
 
         Returns:
           The reshaped operand, and the index of its contracted axis.
@@ -55,7 +55,8 @@ class Blocked(NamedTuple):
 class Scaled(NamedTuple):
     """An operand whose scales, float32, do not change along the axes that are summed.
 
-    They multiply the result. `scale` has the shape of `elements`, or length 1 along an axis.
+    So the scales can multiply the result instead. Each axis of `scale` has the length of that of
+    `elements`, or 1.
     """
 
     elements: jax.Array
@@ -101,6 +102,6 @@ def scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
         dimension_numbers=(((axis_l,), (axis_r,)), (batch, batch)),
         preferred_element_type=jnp.float32,
     )
-    # Jax 0.12 takes the result of `scaled_dot` for the same in all shards of a `jax.shard_map`,
-    # even where the operands differ between shards.
+    # In `jax.shard_map`, JAX 0.12 types the result of `scaled_dot` as equal in all shards, even if
+    # the operands differ between shards.
     return varying_alike(out.reshape(shape), lhs.elements, rhs.elements)[0]

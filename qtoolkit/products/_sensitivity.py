@@ -59,7 +59,7 @@ class Sensitivity:
     def rules(self, keep: int = 1) -> Rules[Recipe]:
         """The rules that leave the `keep` worst layers wide and quantize the others that ran.
 
-        Each layer that ran has a rule of its own; all other layers stay wide.
+        Each layer that ran has a rule of its own; all other layers are not quantized.
 
         Raises:
           ValueError: `keep` is no number from 0 to the number of layers; or the model was frozen.

@@ -29,7 +29,7 @@ def stored_label(x: Any) -> str:
 
 
 def serving_rules(recipe: Any) -> Rules[Recipe]:
-    """The recipes for a model to be served. A format alone means kernels, with wide activations."""
+    """The recipes for a model to be served. A format alone means kernels only."""
     if isinstance(recipe, Rules):
         return recipe.map(_serving_recipe)
     return Rules((), default=_serving_recipe(recipe))

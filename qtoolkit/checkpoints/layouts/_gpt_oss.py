@@ -1,4 +1,4 @@
-"""gpt-oss: experts in MXFP4, two codes of E2M1 to a byte, the first one low.
+"""gpt-oss: experts in MXFP4. A byte holds two E2M1 codes, the first one in its low bits.
 
 transformers names the entries `gate_up_proj_blocks`, U8 [experts, outputs, inputs / 32, 16], and
 `gate_up_proj_scales`, U8 [experts, outputs, inputs / 32]; its weight is [experts, inputs, outputs].
@@ -63,8 +63,8 @@ def _decoded(name: str, codes: Entry, scale: Entry, where: str, is_transposed: b
     encoding = decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
     if not is_transposed:
         return encoding
-    turned = (*shape[:-2], shape[-1], shape[-2])
-    return dataclasses.replace(encoding, shape=turned, transposed=True)
+    swapped = (*shape[:-2], shape[-1], shape[-2])
+    return dataclasses.replace(encoding, shape=swapped, transposed=True)
 
 
 def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:

@@ -1,9 +1,15 @@
 """GPTQ, as AutoGPTQ and GPTQModel write it: unsigned integers of 2, 3, 4 or 8 bits.
 
-Of a weight [outputs, inputs], `qweight` is I32 [inputs * bits / 32, outputs]: the codes of a
-column lie one after the other from the low bits on, at 3 bits across the ends of words. `scales` is
-[groups, outputs], `qzeros` I32 [groups, outputs * bits / 32], `g_idx` I32 [inputs] the group of
-each input. x = scale * (code - zero). The checkpoint format "gptq" stores zero - 1, "gptq_v2" zero.
+A weight [outputs, inputs] has these entries:
+
+* `qweight`, I32 [inputs * bits / 32, outputs]: the codes of a column, one after the other, the
+  first one in the low bits. Codes of 3 bits may begin in one word and end in the next.
+* `scales`, [groups, outputs].
+* `qzeros`, I32 [groups, outputs * bits / 32]: the zero points. The checkpoint format "gptq" stores
+  zero - 1, "gptq_v2" stores zero.
+* `g_idx`, I32 [inputs]: the group of each input.
+
+x = scale * (code - zero).
 Source: github.com/ModelCloud/GPTQModel, gptqmodel/utils/model_dequant.py, convert_gptq_file.
 """
 
@@ -45,7 +51,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
 
 
 def _check_none(headers: Headers, where: str) -> None:
-    """Raises where there are weights, since no entry says what is added to a zero point."""
+    """Raise if there are GPTQ weights: only a config says what is added to a stored zero point."""
     for name, info in headers.items():
         scale = headers.get(entry_beside(name, "scales"))
         is_gptq = f".{name}".endswith(".qweight") and entry_beside(name, "qzeros") in headers
@@ -67,7 +73,7 @@ def _decoded(
     index = headers.get(entry_beside(name, "g_idx"))
     words, outputs = codes.shape if len(codes.shape) == 2 else (0, 0)
     groups = scale.shape[0] if scale.shape else 0
-    # Of config.json the number of bits may hold for other weights only ("dynamic").
+    # Not from config.json: "dynamic" there may give single modules another number of bits.
     bits = next((b for b in _ELEMENTS if zero.shape == (groups, outputs * b / 32)), 0)
     inputs = words * 32 // (bits or 1)
     if index is not None:
@@ -106,7 +112,10 @@ def _decoded(
 
 
 def _group_length(config: Mapping[str, Any], inputs: int, groups: int) -> int:
-    """Inputs of a group: those of the config, unless a module has groups of its own."""
+    """The inputs of a group: `group_size` of the config.
+
+    If "dynamic" may give modules other groups, inputs / groups.
+    """
     length = config.get("group_size")
     length = length if type(length) is int and length > 0 else max(inputs, 1)
     if config.get("dynamic") and groups and inputs % groups == 0:

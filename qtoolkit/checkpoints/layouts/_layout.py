@@ -60,12 +60,12 @@ class Scheme:
 
     @property
     def format(self) -> str:
-        """As given to `--format`."""
+        """The value of `--format` for this scheme."""
         return self.spec.name if scaling_of(self.spec) is None else self.spec.element.name
 
     @property
     def scaling(self) -> str | None:
-        """As given to `--scaling`; None if the format has no scales, or scales of its own."""
+        """The value of `--scaling`; None if the format has no scales or defines its own."""
         word = scaling_of(self.spec)
         return None if word == "none" else word
 
@@ -101,8 +101,9 @@ class Layout:
       computed: spec -> the spec with the rules by which the layout's publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
       linear_only: Whether it stores matrices [outputs, inputs] only.
-      experts_of: The model, by the `model_type` in its config, of which it stores nothing but
-        experts, all of a layer in one tensor [experts, inputs, outputs]; "" if it stores others.
+      experts_of: The `model_type` of the only models that the layout can hold. It stores nothing
+        but their experts: for each layer one tensor [experts, inputs, outputs]. "" if the layout is
+        not limited in this way.
       is_mixed: Whether weights of one checkpoint may have different schemes.
       has_partial_blocks: Whether the last blocks of a row or column may be partial.
       static: Maps schemes that work without static activation scales to those that are written
@@ -162,8 +163,8 @@ class Layout:
     def misfit(self, shape: Sequence[int], spec: BlockFormat) -> str:
         """Why blocks of a format do not fill a weight; "" if they do.
 
-        Loaders split and merge weights along both axes, so blocks have to be whole where they do
-        not say how they read partial ones.
+        Loaders split and merge weights along both axes. So blocks must be whole, unless the loaders
+        document how they read partial blocks.
         """
         axes = (-2, -1) if self.experts_of else (-1, -2)
         for axis, length in zip(axes, reversed(spec.block), strict=False):
@@ -176,7 +177,10 @@ class Layout:
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
-    """The value of `--scaling` for a spec, "none" without scales; None if it needs its own name."""
+    """The value of `--scaling` for a spec; "none" if it has no scales.
+
+    None if only the spec's own name describes its scales, as for "nvfp4".
+    """
     if spec.scale is None:
         return "none"
     if spec.tensor_scale is not None or spec.scale != FLOAT32 or spec.amax_epsilon:
@@ -214,7 +218,7 @@ _MAKER = "the program that made it"
 
 
 def unread(where: str, entry: str, what: str, program: str = _MAKER) -> CheckpointError:
-    """The error for an entry that is not as a layout has it."""
+    """The error for an entry that differs from what its layout says."""
     about = f"tensor {shown(entry)}: {what}"
     return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
 
@@ -222,7 +226,7 @@ def unread(where: str, entry: str, what: str, program: str = _MAKER) -> Checkpoi
 def unread_config(
     where: str, key: str, value: Any, expected: str, program: str = _MAKER
 ) -> CheckpointError:
-    """The error for a value of the quantization config that is not read."""
+    """The error for a value in the quantization config that cannot be read."""
     about = f"{key} {shown(str(value)[:80])} in config.json, expected {expected}"
     return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
 
@@ -245,7 +249,7 @@ def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str
 
 
 def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
-    """The lengths of a block as a config has them; None where it has none."""
+    """Check the lengths of a block in a config; None if there are none."""
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
@@ -260,11 +264,14 @@ def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...
 def decode_bytes(
     headers: Headers, name: str, scale_name: str, where: str, block: Sequence[int] | None = None
 ) -> Encoding:
-    """A weight with one code per byte and scales that multiply.
+    """How a weight is stored that has one code per byte, and scales that multiply.
 
-    The shape of the scales tells what each belongs to: one in all; [o, 1, ...] or [o], one for each
-    index of the first axis; [1, ..., i], of the last axis; or one per block of `block`, else of
-    128x128 or, in each row, of 128.
+    The shape of the scales tells which elements share a scale:
+
+    * one element: the whole tensor;
+    * [o, 1, ...] or [o]: each index of the first axis;
+    * [1, ..., i]: each index of the last axis;
+    * else each block of the shape `block`; without `block`, 128x128, or 128 elements of a row.
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
@@ -304,11 +311,11 @@ def decode_groups(
     tensor_scale: Entry | None = None,
     tensor_scale_divides: bool = False,
 ) -> Encoding:
-    """A weight, or one for each expert, with a scale for every group along the last axis.
+    """How a weight, or a stack of experts, is stored that has scales for groups of the last axis.
 
     Raises:
-      CheckpointError: The shape of the scales does not fit the groups, or there is neither one
-        second scale nor one for each expert.
+      CheckpointError: The shape of the scales does not fit the groups, or the number of second
+        scales is neither one nor that of the experts.
     """
     (length,) = spec.block
     assert length is not None
@@ -339,10 +346,10 @@ def decode_groups(
 
 
 def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Encoding | None:
-    """How the weight `name` is stored in OCP's MX formats; None if not by its dtypes and shapes.
+    """How the weight `name` is stored in OCP's MX formats; None if dtypes or shapes differ.
 
-    The scale of 32 neighbours of a row is a byte b, which stands for 2**(b - 127) whether the file
-    calls its dtype F8_E8M0 or U8; the bytes of MXFP4, two codes each, are U8 or I8.
+    Each 32 neighbours in a row share a scale: a byte b, which stands for 2**(b - 127). Files call
+    its dtype F8_E8M0 or U8. The bytes of MXFP4 hold two codes each, and are U8 or I8.
     """
     codes, scale = headers[name], headers[scale_name]
     if scale.dtype not in ("U8", "F8_E8M0") or not codes.shape:
@@ -359,7 +366,10 @@ def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Enc
 def _blocks_by_shape(
     shape: tuple[int, ...], scale: tuple[int, ...], block: Sequence[int] | None
 ) -> tuple[tuple[int, ...], dict[str, Any]] | None:
-    """The lengths of the blocks that scales of that shape belong to, and the block format's."""
+    """The lengths of the blocks that share a scale, and the arguments of their `BlockFormat`.
+
+    None if the shape of the scales fits no blocks.
+    """
     rank = len(shape)
     if not math.prod(shape) or math.prod(scale) == 1:
         return tuple(max(n, 1) for n in shape), {"other_axes": None}
@@ -373,7 +383,8 @@ def _blocks_by_shape(
     if rank >= 2 and len(scale) == rank and scale[:-2] == shape[:-2]:
         rows, columns = shape[-2:]
         ones = (1,) * (rank - 2)
-        # Shapes do not tell it: 2 scales of a row of 192 may be for 128 and 64, or for 96 each.
+        # Only the config tells the lengths: 2 scales of a row of 192 may be for 128 and 64, or for
+        # 96 each.
         for height, width in [block] if block else [BLOCK, (1, BLOCK[1])]:
             if scale[-2:] == block_counts((rows, columns), (height, width)):
                 cut = min(height, rows), min(width, columns)

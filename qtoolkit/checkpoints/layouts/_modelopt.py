@@ -1,11 +1,17 @@
 """NVIDIA's modelopt.
 
-FP8: `weight` is F8_E4M3, `weight_scale` F32: one in all (with `input_scale`), or one per output, or
-in FP8_PB_WO, which is read but not written, one per block, [o / 128, 1, i / 128, 1].
-NVFP4: `weight` is U8, two codes to a byte, `weight_scale` F8_E4M3 [o, i / 16], `weight_scale_2`
-F32, which multiplies; and `input_scale`. MXFP8, which is read: `weight_scale` U8 [o, i / 32].
-If all experts are in one tensor, they are its first axis, and its scales are `NAME_weight_scale`,
-`NAME_weight_scale_2`; those of Llama 4 and gpt-oss, [e, i, o], are packed along the axis of inputs.
+A weight has o outputs and i inputs, and there may be e experts.
+
+* FP8: `weight` is F8_E4M3. `weight_scale`, F32, has one scale for the tensor (then there is an
+  `input_scale`) or one for each output. In FP8_PB_WO, which is only read, it has one for each
+  block: [o / 128, 1, i / 128, 1].
+* NVFP4: `weight` is U8, two codes in a byte; `weight_scale` is F8_E4M3 [o, i / 16];
+  `weight_scale_2`, F32, multiplies; and there is an `input_scale`.
+* MXFP8, which is only read: `weight_scale` is U8 [o, i / 32].
+
+If all experts of a layer are in one tensor, its first axis is that of experts, and the scales are
+named `NAME_weight_scale` and `NAME_weight_scale_2`. In Llama 4 and gpt-oss this tensor is
+[e, i, o], and codes are packed along the axis of inputs.
 Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export; vLLM, quantization/modelopt.py;
 compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
 """
@@ -82,7 +88,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     )
 
 
-# The values of `quant_algo` in a config whose entries `decode` understands.
+# The values of `quant_algo` that `decode` reads.
 _READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "MIXED_PRECISION")
 
 
@@ -116,20 +122,20 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
 
 
 def _beside(name: str, suffix: str) -> str:
-    """The entry of a weight; that of fused experts: experts.down_proj_weight_scale."""
+    """The name of an entry of a weight: for fused experts, experts.down_proj_weight_scale."""
     return entry_beside(name, suffix) if name.endswith("weight") else f"{name}_{suffix}"
 
 
 def _nvfp4(codes: Entry, scale: Entry, second: Entry, where: str) -> Encoding:
-    """NVFP4 along the last axis, or, in the experts of Llama 4 and gpt-oss, the last but one."""
+    """How NVFP4 is stored: blocks along the last axis, or for experts [e, i, o] the middle one."""
     shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
     if len(shape) == 3 and scale.shape[1:] == (-(-codes.shape[1] // 8), codes.shape[2]):
         shape = (codes.shape[0], 2 * codes.shape[1], codes.shape[2])
-        turned = (shape[0], shape[2], shape[1])
+        swapped = (shape[0], shape[2], shape[1])
         counts = (scale.shape[0], scale.shape[2], scale.shape[1])
         encoding = decode_groups(
             codes.name,
-            turned,
+            swapped,
             NVFP4,
             codes,
             scale._replace(shape=counts),
@@ -146,9 +152,9 @@ def _nvfp4(codes: Entry, scale: Entry, second: Entry, where: str) -> Encoding:
 
 
 def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
-    """The scales with a shape of as many axes as the weight has.
+    """The entry of the scales, reshaped to as many axes as the weight has.
 
-    Those of FP8_PB_WO are [o / 128, 1, i / 128, 1], those of fused experts [e, n].
+    In files, scales of FP8_PB_WO are [o / 128, 1, i / 128, 1], those of fused experts [e, n].
     """
     if len(weight.shape) == 2 and len(scale.shape) == 4 and scale.shape[1::2] == (1, 1):
         return scale._replace(shape=scale.shape[::2])

@@ -1,10 +1,11 @@
 """Integers of 2 to 8 bits in words of 32 bits: pack-quantized of compressed-tensors.
 
-`weight_packed` is I32 [outputs, words], a code + 2**(bits - 1) from the low bits on. Since version
-0.18 of the package codes cross the ends of words; before, a word held 32 // bits whole codes. That
-differs for 3, 5, 6 and 7 bits. `weight_zero_point` holds codes of the same kind, along the outputs:
-I32 [words, groups]; of a scale for the whole tensor it is one I8.
-x = scale * (code - zero point). `weight_g_idx`, in some, has the group of each input.
+`weight_packed` is I32 [outputs, words]. It stores code + 2**(bits - 1), the first code in the low
+bits of a word. Since version 0.18 of the package a code may begin in one word and end in the next;
+before, a word held 32 // bits whole codes. The two differ for 3, 5, 6 and 7 bits.
+`weight_zero_point` is packed in the same way, but along the outputs: I32 [words, groups]. With one
+scale for the whole tensor it is one I8. x = scale * (code - zero point). Some checkpoints have
+`weight_g_idx`, the group of each input.
 Source: compressed-tensors, compressors/pack_quantized/base.py and helpers.py.
 """
 
@@ -33,12 +34,13 @@ _INTEGERS = {bits: resolve(f"int{bits}") for bits in range(2, 9)}
 
 
 class Width(NamedTuple):
-    """What the config says of packed integers.
+    """What the config says about packed integers.
 
     Attributes:
-      bits: Of a code.
-      length: Elements of a group; None: a scale for each row, or for all.
-      is_dense: Whether codes cross the ends of words; where groups tell it, they decide.
+      bits: The bits of a code.
+      length: The elements of a group; None: one scale for each row, or for the whole tensor.
+      is_dense: Whether a code may begin in one word and end in the next. Used only if `length` is
+        None; with groups, the number of words tells it.
     """
 
     bits: int
@@ -50,7 +52,7 @@ class Width(NamedTuple):
         return f"{self.bits} bits {groups}"
 
 
-# Those to try if no config tells; `dequantized` compares weight_shape with the result.
+# To try if there is no config. `dequantized` checks the result by weight_shape.
 _WIDTHS = (Width(4, 128), Width(4, 32), Width(8, 128))
 
 
@@ -77,11 +79,11 @@ def decode_integers(
 
 
 def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Encoding | None:
-    """How the weight is stored if it has these bits and groups; None if it has not."""
+    """How the weight is stored if it has these bits and groups; None if its shapes contradict."""
     bits, length, is_dense = width
     rows, words = codes.shape
     if length is None:
-        # As many columns as the words may hold: weight_shape, if there is one, must agree.
+        # As many columns as fit into the words. An entry weight_shape must agree.
         columns = words * 32 // bits if is_dense else words * (32 // bits)
         lengths = (rows, columns) if scale.shape in ((), (1,)) else (1, columns)
         fields: dict[str, Any] = {"other_axes": None}
@@ -108,7 +110,7 @@ def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Enc
 
 
 def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encoding:
-    """The encoding with the groups of inputs that were sorted by activations, if they were."""
+    """The encoding with the group of each input, if inputs were sorted by activations."""
     name = entry_beside(encoding.name, "weight_g_idx")
     if name not in headers:
         return encoding
@@ -122,10 +124,10 @@ def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encodi
 def with_zero_point(
     headers: Headers, encoding: Encoding, where: str, is_asymmetric: bool
 ) -> Encoding:
-    """The encoding with the zero points that lie beside it, if there are any.
+    """The encoding with the zero points of its module, if there are any.
 
     Args:
-      is_asymmetric: Whether the config says that there are.
+      is_asymmetric: Whether the config says that there are zero points.
     """
     name = entry_beside(encoding.name, "weight_zero_point")
     if name not in headers and not is_asymmetric:
@@ -155,8 +157,8 @@ def with_zero_point(
 def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) -> Sequence[Width]:
     """The widths of packed integers, from the "weights" of the groups of the config.
 
-    Shapes alone do not tell them: 16 words a row with one scale are 128 codes of 4 bits in a group
-    of 128, or 64 codes of 8 bits in a group of 64.
+    Shapes alone do not tell the widths: a row of 16 words with one scale may be 128 codes of 4 bits
+    in a group of 128, or 64 codes of 8 bits in a group of 64.
     """
     found = re.match(r"0\.(\d+)", str(version))
     is_dense = found is None or int(found[1]) >= 18

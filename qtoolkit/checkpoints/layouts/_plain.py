@@ -1,7 +1,7 @@
-"""qtoolkit's own layout: the codes under the weight's own name, the scales beside it.
+"""qtoolkit's own layout: codes have the name of the weight, scales the name `NAME_scale`.
 
-`NAME_scale` is float32 and multiplies. One scale in all, or one per channel, has a shape that
-broadcasts to the weight; for blocks of 128x128 the shape is
+Scales are float32 and multiply. One scale for the tensor, or one per channel, has a shape that
+broadcasts to the weight. For blocks of 128x128 the shape is
 [..., ceil(rows / 128), ceil(columns / 128)]. Convolutions [O, I, kh, kw] have a scale per channel
 instead of per block: their last two axes have only a few elements.
 """

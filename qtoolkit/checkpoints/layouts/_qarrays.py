@@ -1,8 +1,8 @@
-"""Quantized arrays that `save` wrote, as the file's metadata describes them.
+"""Quantized arrays that `save` wrote, as the metadata of the file describes them.
 
-The metadata is needed since blocks may have any size, and the shape of the scales does not tell it:
-1000 columns with 8 scales may be blocks of 125 or of 128. JAX is imported only if a file has such
-arrays.
+The metadata is needed because blocks may have any size, which the shape of the scales does not
+tell: 1000 columns with 8 scales may have blocks of 125 or of 128. JAX is imported only if a file
+has such arrays.
 """
 
 import contextlib
@@ -25,9 +25,10 @@ def saved_arrays(
 ) -> tuple[dict[str, Encoding], set[str]]:
     """How the arrays of a file are stored, and the names of all tensors that belong to them.
 
-    Arrays with elements of more than 8 bits, and those whose scales have a format without a dtype,
-    are left out: their tensors are copied as they are. So are packed ones that have zero
-    points, a last axis of one element, or blocks that are not those of a stack of matrices.
+    Some arrays are skipped, and their tensors are copied as they are: those with elements of more
+    than 8 bits, and those whose scales have a format without a dtype. Packed arrays are also
+    skipped if they have zero points, a last axis of one element, or blocks that are not those of a
+    stack of matrices.
 
     Raises:
       CheckpointError: The metadata does not describe the tensors, or an array cannot be read.
@@ -65,7 +66,10 @@ def saved_arrays(
 def copied_parts(
     metadata: Mapping[str, str], names: Collection[str], stored: Container[str]
 ) -> set[str]:
-    """Codes and scales of the arrays that are described but not `stored`: numbers only together."""
+    """The names of codes and scales of arrays that the metadata describes, but `stored` lacks.
+
+    Neither has a meaning without the other.
+    """
     found: set[str] = set()
     for name in _described(metadata) or ():
         parts = {f"{name}_{part}" for part in PARTS} & set(names)
@@ -75,7 +79,7 @@ def copied_parts(
 
 
 def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
-    """The metadata, describing no quantized array any more of which a tensor has changed."""
+    """The metadata without the descriptions of arrays of which a tensor has changed."""
     about = _described(metadata)
     if about is None:
         return dict(metadata)
@@ -89,7 +93,7 @@ def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> d
 
 
 def _described(metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    """What describes each array; None where nothing does that can be read."""
+    """The description of each array by name; None if there is none that can be read."""
     try:
         about = json.loads(metadata.get(ARRAYS_KEY, "null"))
     except (ValueError, RecursionError):
@@ -120,9 +124,9 @@ def _encoding(
 
     Args:
       codes: The tensor with the codes, packed along its last axis if there is a `packed_size`.
-      packed_size: The length of the last axis where codes are packed, else None.
-      spec, lengths: As a `QArray` has them.
-      parts: Its other tensors, by their names in it.
+      packed_size: The length of the last axis before packing; None if codes are not packed.
+      spec, lengths: Those of the `QArray`.
+      parts: The other tensors of the array, by the names in `PARTS`.
 
     Raises:
       ValueError: The codes do not have the bytes of `packed_size` codes.
@@ -139,7 +143,7 @@ def _encoding(
         shape = (*codes.shape[:-1], packed_size)
     lengths = (1,) * (len(shape) - len(lengths)) + lengths  # `vmap` has added axes in front
     second = parts["tensor_scale"]
-    batch = () if second is None else second.shape  # the first axes: a second scale for each index
+    batch = () if second is None else second.shape  # first axes, with a second scale per index
     kept = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
     merged = None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, kept)
     if merged is None or math.prod(batch) not in (1, merged[0][0]):
@@ -160,10 +164,10 @@ def _encoding(
 def _spec_of_matrix(
     spec: BlockFormat, shape: tuple[int, int], block: tuple[int, int]
 ) -> BlockFormat:
-    """`spec` with the blocks of a matrix; itself, with its name, where it has these anyway."""
+    """`spec` with the blocks of a matrix; unchanged, with its name, if it has these already."""
     if spec.scale is None:
         return spec
-    with contextlib.suppress(ValueError):  # blocks along axes that a matrix has not
+    with contextlib.suppress(ValueError):  # raised for blocks along axes that a matrix lacks
         if spec.block_lengths(shape) == block:
             return spec
     if block == (1, 1):  # a matrix of one row, with a scale for each channel
