@@ -51,7 +51,8 @@ def value_and_grad(
 
     A step with an infinity or a NaN in an operand or a cotangent changes no history of that
     product, and is counted in its `bad`. A product that did not run keeps its history. `jax.grad`
-    and `jax.value_and_grad` work as well, but with current scales, and no history moves. Calls of
+    and `jax.value_and_grad` work as well, but with current scales, and no history moves, unless
+    `apply` has `mutable=["qtoolkit"]`: then those of inputs and kernels do. Calls of
     `apply` that are not differentiated use the delayed scales and do not change them. A product of
     a method is identified by its kernel, "__call__.kernel", a product of two activations by its
     number among these. A product that did not run in `init`, because of an `if` in Python, has no

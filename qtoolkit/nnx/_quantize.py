@@ -151,10 +151,10 @@ def _operands(served: Any) -> dict[str, Operand]:
 def _store(
     found: FoundModule, known: dict[Any, Any], is_asked: bool, made: Mapping[int, QArray]
 ) -> bool:
-    """Stores the kernel of a layer, if it has one that can be stored; those of `made`, by `id`, as given.
+    """Stores the kernel of a layer, if it has one that can be stored; those of `made` as they are.
 
-    Returns whether the kernel is stored now. If the user gave a recipe (`is_asked`), a kernel that
-    was stored before must have the format that the recipe says.
+    `made` is by the `id` of the Variable. Returns whether the kernel is stored now. If the user
+    gave a recipe (`is_asked`), a kernel that was stored before must have the format that it says.
     """
     layer: Any = found.module
     axes = kernel_axes(layer)

@@ -225,8 +225,10 @@ def value_and_grad(
         optimizer.update(model, grads)
 
     The state of modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX` is updated, too.
-    `nnx.grad` and `nnx.value_and_grad` work as well; products then scale by their own magnitudes,
-    as `Current` does, and no history moves. A step with an infinity or a NaN in an operand or a
+    `nnx.grad` and `nnx.value_and_grad` work as well: there the forward pass moves the histories of
+    inputs and kernels, and scales of cotangents are current ones. Under `jax.grad` of a function
+    that closes over the model, and inside of a model that differentiates itself, all scales are
+    current ones and no history moves. A step with an infinity or a NaN in an operand or a
     cotangent changes no history of that product, and is counted in its `bad`.
 
     Args:

@@ -331,6 +331,8 @@ def test_other_misuse():
     model, found = Two(), qt.nnx.calibrate(Two(), batches(), "hessian")
     with pytest.raises(TypeError, match="calibration is one ArrayImpl, expected an iterable"):
         qt.nnx.quantize(model, "int4", batches()[0], method="gptq")
+    with pytest.raises(TypeError, match="calibration is one int, expected an iterable of batches"):
+        qt.nnx.quantize(model, "int4", 5, method="gptq")
     with pytest.raises(TypeError, match="sequential=True runs the model"):
         qt.nnx.quantize(model, "int4", found, method="gptq", sequential=True)
     with pytest.raises(ValueError, match=r"is wrapped|stored as codes already"):
