@@ -50,8 +50,8 @@ def value_and_grad(
         variables = {**variables, "params": params, "qtoolkit": state}
 
     A step with an infinity or a NaN in an operand or a cotangent does not change the histories of
-    that product; the metric `bad` counts such elements. A product that did not run keeps its
-    history. `jax.grad` and `jax.value_and_grad` work as well: with `mutable=["qtoolkit"]`, `apply`
+    that product; its state `bad` counts such steps. A product that did not run keeps its history.
+    `jax.grad` and `jax.value_and_grad` work as well: with `mutable=["qtoolkit"]`, `apply`
     returns updated histories of inputs and kernels, and cotangents have current scales; without
     `mutable` all scales are current ones. A warning says so. Calls of `apply` that are not
     differentiated use the delayed scales and do not change them. A product with a kernel is

@@ -49,12 +49,13 @@ def wrap(
     recurrent cells), and modules whose methods compute products by themselves (`x @ kernel`,
     `jnp.einsum`). While a method runs, JAX hands every operation to a trace of ours, as it does
     under `jax.vmap`, which computes the products by the recipe: also those in `scan`, `cond`,
-    `remat` and `jax.shard_map`, but not those in a `custom_vjp`. NumPy arrays that the module is
-    called with become JAX arrays; those of integers and booleans do not where Python needs the
-    numbers in them, for a shape or a mask. `report` lists every product and whether it is
+    `remat` and `jax.shard_map`, but not those in a `custom_vjp` or `custom_jvp`. NumPy arrays that
+    the module is called with become JAX arrays; those of integers and booleans do not where Python
+    needs the numbers in them, for a shape or a mask. `report` lists every product and whether it is
     quantized.
 
-    Two activations, such as queries and keys, are both rounded as an input is. Normalization,
+    Two activations, such as queries and keys, are both rounded as an input is; so is a parameter
+    that one module passes to another. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Recipes with `Delayed`
     scaling or stochastic rounding keep state in the collection "qtoolkit", which `init` makes and
     `value_and_grad` updates. `Learned` scales are in the collection "qtoolkit_scales"; their first

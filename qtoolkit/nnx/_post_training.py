@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.nnx._report import check_module, site_of
-from qtoolkit.nnx._wrap import FoundModule
 from qtoolkit.products.internal import Batch, PlainModel, input_statistics
 
 
@@ -42,10 +41,13 @@ def with_params(model: nnx.Module, params: Mapping[str, Any]) -> Any:
     return nnx.merge(graph, nnx.from_flat_state(leaves), *rest, copy=True)
 
 
-def kernel_name(found: FoundModule, known: Mapping[str, Any]) -> str | None:
-    """The name of a layer's kernel among the parameters; a shared layer has several paths."""
-    names = ("/".join(filter(None, (path, "kernel"))) for path in found.paths)
-    return next((name for name in names if name in known), None)
+def parameter_names(model: nnx.Module) -> dict[int, str]:
+    """The names of a model's parameters, as in `plain_model`, by the `id` of the Variable.
+
+    A Variable that several layers share has one name, which need not be a path of each layer.
+    """
+    found = nnx.iter_graph(model)
+    return {id(x): "/".join(map(str, path)) for path, x in found if isinstance(x, nnx.Param)}
 
 
 def observed_inputs(model: nnx.Module, batches: Iterable[Any], dtype: Any = jnp.float32) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.nnx._post_training import kernel_name, plain_model, with_params
+from qtoolkit.nnx._post_training import parameter_names, plain_model, with_params
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._rewriting import adapters, original_class, product_states
 from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
@@ -110,12 +110,13 @@ def quantize(
     made: Mapping[str, QArray] = {}
     if how.needs_inputs:
         plain = plain_model("quantize", model)
-        made, params = tuned(plain, _operands(served, plain.params), calibration, how)
+        made, params = tuned(plain, _operands(served), calibration, how)
         if params is not plain.params:
             served = rewired("quantize", with_params(model, params), rules, kv_cache)
     known: dict[Any, Any] = {}
     found = [layer for layer in modules_of(served) if site_of(layer.module) is not None]
-    stored = [_store(layer, known, recipe is not None, made) for layer in found]
+    by_id = {place: made[name] for place, name in parameter_names(served).items() if name in made}
+    stored = [_store(layer, known, recipe is not None, by_id) for layer in found]
     if not any(stored):
         names = ", ".join(layer.shown for layer in found[:3])
         raise ValueError(
@@ -127,24 +128,33 @@ def quantize(
     return served
 
 
-def _operands(served: Any, params: Mapping[str, Any]) -> dict[str, Operand]:
+def _operands(served: Any) -> dict[str, Operand]:
     """How each kernel that can be stored is rounded, by the name of the parameter."""
-    operands = {}
+    operands: dict[str, Operand] = {}
+    names = parameter_names(served)
     for layer in modules_of(served):
-        site, name = site_of(layer.module), kernel_name(layer, params)
+        module: Any = layer.module
+        site = site_of(module)
         operand = None if site is None else site.recipe.forward[1]
-        if operand is not None and name is not None and kernel_axes(layer.module) is not None:
-            operands[name] = operand
+        name = None if kernel_axes(module) is None else names.get(id(module.kernel))
+        if operand is None or name is None:
+            continue
+        if operands.setdefault(name, operand) != operand:
+            raise ValueError(
+                f"quantize: {layer.shown}: the kernel is shared with another layer, {name}, whose "
+                f"recipe rounds it by {operands[name]}, expected one format for a kernel that a "
+                f"method quantizes, got {operand}; give both layers one recipe"
+            )
     return operands
 
 
 def _store(
-    found: FoundModule, known: dict[Any, Any], is_asked: bool, made: Mapping[str, QArray]
+    found: FoundModule, known: dict[Any, Any], is_asked: bool, made: Mapping[int, QArray]
 ) -> bool:
     """Stores the kernel of a layer, if it has one that can be stored; those of `made` as they are.
 
-    Returns whether the kernel is stored now. If the user gave a recipe (`is_asked`), a kernel that
-    was stored before must have the format that the recipe says.
+    `made` is by the `id` of the Variable. Returns whether the kernel is stored now. If the user
+    gave a recipe (`is_asked`), a kernel that was stored before must have the format that it says.
     """
     layer: Any = found.module
     axes = kernel_axes(layer)
@@ -169,7 +179,7 @@ def _store(
     if name not in known:
         where = f"quantize: {found.shown}: {type(layer).__name__}.kernel"
         states = amax, key, learned
-        array = made.get(kernel_name(found, made) or "")
+        array = made.get(id(kernel))
         if array is None:
             array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
         stored = type(kernel).from_metadata(array, kernel.get_metadata())

@@ -240,10 +240,11 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
         def run(integers: bool) -> Any:
             given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, given)
-            parameters: dict[int, str] = {}
+            parameters: dict[Any, str] = {}
             trace = Replacing(site.multiply(state_of, named), parameters, mark=site.mark)
-            for node in (self, *given):
-                _know(trace, parameters, node)
+            for i, node in enumerate(given):
+                _know(trace, parameters, node, f"argument{i}")
+            _know(trace, parameters, self)  # the last: an argument may be a parameter of its own
             dotted = enclosing(dots, None if kept is None else kept.track().unmoved)
             with _dequantized(self, trace, parameters) as module, dotted, replacing(trace):
                 return method(module, *args, **kwargs)
@@ -254,7 +255,7 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
 
 
 @contextlib.contextmanager
-def _dequantized(module: Any, trace: Replacing, parameters: dict[int, str]) -> Iterator[Any]:
+def _dequantized(module: Any, trace: Replacing, parameters: dict[Any, str]) -> Iterator[Any]:
     """The module; if it has stored kernels, a copy with ordinary arrays in their place.
 
     What the method sets in the copy is then set in the module.
@@ -281,12 +282,21 @@ def _dequantized(module: Any, trace: Replacing, parameters: dict[int, str]) -> I
             setattr(module, name, value)
 
 
-def _know(trace: Replacing, names: dict[int, str], node: Any) -> None:
-    """Tells a trace which arrays of a module or an argument are parameters, and their names."""
+def _know(trace: Replacing, names: dict[Any, str], node: Any, argument: str = "") -> None:
+    """Tells a trace which arrays of a module or an argument are parameters, and their names.
+
+    A parameter that the module around this one passes as an array is known already. It is named
+    like the argument, as its path in the other module might be that of a parameter here.
+    """
     if not _is_node(node):
-        trace.know_inputs(node)
+        parameter = trace.known_of(node).source.parameter
+        if parameter is None:
+            trace.know_inputs(node)
+        else:
+            names.setdefault(parameter, argument)
         return
-    variables = nnx.to_flat_state(nnx.state(node)) if isinstance(node, nnx.Module) else [((), node)]
+    is_module = isinstance(node, nnx.Module)
+    variables = nnx.to_flat_state(nnx.state(node)) if is_module else [((argument,), node)]
     for path, variable in variables:
         arrays = jax.tree.leaves(variable.get_value())
         if isinstance(variable, nnx.Param):

@@ -226,9 +226,11 @@ def value_and_grad(
 
     The state of modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX` is updated, too.
     `nnx.grad` and `nnx.value_and_grad` work as well: the forward pass then updates the histories of
-    inputs and kernels, and cotangents have current scales; a warning says so. A step with an
-    infinity or a NaN in an operand or a cotangent does not change the histories of that product.
-    The metric `bad` counts such elements.
+    inputs and kernels, and cotangents have current scales; a warning says so. Under `jax.grad` of a
+    function that closes over the model, and inside of a model that differentiates itself, all
+    scales are current ones and no history is updated. A step with an infinity or a NaN in an
+    operand or a cotangent does not change the histories of that product; its state `bad` counts
+    such steps.
 
     Args:
       loss: A function of the model and further arguments that returns a scalar or (scalar, aux).

@@ -64,10 +64,13 @@ def wrap(
     products by themselves (`x @ self.kernel`, `jnp.einsum`). They get a subclass of the same name.
     While one of its methods runs, JAX hands every operation to a trace of ours, as it does under
     `jax.vmap`, which computes the products by the recipe: also those in `scan`, `cond`, `remat` and
-    `jax.shard_map`, but not those in a `custom_vjp`. `report` lists every product of a model and
-    whether it is quantized.
+    `jax.shard_map`, but not those in a `custom_vjp` or `custom_jvp`. `report` lists every product
+    of a model and whether it is quantized.
 
-    Two activations, such as queries and keys, are both rounded as an input is. Normalization,
+    Two activations, such as queries and keys, are both rounded as an input is. So is a parameter
+    that a module without products passes to another as an array: pass the Variable. Those of
+    generators and coroutines are quantized only where a method with other products runs them.
+    Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
     has scales of its own, see `qtoolkit.dot_general`. Layers of Flax keep histories for delayed
     scales, keys for stochastic rounding, and learned scales. Which products there are in your own
@@ -128,6 +131,8 @@ def wrap(
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     given = strict if inputs is None else inputs
     if given is not None:
+        if not callable(given):
+            strict_inputs(given, "strict" if inputs is None else "inputs")
         _keep_all(wrapped, given)
     if strict is not None:
         if callable(strict):
@@ -157,10 +162,13 @@ def _keep_all(wrapped: Any, given: Any) -> None:
     kernels = _kernels_of(wrapped, given)
     for layer, site in layers:
         shapes = {place.name: shape for place, shape in kernels.items() if place.path == site.path}
-        leads = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
+        own = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
+        leads = {name: lead for name, lead in own.items() if lead is not None}
         lead = next(iter(leads.values()), ())
         names = {
-            name: (site.recipe, leads[name]) if shape else (site.recipe.of_activations(), lead)
+            name: (site.recipe, leads.get(name, lead))
+            if shape
+            else (site.recipe.of_activations(), lead)
             for name, shape in shapes.items()
         }
         found = FoundModule(layer, [site.path])
@@ -181,8 +189,11 @@ def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]
     return kernels_in(run, state, batch.arrays)
 
 
-def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The leading axes of a parameter, "up" or "encode.up#2", of which products take slices."""
+def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The leading axes of a parameter, "up" or "encode.up#2", of which products take slices.
+
+    None for what is no parameter of the layer but an argument.
+    """
     parts = name.split("#")[0].split(".")
     for first in range(len(parts)):
         path = tuple(int(part) if part.isdigit() else part for part in parts[first:])
@@ -190,7 +201,7 @@ def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
             if tuple(known) == path:
                 whole = jnp.shape(variable.get_value())
                 return tuple(whole[: len(whole) - len(shape)])
-    return ()
+    return None
 
 
 def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:

@@ -143,7 +143,8 @@ def input_statistics(
 
 
 def checked_batches(where: str, batches: Any) -> list[Batch]:
-    if batches is None or hasattr(batches, "dtype") or isinstance(batches, dict | str):
+    is_one = hasattr(batches, "dtype") or isinstance(batches, dict | str)
+    if is_one or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         kind = "None" if batches is None else f"one {type(batches).__name__}"
         raise TypeError(
             f"{where}: calibration is {kind}, expected an iterable of batches of inputs, e.g. "

@@ -275,8 +275,8 @@ def _without(both: list[Product], forward: list[Product]) -> list[Product]:
     return kept
 
 
-def strict_inputs(strict: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword inputs that `wrap(strict=)` was given."""
+def strict_inputs(strict: Any, argument: str = "strict") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword inputs that `wrap(strict=)` or `wrap(inputs=)` was given."""
     if isinstance(strict, Mapping):
         return (), dict(strict)
     if isinstance(strict, tuple | list):
@@ -284,8 +284,8 @@ def strict_inputs(strict: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if hasattr(strict, "dtype"):
         return (strict,), {}
     raise TypeError(
-        f"wrap: strict has type {type(strict).__name__}, expected inputs to trace the model with; "
-        "write strict=(x,), or strict={'x': x} for keywords"
+        f"wrap: {argument} has type {type(strict).__name__}, expected inputs to trace the model "
+        f"with; write {argument}=(x,), or {argument}={{'x': x}} for keywords"
     )
 
 

@@ -242,7 +242,7 @@ class _Run(NamedTuple):
             matching = _of_dot(params, side, order)
         else:
             matching = _of_conv(params, order, kernel.arrays[0].shape)
-        x.node.users.append(key if matching else None)
+        x.node.users.append(key if _sums_features(name, params, side, inputs) else None)
         if matching is None:
             return inputs, None
         how, arranged = matching
@@ -258,10 +258,29 @@ class _Run(NamedTuple):
             inputs = list(inputs)
             inputs[side] = kernel._replace(arrays=(turned,))
         kept = [axis for axis in range(len(order)) if axis not in (*how.contracted, *how.batch)]
-        writes = (
-            (key, kept[0], kernel.node) if len(kept) == 1 and side == 1 and not how.batch else None
-        )
-        return inputs, writes
+        is_last = name == "dot_general" or _is_last(params["dimension_numbers"].out_spec)
+        writes = len(kept) == 1 and side == 1 and not how.batch and is_last
+        return inputs, (key, kept[0], kernel.node) if writes else None
+
+
+def _sums_features(name: str, params: Any, side: int, inputs: Sequence[Value]) -> bool:
+    """Whether a matmul sums over the last axis of its inputs alone.
+
+    Only then do factors for the channels of the kernel lie along the axis that roots divide: not in
+    a product over tokens, and not where a convolution reads several places.
+    """
+    last = inputs[1 - side].arrays[0].ndim - 1
+    if name == "dot_general":
+        contracted, batch = params["dimension_numbers"]
+        return tuple(contracted[1 - side]) == (last,) and not batch[side]
+    numbers = params["dimension_numbers"]
+    places = [inputs[side].arrays[0].shape[axis] for axis in numbers.rhs_spec[2:]]
+    return params["feature_group_count"] == 1 and _is_last(numbers.lhs_spec) and set(places) <= {1}
+
+
+def _is_last(spec: tuple[int, ...]) -> bool:
+    """Whether the features of a convolution's operand or result lie along its last axis."""
+    return spec[1] == len(spec) - 1
 
 
 def _of_dot(params: Any, side: int, order: tuple[int, ...]) -> Any:

@@ -289,3 +289,60 @@ def test_a_model_with_an_unhashable_config():
 
 
 scaled_loss.traces = 0
+
+
+class Passing(nnx.Module):
+    """Passes its parameter to the method or the module that multiplies it."""
+
+    def __init__(self, how):
+        self.kernel = nnx.Param(jax.random.normal(jax.random.key(3), (16, 16)))
+        self.inner, self.how = Receiving(), how
+
+    def multiplied(self, x, kernel):
+        return x @ kernel
+
+    def __call__(self, x):
+        x = x @ jnp.eye(16)
+        match self.how:
+            case "method":
+                return self.multiplied(x, self.kernel[...])
+            case "variable":
+                return self.inner(x, self.kernel)
+            case "transposed":
+                return self.inner(x, kernel=self.kernel[...].T)
+        return self.inner(x, self.kernel[...])
+
+
+class Receiving(nnx.Module):
+    def __init__(self):
+        self.own = nnx.Param(jnp.eye(16))
+
+    def __call__(self, x, kernel):
+        return x @ self.own @ kernel
+
+
+@pytest.mark.parametrize("how", ["array", "variable", "transposed", "method"])
+def test_a_parameter_is_rounded_as_a_kernel_wherever_it_is_passed(how):
+    """Oracle: the plain product with the kernel rounded by `quantize` alone."""
+    model, x = Passing(how), jax.random.normal(jax.random.key(0), (4, 16))
+    spec = qt.spec("e4m3fn")
+    wrapped = qt.nnx.wrap(model, qt.Recipe((None, spec), gradient=None))
+    kernel = model.kernel[...].T if how == "transposed" else model.kernel[...]
+    expected = x @ qt.quantize(kernel, spec).dequantize()
+    for call in (wrapped, nnx.jit(wrapped)):
+        np.testing.assert_allclose(call(x), expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(np.asarray(x @ kernel - expected)).max() > 1e-3
+    np.testing.assert_array_equal(wrapped.inner(x, x.T), x @ x.T)  # two activations
+
+    delayed = qt.nnx.wrap(model, qt.recipes.te_delayed_hybrid, inputs=(x,))
+    qt.nnx.value_and_grad(lambda model: model(x).sum())(delayed)
+    state = nnx.to_flat_state(nnx.state(delayed, qt.nnx.ScalingState))
+    names = {path[-2] for path, _ in state}
+    passed = "multiplied.kernel" if how == "method" else "argument1"
+    assert names == {"0", passed} | ({"own"} if how != "method" else set())
+    assert all(v.get_value()[..., 0].all() for path, v in state if path[-1] == "history")
+
+
+def test_inputs_that_are_none_are_refused_whatever_the_recipe():
+    with pytest.raises(TypeError, match=r"wrap: inputs has type int.*write inputs=\(x,\)"):
+        qt.nnx.wrap(Passing("array"), qt.recipes.te_current, inputs=3)

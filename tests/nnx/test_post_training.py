@@ -13,6 +13,7 @@ from flax import nnx
 
 import qtoolkit as qt
 from qtoolkit.products._post_training import PlainModel, Settings, tuned
+from qtoolkit.products.internal import Batch
 from qtoolkit.scaling import Hessian, gptq
 
 WIDTH = 32
@@ -182,7 +183,7 @@ def test_factors_are_folded_only_where_the_model_computes_the_same(method, gate)
     assert {f"attention/{name}/kernel" for name in ("query", "key", "value")} <= changed
     assert ("down/kernel" in changed) == is_folded
     assert not {"gate/bias", "attention/out/bias"} & changed
-    batch = qt.products.internal.Batch.of(seen[0])
+    batch = Batch.of(seen[0])
     before, after = (np.asarray(given.call(p, batch)) for p in (given.params, made.params))
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4 * np.abs(before).max())
 
@@ -220,6 +221,64 @@ def test_what_two_layers_share_takes_no_factors():
     np.testing.assert_array_equal(
         served.layer.kernel.get_value().codes, nearest.layer.kernel.get_value().codes
     )
+
+
+class Mixing(nnx.Module):
+    """A norm, and a layer that does not sum over the norm's features alone."""
+
+    def __init__(self, layer):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+        self.norm.scale[...] = jnp.linspace(0.25, 4, WIDTH)
+        self.layer = layer
+
+    def __call__(self, x):
+        return self.layer(self.norm(x))
+
+
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+@pytest.mark.parametrize(
+    ("layer", "tokens"),
+    [
+        (lambda: nnx.Einsum("bsd,st->btd", (WIDTH, WIDTH), rngs=nnx.Rngs(1)), WIDTH),
+        (lambda: nnx.Einsum("bsd,st->btd", (8, 8), rngs=nnx.Rngs(1)), 8),
+        (lambda: nnx.LinearGeneral((8, WIDTH), 5, axis=(-2, -1), rngs=nnx.Rngs(1)), 8),
+        (lambda: nnx.Conv(WIDTH, 5, (3,), rngs=nnx.Rngs(1)), 8),
+    ],
+)
+def test_only_sums_over_the_features_alone_take_factors(method, layer, tokens):
+    model, x = Mixing(layer()), jax.random.normal(jax.random.key(2), (256, tokens, WIDTH))
+    given = plain(model)
+    kernels = {"layer/kernel": qt.Operand("e4m3fn")}
+    with pytest.warns(UserWarning, match="1 kernels have no factors"):
+        made = tuned(given, kernels, [x], Settings(method))
+    assert all(made.params[name] is given.params[name] for name in given.params)
+
+
+@pytest.mark.parametrize("left", [[], [("first", None)], [("second", None)]])
+def test_a_shared_kernel_is_quantized_by_the_method_whichever_layer_the_rules_leave(left):
+    class Sharing(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+            self.second = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+            self.second.kernel = self.first.kernel
+
+        def __call__(self, x):
+            return self.first(x) + self.second(2 * x)
+
+    model, seen = Sharing(), batches()
+    recipe = qt.Recipe((None, "int4_group32"), gradient=None)
+    rules = qt.Rules(left, default=recipe)
+    served = qt.nnx.quantize(model, rules, seen, method="gptq")
+    x = jnp.concatenate([batch.reshape(-1, WIDTH) for batch in seen])
+    expected = gptq(model.first.kernel[...], "int4_group32", hessian_of(x).observe(2 * x))
+    stored = [served.first, served.second]
+    stored = [layer.kernel for layer, name in zip(stored, ("first", "second"), strict=True)
+              if (name, None) not in left]  # fmt: skip
+    for kernel in stored:
+        assert float((kernel.get_value().unpack().codes == expected.codes).mean()) > 0.995
+    other = qt.Recipe((None, "e4m3fn"), gradient=None)
+    with pytest.raises(ValueError, match="second: the kernel is shared with another layer, first"):
+        qt.nnx.quantize(model, qt.Rules([("first", other)], default=recipe), seen, method="gptq")
 
 
 def test_a_convolution_sums_over_its_patches():
@@ -295,6 +354,8 @@ def test_other_misuse():
     model, found = Two(), qt.nnx.calibrate(Two(), batches(), "hessian")
     with pytest.raises(TypeError, match="calibration is one ArrayImpl, expected an iterable"):
         qt.nnx.quantize(model, "int4", batches()[0], method="gptq")
+    with pytest.raises(TypeError, match="calibration is one int, expected an iterable of batches"):
+        qt.nnx.quantize(model, "int4", 5, method="gptq")
     with pytest.raises(TypeError, match="sequential=True runs the model"):
         qt.nnx.quantize(model, "int4", found, method="gptq", sequential=True)
     with pytest.raises(ValueError, match=r"is wrapped|stored as codes already"):
