@@ -452,6 +452,9 @@ EXCLUDED = {
     **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
     **dict.fromkeys(("Operand", "Recipe"), DATA),
     **dict.fromkeys(("Allocation", "Calibration", "InputStatistics"), HELD),
+    **dict.fromkeys(("Gain", "NativeCalls"), HELD),
+    "Gpu": DATA,
+    **dict.fromkeys(("expected_gain", "native_calls"), OF_MODELS),
     **dict.fromkeys(("gptq", "awq_factors"), "run once, over a trained kernel; sums decide"),
     **dict.fromkeys(
         (

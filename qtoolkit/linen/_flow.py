@@ -128,6 +128,10 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
 def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
     """The variables with first values of learned scales, from the operands in one batch.
 
+        wrapped = qtoolkit.linen.wrap(model, qtoolkit.recipes.int4_lsq)
+        variables = wrapped.init(key, batch)
+        variables = qtoolkit.linen.start_scales(wrapped, variables, batch)
+
     As `qtoolkit.nnx.start_scales`. The collection "qtoolkit_scales" is not part of "params", so
     differentiate by both: `jax.grad(loss)(variables)`, or
     `value_and_grad(loss, wrt=("params", "qtoolkit_scales"))`; `optax.multi_transform` gives each

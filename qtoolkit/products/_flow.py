@@ -24,6 +24,7 @@ from qtoolkit.products._place import MODEL
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
 from qtoolkit.products._starting import first_scales
 from qtoolkit.products._states import LEARNED, first_values
+from qtoolkit.products._taps import explained
 
 
 class Adapter(Protocol):
@@ -57,7 +58,8 @@ def calibrate(
     adapter: Adapter, arrays: Any, batches: Iterable[Any], observer: Any, options: dict[str, Any]
 ) -> Calibration:
     def summarize(bins: Any, batch: Batch) -> Any:
-        return _of_batch(Constant((summary_of, bins)), adapter, arrays, batch)
+        with explained("calibrate"):  # some tracers escape only when `jit` ends
+            return _of_batch(Constant((summary_of, bins)), adapter, arrays, batch)
 
     return calibration_of(summarize, batches, observer, options)
 
@@ -72,7 +74,8 @@ def check_calibration(calibration: Any, line: str) -> None:
 
 def numerics(adapter: Adapter, arrays: Any, batch: Any, loss_fn: Any, given: str) -> Numerics:
     _check_loss("numerics", loss_fn, given)
-    found: Sums = _of_loss(sums_of, adapter, Constant(loss_fn), arrays, batch)
+    with explained("numerics"):
+        found: Sums = _of_loss(sums_of, adapter, Constant(loss_fn), arrays, batch)
     return found.numerics()
 
 
@@ -96,7 +99,8 @@ def start_scales(
     adapter: Adapter, arrays: Any, batch: Any, products: Sequence[Kept]
 ) -> list[dict[str, Any]]:
     """For each product the learned scales and offsets that had no value, from one batch."""
-    values = _of_batch(Constant((first_scales,)), adapter, arrays, Batch.of(batch))
+    with explained("start_scales"):
+        values = _of_batch(Constant((first_scales,)), adapter, arrays, Batch.of(batch))
     if not values:
         raise ValueError(
             "start_scales: no learned scale was used, expected a model from wrap and a recipe with "

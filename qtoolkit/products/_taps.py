@@ -169,8 +169,18 @@ def tapped(
         with instrumented(Tapping(tap, zeros)):
             return function(*arguments)
 
-    try:
+    with explained(where):
         sums = jax.grad(scalar_from)(zeros)
+    rows = tuple(sums[place] for place in finding.found)
+    recipes, stored = zip(*finding.found.values(), strict=True) if rows else ((), ())
+    return Tapped(rows, tuple(finding.found), recipes, stored), closed
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Says what to do where JAX cannot differentiate a tapped model."""
+    try:
+        yield
     except ValueError as error:
         if not has_no_derivative(error):
             raise
@@ -189,9 +199,6 @@ def tapped(
             "model as gradients, of which its derivative knows nothing; call qtoolkit.dot_general "
             "there, with a recipe, and pass such an array as an argument"
         ) from error
-    rows = tuple(sums[place] for place in finding.found)
-    recipes, stored = zip(*finding.found.values(), strict=True) if rows else ((), ())
-    return Tapped(rows, tuple(finding.found), recipes, stored), closed
 
 
 def has_no_derivative(error: ValueError) -> bool:
