@@ -70,25 +70,25 @@ def wrap(
     Two activations, such as queries and keys, are both rounded as an input is. So is a parameter
     that a module without products passes to another as an array: pass the Variable. Those of
     generators and coroutines are quantized only where a method with other products runs them.
-    Normalization,
-    softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
-    has scales of its own, see `qtoolkit.dot_general`. Layers of Flax keep histories for delayed
-    scales, keys for stochastic rounding, and learned scales. Which products there are in your own
-    modules only a trace can tell: they keep the same if `wrap` is given `inputs` or `strict`. If
-    not, they use current scales, equal numbers are rounded equally in every step, and a product
-    with a learned scale raises when it is called.
+    Normalization, softmax, look-up of embeddings and everything else stays as it is. Under
+    `nnx.vmap` each example has scales of its own, see `qtoolkit.dot_general`.
+
+    Layers of Flax keep histories for delayed scales, keys for stochastic rounding, and learned
+    scales. Which products there are in your own modules only a trace can tell: they keep the same
+    if `wrap` is given `inputs` or `strict`. If not, they use current scales, equal numbers are
+    rounded equally in every step, and a product with a learned scale raises when it is called.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
-        of `qtoolkit.policies`. Or `Rules`
-        of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it is, and
-        so does a missing default. None for any other module leaves the products that `wrap` does
-        not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
-        means layers of that type and layers inside of modules of that type. A layer that is shared
-        has several paths; a rule has to match one of them. A rule may also name a parameter with
-        two axes or more: `{"moe/router_weights": None, "moe": recipe}`.
+        of `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
+        None leaves a layer as it is, and so does a missing default. None for any other module
+        leaves the products that `wrap` does not see in what it calls, such as those of a linen
+        module in `nnx.bridge.ToNNX`. A type means layers of that type and layers inside of modules
+        of that type. A layer that is shared has several paths; a rule has to match one of them. A
+        rule may also name a parameter with two axes or more:
+        `{"moe/router_weights": None, "moe": recipe}`.
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
         or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a product
         is not quantized though no rule says so.
