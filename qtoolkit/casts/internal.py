@@ -35,7 +35,6 @@ from qtoolkit.casts._compact import (
 from qtoolkit.casts._e8m0 import e8m0_codes, over_e8m0, times_e8m0
 from qtoolkit.casts._elementwise import (
     barrier_on_cpu,
-    by_platform,
     elementwise,
     is_sharded,
     on_cpu,

@@ -1,4 +1,4 @@
-"""What `rewritten` finds in the trace of a function: products, and the parameters in them."""
+"""What a trace finds while a function runs: products, and the parameters in them."""
 
 from typing import Any, NamedTuple
 

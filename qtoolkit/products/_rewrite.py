@@ -515,34 +515,3 @@ _REWRITES = {
     "cond": _cond,
     "while": _while,
 }
-
-
-def rewritten(
-    function: Callable[..., Any],
-    multiply: Multiply,
-    parameters: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """`function` with `multiply(found)` in place of each product.
-
-    Args:
-      function: A function of pytrees. An argument that is a `QArray` is an ordinary array to it,
-        and its codes and scales to products.
-      multiply: Returns the result of a product; None leaves the product as it is.
-      parameters: Called with the arguments, it returns a pytree with one leaf for each of their
-        arrays: the name of a parameter, or "" for anything else. None: it has no parameters.
-    """
-
-    def rewriting(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, QArray))
-        names = [""] * len(leaves) if parameters is None else jax.tree.leaves(parameters(*args))
-        with replacing(Replacing(multiply, {name: name for name in names if name})) as trace:
-            values = []
-            for x, name in zip(leaves, names, strict=True):
-                value = x.dequantize() if isinstance(x, QArray) else jnp.asarray(x)
-                original = x if isinstance(x, QArray) else None
-                source = Source(name, order=()) if name else ACTIVATION
-                trace.know(value, Known(source, original=original))
-                values.append(value)
-            return function(*jax.tree.unflatten(structure, values))
-
-    return rewriting

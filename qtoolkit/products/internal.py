@@ -46,17 +46,14 @@ from qtoolkit.products._report import (
     report_of,
     strict_inputs,
 )
-from qtoolkit.products._rewrite import Multiply, Replacing, replacing, rewritten, with_values
+from qtoolkit.products._rewrite import Multiply, Replacing, replacing
 from qtoolkit.products._site import Site, enclosing, leaving
 from qtoolkit.products._states import (
     AMAX,
-    BAD,
     HISTORY,
-    KEY,
     LEARNED,
     MOVING,
     PROBE,
-    STEP,
     advance,
     observe,
     of_kernel,
@@ -67,5 +64,5 @@ from qtoolkit.products._states import (
     unstarted,
 )
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
-from qtoolkit.products._taps import instrument, unmeasured
+from qtoolkit.products._taps import unmeasured
 from qtoolkit.products._watching import metrics_of, products_in, watching, zeros_for

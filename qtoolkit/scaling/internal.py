@@ -11,7 +11,7 @@ from qtoolkit.scaling._blocks import (
     largest_magnitude,
     magnitude_max,
 )
-from qtoolkit.scaling._contraction import Contraction, check_inputs, squared_error
+from qtoolkit.scaling._contraction import Contraction, check_inputs
 from qtoolkit.scaling._elements import Scales, element_values, may_overflow
 from qtoolkit.scaling._engine import (
     block_codes,

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from rewritten import rewritten
 
 import qtoolkit as qt
 from qtoolkit.products import Delayed, Hadamard, Operand, Recipe, recipes
-from qtoolkit.products.internal import Site, rewritten
+from qtoolkit.products.internal import Site
 
 MATMUL = (((1,), (0,)), ((), ()))
 CONV = ("NWC", "WIO", "NWC")
