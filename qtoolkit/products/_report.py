@@ -373,13 +373,12 @@ def _quantized(eqn: Any, mark: Marked | None) -> Product:
 
 # In the name stack of what `jax.checkpoint` computes again in the backward pass.
 _RECOMPUTED = "rematted_computation"
-# Primitives inside of which no products are replaced: the user has defined derivatives or
-# a mesh for exactly the function that is there.
+# Primitives inside of which no products are replaced: the user has defined derivatives for exactly
+# the function that is there.
 _OPAQUE = {
     "custom_vjp_call": "custom_vjp",
     "custom_vjp_call_jaxpr": "custom_vjp",
     "custom_jvp_call": "custom_jvp",
-    "shard_map": "shard_map",
 }
 
 
