@@ -213,6 +213,28 @@ def test_former_failures_behind_known_float32_values(name, dtype):
     check(EXACT[name], KNOWN_PRODUCERS, known(), equal)
 
 
+@pytest.mark.sample(
+    "encode e4m3fn nearest_even-float32",
+    "decode-float32",
+    "quantize e4m3fn-bfloat16",
+    "dot-float32",
+    "onnx.quantize_linear by parameters-float32",
+    "openvino.convert f32, core-float16",
+)
+@pytest.mark.quick
+@takes(EXACT, ANY)
+def test_transposed_constant_of_an_inner_jit(name, dtype):
+    """XLA evaluates a `bitcast_convert` of a constant when it compiles, and then copies the bytes
+    in the order of the constant, not of its transpose, if a call stands between them.
+    """
+    function, x = EXACT[name], known()[2].astype(dtype)
+    constant = np.asarray(x.T)
+    transposed = jax.jit(lambda c: jax.jit(function)(lax.transpose(c, (1, 0))))
+    got = jax.jit(lambda: transposed(constant))()
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(function(x)), strict=True):
+        equal(mine, theirs, name)
+
+
 @pytest.mark.sample("sqnr_db")
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_fused_with_known_float32_values(name):

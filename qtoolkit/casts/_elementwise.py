@@ -108,6 +108,7 @@ def _traced(
 
 def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
     shape = arrays[0].shape
+    arrays = tuple(map(unfolded, arrays))
     # Compute arrays of one element as scalars; otherwise XLA needs one simplification pass over the
     # whole program for each operation.
     is_number = bool(shape) and all(n == 1 for n in shape) and not is_sharded(arrays[0])
@@ -261,8 +262,6 @@ def _define(
     ad.primitive_jvps[primitive] = functools.partial(_constant, primitive)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
     several = primitive.multiple_results
-    # Not `inline=False`, which emits calls and lowers sooner: so compiled by XLA for CPUs, a linen
-    # module with `nn.vmap` gave wrong numbers under `jax.value_and_grad` (jax 0.10 and 0.12).
     mlir.register_lowering(primitive, mlir.lower_fun(function, several))
     for platform, own in by_platform.items():
         if own is not None:
@@ -331,6 +330,27 @@ def is_somewhere(x: jax.Array) -> jax.Array:
     # so LLVM, which runs after XLA, proves the result and drops the comparison. From the sum of the
     # indices it cannot: dividing tiles of 128x128 took a third longer.
     return _is_somewhere.bind(x)
+
+
+def unfolded(x: jax.Array) -> jax.Array:
+    """`x`, in a way that XLA cannot evaluate when it compiles, even if `x` is a constant.
+
+    XLA evaluates `bitcast_convert` of a constant by copying its bytes. If the operand is a
+    transposed constant that was passed to a function (an inner `jax.jit`), it stands in memory in
+    the order of the constant, and the result has its elements at wrong places (jax 0.10 and 0.12;
+    `jnp.signbit` shows it too). So casts never read the pattern of what XLA knows.
+    """
+    return _unfolded(x) if x.ndim > 1 else x
+
+
+# CPUs: XLA removes the barrier before it fuses. On GPUs the barrier would keep a cast from being
+# fused with what makes its operand.
+_unfolded = by_platform(
+    "unfolded",
+    cpu=lax.optimization_barrier,
+    others=lambda x: lax.select(_by_place(x), x, lax.full_like(x, 0)),
+    aval=lambda x: x,
+)
 
 
 def traced_for_cpu() -> bool:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from qtoolkit.casts._bits import exact_float32
-from qtoolkit.casts._elementwise import elementwise
+from qtoolkit.casts._elementwise import elementwise, unfolded
 
 
 def ordinal(x: jax.Array) -> jax.Array:
@@ -21,7 +21,7 @@ def ordinal(x: jax.Array) -> jax.Array:
       x: float16, bfloat16, float32 or float64.
     """
     integer = np.dtype(f"int{8 * x.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(x, integer)
+    bits = lax.bitcast_convert_type(unfolded(x), integer)
     return jnp.where(bits < 0, np.array(np.iinfo(integer).min, integer) - bits, bits)
 
 
@@ -59,7 +59,7 @@ def widened(x: jax.Array) -> jax.Array:
 def magnitude_ordinal(x: jax.Array) -> jax.Array:
     """`ordinal` of |x|, as unsigned integers; `infinity_ordinal` or more if x is not finite."""
     unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(x, unsigned)
+    bits = lax.bitcast_convert_type(unfolded(x), unsigned)
     return bits & unsigned.type(2 ** (8 * unsigned.itemsize - 1) - 1)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from qtoolkit.casts.internal import without_derivative
+from qtoolkit.casts.internal import unfolded, without_derivative
 from qtoolkit.onnx._operator import Operator
 from qtoolkit.onnx._types import CAST_TYPES, DTYPES, FLOAT6, FORMATS, DataType, TypeLike
 
@@ -83,6 +83,7 @@ _NO_DERIVATIVE = (
 def _bit_cast(x: jax.Array, source: DataType, target: DataType) -> jax.Array:
     if source is target:
         return x
+    x = unfolded(x)
     if source is DataType.BOOL:
         x = x.astype(jnp.uint8)
     if source is DataType.COMPLEX64:

@@ -23,6 +23,7 @@ from qtoolkit.casts.internal import (
     round_values,
     settled,
     to_stored,
+    unfolded,
 )
 from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Overflow, Specials
 
@@ -124,7 +125,7 @@ def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) ->
     negative: jax.Array = jnp.ones_like(x, bool)
     for operand in (shift, scale, x):
         if operand is not None:
-            negative = jnp.where(operand == operand, negative, jnp.signbit(operand))
+            negative = jnp.where(operand == operand, negative, jnp.signbit(unfolded(operand)))
     return negative
 
 
@@ -135,13 +136,13 @@ def _with_payloads(x: jax.Array, wide: jax.Array) -> jax.Array:
     """
     if x.dtype != jnp.float16:
         return _bits(wide)
-    half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    half = lax.bitcast_convert_type(unfolded(x), jnp.uint16).astype(jnp.uint32)
     payload = (half & np.uint32(0x03FF)) << np.uint32(13)
     return jnp.where(wide == wide, _bits(wide), (_bits(wide) & np.uint32(0xFF800000)) | payload)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(unfolded(x), jnp.uint32)
 
 
 def _float(bits: jax.Array) -> jax.Array:
