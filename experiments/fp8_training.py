@@ -14,9 +14,9 @@ not go to 0, where relative gaps would be noise.
 
 The operands of all matmuls and convolutions are rounded, forward and backward, also in the last
 layer. The source of nvfp4 (arXiv:2509.25149) does not quantize the last layers: neither does
-"nvfp4, head in float32". "float32" rounds nothing, "bfloat16" the operands and nothing else. For a seed, all
-recipes have the same initialisation and the same batches. With --results every run is stored when
-it is done, and one that is stored is not run again: an interrupted command goes on.
+"nvfp4, head in float32". "float32" rounds nothing, "bfloat16" the operands and nothing else. For a
+seed, all recipes have the same initialisation and the same batches. With --results every run is
+stored when it is done, and one that is stored is not run again: an interrupted command goes on.
 """
 
 import functools

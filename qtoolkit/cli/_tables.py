@@ -11,7 +11,7 @@ from qtoolkit.cli._errors import note, printable
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Prints a table to stdout; the columns named in `right` are aligned to the right."""
+    """Print a table to stdout; the columns named in `right` are aligned to the right."""
     lines = [header, *([*map(printable, row)] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -29,7 +29,7 @@ def page_width() -> int:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a callback (name, bytes done, bytes in all): a bar on a terminal, else lines."""
+    """Give a callback (name, bytes done, bytes in all): a bar on a terminal, else lines."""
     if sys.stderr.isatty():
         with _bar(title) as callback:
             yield callback
