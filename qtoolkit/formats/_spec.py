@@ -73,7 +73,7 @@ def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
     resolved = spec(of)
     if scaling is not None:
         raise ValueError(
-            f"{where}: scaling={scaling!r} beside {resolved.name}, which has scales of its own; "
+            f"{where}: scaling={scaling!r} with {resolved.name}, which has scales of its own; "
             f"leave it out, or give the element format, {resolved.element.name}"
         )
     return resolved

@@ -4,24 +4,17 @@ import dataclasses
 import functools
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from qtoolkit.formats._derived import derived
-from qtoolkit.formats._float import (
-    Overflow,
-    check_name,
-    checked_code,
-    float64_values,
-    unsigned_dtype,
-)
-from qtoolkit.formats._hashing import hashed_once
+from qtoolkit.formats._element import ElementFormat, hashed_once
+from qtoolkit.formats._float import Overflow
 
 
 @hashed_once
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TableFormat:
+class TableFormat(ElementFormat):
     """A format given by the value of each code. Frozen, hence hashable.
 
     Attributes:
@@ -44,6 +37,8 @@ class TableFormat:
       Array([-1.,  0.,  1.,  4.], dtype=float32)
       >>> qt.encode(jnp.asarray([-7.0, 0.4, 2.4, 2.6]), four)
       Array([3, 0, 1, 2], dtype=uint8)
+      >>> qt.format("posit8").with_(ties=None).name  # midpoints
+      'posit8(ties=None)'
     """
 
     name: str
@@ -53,8 +48,10 @@ class TableFormat:
     beyond: float | None = None
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
+    dtype_name: ClassVar[None] = None  # neither numpy nor ml_dtypes has tables
+
     def __post_init__(self) -> None:
-        check_name(self)
+        self._check_name()
         where = f"TableFormat {self.name!r}"
         self._check_numbers(where)
         count = len(self.values_by_code)
@@ -106,21 +103,6 @@ class TableFormat:
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(type(self), **fields), ()
-
-    def with_(self, **fields: Any) -> "TableFormat":
-        """The same format with other values of some fields, and without a dtype of its own.
-
-        Its name is made of this one's, "nf4(overflow=MAX)", if you give none.
-
-        Raises:
-          TypeError: No such field.
-          ValueError: As `TableFormat`; or the name is that of another format.
-
-        Examples:
-          >>> qt.format("posit8").with_(ties=None).name  # midpoints
-          'posit8(ties=None)'
-        """
-        return derived(self, fields)
 
     @functools.cached_property
     def finite(self) -> tuple[float, ...]:
@@ -201,28 +183,9 @@ class TableFormat:
           TypeError: `code` is no integer.
           ValueError: It is negative, or 2**bits or more.
         """
-        code = checked_code(self, code)
+        code = self._checked_code(code)
         value = self.values_by_code[code]
         return Fraction(value) if math.isfinite(value) else value
-
-    def values(self) -> np.ndarray:
-        """float64 array of what each code stands for, in the order of the codes."""
-        return float64_values(self)
-
-    @property
-    def needs_scale(self) -> bool:
-        """Whether values are scaled into its range before they are rounded to it."""
-        return self.bits <= 8
-
-    @property
-    def dtype(self) -> None:
-        """None: numpy and ml_dtypes have none for it."""
-        return None
-
-    @property
-    def code_dtype(self) -> np.dtype:
-        """The smallest unsigned integer dtype that holds a code."""
-        return unsigned_dtype(self.bits)
 
 
 def _one_nan(value: float) -> float:
