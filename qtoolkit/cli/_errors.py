@@ -94,6 +94,7 @@ def _notes(error: BaseException) -> list[str]:
 
 def _silence(stream: TextIO) -> None:
     """Discard everything that is printed to `stream` from now on, and what is in its buffer."""
+    # What the buffer holds is written at exit, then to nowhere and without another error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -241,8 +241,8 @@ def _number_line(
         columns = 1 << (columns.bit_length() - 1)  # a binade of 2**n values fills its lines evenly
     for label, row in rows.items():
         for start in range(0, len(row), columns):
-            shown = "".join(cell.ljust(cell_width) for cell in row[start : start + columns])
-            yield f"  {'' if start else label:<{label_width}}{shown}".rstrip()
+            line = "".join(cell.ljust(cell_width) for cell in row[start : start + columns])
+            yield f"  {'' if start else label:<{label_width}}{line}".rstrip()
 
 
 def _binade(fmt: Format, value: Fraction) -> str:
@@ -280,8 +280,8 @@ def decimal(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     with np.errstate(over="ignore", under="ignore"):
-        narrow = np.float32(float(value))
-    return str(narrow if narrow == value else float(value))
+        single = np.float32(float(value))
+    return str(single if single == value else float(value))
 
 
 def decimals_or_multiples(values: Sequence[Fraction]) -> list[str]:

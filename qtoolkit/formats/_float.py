@@ -162,11 +162,11 @@ class FloatFormat(ElementFormat):
     def max_code(self) -> int:
         """Code of the largest finite value: 0x7E for E4M3FN."""
         match self.specials:
-            case Specials.IEEE:
+            case Specials.IEEE:  # a whole binade, 2**mantissa_bits codes, is not finite
                 return self.magnitude_count - (1 << self.mantissa_bits) - 1
-            case Specials.FN:
+            case Specials.FN:  # only the last code is NaN
                 return self.magnitude_count - 2
-            case Specials.EXTENDED:
+            case Specials.EXTENDED:  # the last one is infinity; without "-0" NaN stands after it
                 return self.magnitude_count - 2 - (not self.signed)
             case _:
                 return self.magnitude_count - 1
@@ -193,7 +193,7 @@ class FloatFormat(ElementFormat):
         """The NaN that casts write: quiet and positive; 0x7F for E4M3FN, 0x7E for E5M2."""
         if not self.has_nan:
             return None
-        if self.specials is Specials.IEEE:
+        if self.specials is Specials.IEEE:  # quiet: the first mantissa bit is set
             return self.max_code + 1 + (1 << (self.mantissa_bits - 1))
         return self.max_code + 1 + self.has_inf  # FN: all ones; one NaN: the sign bit alone
 
@@ -237,7 +237,7 @@ class FloatFormat(ElementFormat):
     @property
     def max_exponent(self) -> int:
         """Exponent of the largest finite value's binade: 8 for E4M3FN."""
-        if self.has_zero and self.max_code < (1 << self.mantissa_bits):
+        if self.has_zero and self.max_code < (1 << self.mantissa_bits):  # all are subnormal
             return self.min_exponent - self.mantissa_bits + self.max_code.bit_length() - 1
         return (self.max_code >> self.mantissa_bits) - self.bias
 

@@ -100,6 +100,8 @@ class TableFormat(ElementFormat):
                 raise TypeError(f"{where}: {field}={value!r}, expected {expected}") from None
             object.__setattr__(self, field, numbers[0] if field == "beyond" else numbers)
 
+    # Pickled by its fields, so that `__post_init__` makes NaNs the one object of `_one_nan` again:
+    # otherwise a format with a NaN would not equal its copy from another process.
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(type(self), **fields), ()
@@ -169,8 +171,10 @@ class TableFormat(ElementFormat):
     @functools.cached_property
     def mantissa_bits(self) -> int:
         """Significand bits after the leading one that a float needs to hold every value."""
-        odd_parts = (abs(Fraction(value).numerator) for value in self.finite)
-        return max((n >> ((n & -n).bit_length() - 1)).bit_length() for n in odd_parts if n) - 1
+        # Of 6.5 = 13 / 2 and of 52 = 13 * 4 the 13 needs bits. n & -n is the power of two in n, and
+        # denominators are powers of two.
+        numerators = (abs(Fraction(value).numerator) for value in self.finite)
+        return max((n >> ((n & -n).bit_length() - 1)).bit_length() for n in numerators if n) - 1
 
     @property
     def finite_count(self) -> int:
@@ -222,6 +226,8 @@ def _hifloat8(code: int) -> float:
         return sign * math.inf
     if rest < 8:  # denormal: no exponent at all
         return sign * math.ldexp(1.0, rest - 23) if rest else 0.0
+    # The least code with each prefix, the bits of the prefix, and the number of exponent bits: the
+    # prefixes are 11, 10, 01, 001 and 0001.
     prefixes = ((0x60, 2, 4), (0x40, 2, 3), (0x20, 2, 2), (0x10, 3, 1), (0x08, 4, 0))
     prefix_bits, exponent_bits = next(bits for least, *bits in prefixes if rest >= least)
     mantissa_bits = 7 - prefix_bits - exponent_bits

@@ -348,7 +348,7 @@ def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirect
 LONG = "model.layers.{}.self_attn.a_module_with_a_long_name.q_proj.weight"
 
 
-def test_progress_has_bytes_rate_and_time_left_and_does_not_wrap(start):
+def test_progress_shows_bytes_rate_and_remaining_time(start):
     """A line that wraps cannot be replaced by the next one: it moves the cursor up, "ESC [1A"."""
     program = (
         "import time\n"

@@ -226,7 +226,7 @@ def test_too_many_values_to_list(name):
         fmt.values()
 
 
-def test_wide_formats_answer_at_once():
+def test_formats_of_many_bits_answer_at_once():
     """Neither builds the tuple of all codes of NaN, 2**53 of them."""
     assert formats.FLOAT64.value(0x3FF0000000000000) == 1
     assert formats.FLOAT32.value(0x00000001) == two(-149)
