@@ -110,7 +110,7 @@ class Rules(Generic[Value]):
         paths: Iterable[str | Sequence[str]],
         kinds: Iterable[type | Sequence[type] | None] | None = None,
     ) -> None:
-        """Raises ValueError with the keys of `unused`, if there are any.
+        """Raise ValueError with the keys of `unused`, if there are any.
 
         Args:
           where: The calling function, for the message.

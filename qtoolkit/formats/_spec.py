@@ -21,7 +21,7 @@ _SHAPES: dict[str, Callable[[Format], BlockFormat]] = {
 
 
 def spec(of: SpecLike) -> BlockFormat:
-    """The block format that the argument `spec` of `quantize` and its siblings stands for.
+    """The block format that the argument `spec` of `quantize` and related functions stands for.
 
     Args:
       of: A block format (returned as it is); the name of a published one, "mxfp4", upper or lower

@@ -97,7 +97,7 @@ def convert_promote_types(
     pytorch_scalar_promotion: bool = False,
     u64_integer_promotion_target: FormatLike = "f32",
 ) -> tuple[jax.Array, jax.Array]:
-    """Both arrays in the element type that `promoted_type` names.
+    """Convert both arrays to the element type that `promoted_type` gives.
 
     Values follow `convert`, exactly: one rounding, no saturation, integers modulo 2**N. The shapes
     do not change and need not broadcast.

@@ -32,10 +32,6 @@ def injected(where: str, name: str) -> str:
     )
 
 
-def check_seed(where: str, seed: Any) -> None:
-    check_integer(where, "seed", seed, 0, 2**32 - 1)
-
-
 def key_words(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
     """A key for one array in one step, for the hash that draws bits: it mixes all four words."""
     return jnp.stack([seed, step, jnp.uint32(zlib.crc32(path.encode())), jnp.uint32(0)])

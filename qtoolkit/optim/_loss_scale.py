@@ -38,7 +38,7 @@ def dynamic_loss_scale(
     least: float = 1.0,
     largest: float = 2.0**24,
 ) -> GradientTransformationExtraArgs:
-    """`tx` on gradients of a scaled loss; steps with an infinity or a NaN change nothing.
+    """Run `tx` on gradients of a scaled loss; skip steps with an infinity or a NaN.
 
         tx = qtoolkit.optim.dynamic_loss_scale(optax.adamw(1e-3))
         state = tx.init(params)

@@ -11,7 +11,7 @@ from optax import GradientTransformation, GradientTransformationExtraArgs
 from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import FLOATS, check_rounding, exact_float32
 from qtoolkit.formats import BlockFormat, Rules, TableFormat
-from qtoolkit.optim._arguments import check_integer, check_seed, check_transform, key_words
+from qtoolkit.optim._arguments import check_integer, check_transform, key_words
 from qtoolkit.optim._moments import MomentLike, checked_rules, formats, is_float, leaves
 from qtoolkit.scaling import QArray, quantize
 
@@ -38,7 +38,7 @@ def quantize_state(
     seed: int = 0,
     min_size: int = 4096,
 ) -> GradientTransformationExtraArgs:
-    """`tx` with its moments stored in few bits; its update takes them as float32.
+    """Store the moments of `tx` in few bits; its update gets them as float32.
 
         tx = qtoolkit.optim.quantize_state(optax.adamw(1e-3), "e4m3fn")
         state = tx.init(params)                               # 0.26 of the bytes of optax's own
@@ -89,7 +89,7 @@ def quantize_state(
     rules = checked_rules(spec)
     rounding = check_rounding("quantize_state", rounding, "finite")
     _check_tables(rules, rounding)
-    check_seed("quantize_state", seed)
+    check_integer("quantize_state", "seed", seed, 0, 2**32 - 1)
     check_integer("quantize_state", "min_size", min_size, 0, 2**63 - 1)
     extended = optax.with_extra_args_support(tx)
 
@@ -113,7 +113,7 @@ def quantize_state(
             isinstance(leaf.value, QArray) and leaf.value.dtype != jnp.float32 for leaf in old
         )
         unboxed, params = _unboxed(updates), _unboxed(params)
-        numbers = _like(state.inner, [_number(leaf.value) for leaf in old])
+        numbers = _like(state.inner, [_dequantized(leaf.value) for leaf in old])
         # The transform gets moments in float32. If its own moments have fewer bits, it gets all
         # other arrays in float32, too: of two branches of `lax.cond` one may return a moment and
         # the other zeros like a gradient, and both must have one dtype.
@@ -217,7 +217,7 @@ def _quantized(
     return QArray(codes, q.scale, fmt, q.tensor_scale, None, dtype, q.lengths)
 
 
-def _number(value: Any) -> Any:
+def _dequantized(value: Any) -> Any:
     """A leaf of the state as numbers: a `QArray` is dequantized to float32."""
     # Not to the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step would be
     # rounded back to its old value, before it could be rounded stochastically.

@@ -11,7 +11,7 @@ from optax import GradientTransformation, GradientTransformationExtraArgs
 from qtoolkit.casts import round_to_format
 from qtoolkit.casts.internal import FLOATS, check_holds, exact_float32, in_dtype, leaf_path
 from qtoolkit.formats import Format, FormatLike, format
-from qtoolkit.optim._arguments import check_seed, check_transform, key_words
+from qtoolkit.optim._arguments import check_integer, check_transform, key_words
 
 _HALVES = FLOATS[1:]
 
@@ -69,7 +69,7 @@ def stochastic_round_updates(
       (array([1, 1.00781], dtype=bfloat16), '1.0010')
     """
     where = "stochastic_round_updates"
-    check_seed(where, seed)
+    check_integer(where, "seed", seed, 0, 2**32 - 1)
     target = None if fmt is None else format(fmt)
 
     def init(params: Any) -> StochasticRoundState:
@@ -111,7 +111,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def master_weights(tx: GradientTransformation) -> GradientTransformationExtraArgs:
-    """`tx` on float32 copies of half-precision weights, which are rounded from the copies.
+    """Run `tx` on float32 copies of half-precision weights, and round the weights from them.
 
         tx = qtoolkit.optim.master_weights(optax.adamw(1e-3))
         state = tx.init(params)                            # bfloat16; state.master is float32
