@@ -46,20 +46,55 @@ def fp8() -> Any:
     return qt.plots.number_line(["e4m3fn", "e5m2"])
 
 
+BLUE, ORANGE, GREY = "#1f4e79", "#e08a00", "#bbbbbb"  # told apart without colour vision, too
+
+
 @picture
 def rounding() -> Any:
-    x = np.linspace(-3.4, 3.4, 1361, dtype=np.float32)
-    figure, panels = plt.subplots(2, 3, figsize=(9, 5.6), sharex=True, sharey=True)
-    modes = [*qt.casts.DETERMINISTIC[:5], "stochastic"]
-    for axes, mode in zip(panels.flat, modes, strict=True):
-        key = jax.random.key(0) if mode == "stochastic" else None
-        y = qt.round_to_format(x, "e2m1fn", rounding=mode, key=key)
-        axes.plot(x, x, color="#bbbbbb", linewidth=1)
-        axes.plot(x, y, ".", color="#1f4e79", markersize=2.5)
-        axes.set_title(mode, fontsize=10)
+    """A staircase for each mode; marks at the ties, where alone the two nearest modes differ."""
+    modes = {
+        "nearest_even": "to the nearer value; ties to the even code",
+        "nearest_away": "to the nearer value; ties away from zero",
+        "toward_zero": "to the neighbour nearer to zero",
+        "toward_positive": "to the neighbour above",
+        "toward_negative": "to the neighbour below",
+        "stochastic": "up or down by chance; right on average",
+    }
+    x = np.linspace(-1.6, 1.6, 3201, dtype=np.float32)
+    ties = np.arange(-1.25, 1.5, 0.5, dtype=np.float32)
+    values = np.arange(-2, 2.5, 0.5)
+    figure, panels = plt.subplots(2, 3, figsize=(9, 6.6), sharex=True, sharey=True)
+    for axes, (mode, what) in zip(panels.flat, modes.items(), strict=True):
+        axes.plot(x, x, color=GREY, linewidth=1)
+        if mode == "stochastic":
+            # Of each x many draws: the larger a mark, the more of them gave this value.
+            few = np.linspace(-1.6, 1.6, 49, dtype=np.float32)
+            draws = np.repeat(few, 2000)
+            y = qt.round_to_format(draws, "e2m1fn", rounding=mode, key=jax.random.key(0))
+            for value in values:
+                share = (np.asarray(y).reshape(len(few), -1) == value).mean(axis=1)
+                axes.scatter(few, np.full(len(few), value), s=22 * share, color=BLUE, linewidths=0)
+        else:
+            y = np.asarray(qt.round_to_format(x, "e2m1fn", rounding=mode))
+            for value in values:
+                step = x[y == value]
+                axes.plot(step, np.full(len(step), value), color=BLUE, linewidth=2.5)
+        if mode.startswith("nearest"):
+            tied = qt.round_to_format(ties, "e2m1fn", rounding=mode)
+            axes.plot(ties, tied, "o", color=ORANGE, markersize=6)
+        axes.set_title(f"{mode}\n", fontsize=11, fontweight="bold")
+        axes.text(0.5, 1.03, what, ha="center", fontsize=9, transform=axes.transAxes)
+        axes.set_xticks([-1, 0, 1])
+        axes.set_yticks(values)
+        axes.set_xlim(-1.65, 1.65)
         axes.grid(alpha=0.25)
-    figure.supxlabel("x")
-    figure.supylabel("x rounded to e2m1fn")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("Six ways to round to e2m1fn, whose values near zero are multiples of 0.5")
+    figure.supxlabel(
+        "x (orange: ties, exactly between two values; size of a stochastic mark: how often)",
+        fontsize=10,
+    )
+    figure.supylabel("x, rounded (grey: x itself)", fontsize=10)
     return figure
 
 
@@ -99,24 +134,37 @@ def scales() -> Any:
 
 @picture
 def gradients() -> Any:
+    """A panel for each estimator: the slope that backward takes, in place of rounding's."""
     from qtoolkit.gradients import DSQ, Ramp, ReSTE
 
-    x = np.linspace(-8, 8, 1601, dtype=np.float32)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), sharex=True)
-    above.plot(x, x, color="#bbbbbb", linewidth=1)
-    above.plot(x, qt.fake_cast(x, "e2m1fn"), color="#1f4e79")
-    above.set_ylabel("fake_cast(x, e2m1fn)")
-    rules = [("identity", "identity"), ("clipped", "clipped"), ("zero", "zero")]
-    rules += [("DSQ()", DSQ()), ("Ramp(0.5)", Ramp(0.5)), ("ReSTE()", ReSTE())]
-    for index, (name, rule) in enumerate(rules):
+    rules = [
+        ("clipped", '"clipped" (default)', "1 in the range: clamped values stop moving"),
+        ("identity", '"identity"', "1 everywhere: values may drift away"),
+        ("zero", '"zero"', "the true derivative: nothing is trained"),
+        (Ramp(0.5), "Ramp(0.5)", "falls slowly: clamped values can return"),
+        (DSQ(), "DSQ()", "steeper between values than at them"),
+        (ReSTE(), "ReSTE()", "steepest at the jumps of rounding: 4.6"),
+    ]
+    x = np.linspace(0, 14, 2801, dtype=np.float32)
+    end = float(qt.format("e2m1fn").max_finite)
+    figure, panels = plt.subplots(2, 3, figsize=(9, 5.4), sharex=True, sharey=True)
+    for axes, (rule, name, what) in zip(panels.flat, rules, strict=True):
         slope = jax.grad(lambda v, rule=rule: qt.fake_cast(v, "e2m1fn", gradient=rule).sum())(x)
-        below.plot(x, slope, ("-", "--", ":")[index % 3], label=name, linewidth=1.4)
-    below.set_ylabel("its gradient")
-    below.legend(fontsize=8, ncols=3, frameon=False)
-    below.set_ylim(-0.2, 3)
-    below.set_xlabel("x")
-    for axes in (above, below):
+        axes.axvspan(end, x[-1], color=ORANGE, alpha=0.12, linewidth=0)
+        axes.fill_between(x, slope, color=BLUE, alpha=0.15, linewidth=0)
+        axes.plot(x, slope, color=BLUE, linewidth=1.8)
+        axes.set_title(f"{name}\n", fontsize=11, fontweight="bold")
+        axes.text(0.5, 1.03, what, ha="center", fontsize=9, transform=axes.transAxes)
+        axes.set_xlim(0, x[-1])
+        axes.set_ylim(-0.15, 5)
+        axes.set_xticks([0, 2, 4, 6, 10, 14])
+        axes.set_yticks(range(5))
         axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].text(10, 2.5, "beyond the\nlargest value, 6", ha="center", fontsize=8.5)
+    figure.suptitle("The slope that training uses in place of the derivative of rounding to e2m1fn")
+    figure.supxlabel("x (negative x: the same)", fontsize=10)
+    figure.supylabel("slope of fake_cast(x)", fontsize=10)
     return figure
 
 

@@ -12,11 +12,11 @@ the same on Fashion-MNIST with 2,000 of its test images, where its Debian packag
 (dataset-fashion-mnist) is installed. Labels of images are smoothed by 0.1, so that the loss does
 not go to 0, where relative gaps would be noise.
 
-All products but the look-up of embeddings are rounded, forward and backward, also in the last
-layers, which the source of nvfp4 (arXiv:2509.25149) leaves wide: "nvfp4, head wide" does so, too.
-"float32" rounds nothing, "bfloat16" the operands of all products and nothing else. For a seed, all
-recipes have the same initialisation and the same batches. With --results every run is stored when
-it is done, and one that is stored is not run again: an interrupted command goes on.
+The operands of all matmuls and convolutions are rounded, forward and backward, also in the last
+layer. The source of nvfp4 (arXiv:2509.25149) does not quantize the last layers: neither does
+"nvfp4, head in float32". "float32" rounds nothing, "bfloat16" the operands and nothing else. For a
+seed, all recipes have the same initialisation and the same batches. With --results every run is
+stored when it is done, and one that is stored is not run again: an interrupted command goes on.
 """
 
 import functools
@@ -39,16 +39,16 @@ import qtoolkit as qt
 from qtoolkit.demo import CONTEXT, ByteTransformer, bits_per_byte, load_corpus, validation_windows
 
 EVALUATIONS = 20
-WIDE = qt.BlockFormat.tensor("bfloat16", scale=None)
+BFLOAT16 = qt.BlockFormat.tensor("bfloat16", scale=None)
 PRESETS = (
     *("te_current", "te_delayed_hybrid", "token_scaled", "mxfp8", "deepseek_v3", "fp8_lm"),
     *("fnuz_amd", "weight_only_e4m3", "nvfp4", "int8_qat", "int4_lsq", "w4a16"),
 )
 RECIPES: dict[str, qt.Recipe | qt.Rules[qt.Recipe] | None] = {
     "float32": None,
-    "bfloat16": qt.Recipe(WIDE, WIDE),
+    "bfloat16": qt.Recipe(BFLOAT16, BFLOAT16),
     **{name: getattr(qt.recipes, name) for name in PRESETS},
-    "nvfp4, head wide": qt.Rules({"head": None}, default=qt.recipes.nvfp4),
+    "nvfp4, head in float32": qt.Rules({"head": None}, default=qt.recipes.nvfp4),
 }
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 

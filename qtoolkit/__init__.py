@@ -64,8 +64,9 @@ def _meant(name: str) -> str:
     import difflib
 
     below = [place.format(name) for place in _BELOW.get(name, ())]
-    found = below or [f"qtoolkit.{n}" for n in difflib.get_close_matches(name, _ALL, n=3)]
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    close = [f"qtoolkit.{n}" for n in difflib.get_close_matches(name, _ALL, n=3)]
+    meant = " or ".join(below or close)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def __dir__() -> list[str]:

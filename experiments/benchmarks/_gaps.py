@@ -10,7 +10,7 @@ BASES = ("float32", "bfloat16")
 GAPS = {
     **dict.fromkeys(("te_current", "te_delayed_hybrid", "token_scaled", "mxfp8"), 0.005),
     **dict.fromkeys(("deepseek_v3", "fp8_lm", "fnuz_amd", "weight_only_e4m3"), 0.005),
-    **dict.fromkeys(("nvfp4", "nvfp4, head wide"), 0.03),
+    **dict.fromkeys(("nvfp4", "nvfp4, head in float32"), 0.03),
 }
 
 

@@ -14,6 +14,7 @@ from qtoolkit.cli._compare import compare, picture, verify
 from qtoolkit.cli._errors import failure, one_line_errors, os_failure
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
 from qtoolkit.cli._inspect import inspect, layouts
+from qtoolkit.cli._options import completion
 from qtoolkit.cli._tables import page_width, table
 from qtoolkit.formats import BLOCK_FORMATS, FORMATS, Format
 from qtoolkit.formats import format as resolve
@@ -29,7 +30,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Runs the command `qtoolkit`; exits with 0, with 1 after a failure, with 2 after misuse."""
+    """Run the command `qtoolkit`; exit with 0, with 1 after a failure, with 2 after misuse."""
     try:
         app()
     except OSError as error:  # printing the help failed; commands treat their own errors
@@ -41,16 +42,6 @@ def _resolved(name: str, where: str = "") -> Format:
         return resolve(name)
     except ValueError as error:
         raise failure(f"{where}{str(error).removeprefix('format: ')}", 2) from error
-
-
-def _formats_to_show(incomplete: str) -> list[str]:
-    return [fmt.name for fmt in (*FORMATS, *BLOCK_FORMATS) if fmt.name.startswith(incomplete)]
-
-
-def _formats_to_train(incomplete: str) -> list[str]:
-    """Formats of elements that a checkpoint can hold, as the demo writes one."""
-    names = [fmt.name for fmt in FORMATS if fmt.name in target_names()]
-    return [name for name in names if name.startswith(incomplete)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -83,7 +74,7 @@ def formats(
         str | None,
         typer.Argument(
             metavar="NAME",
-            autocompletion=_formats_to_show,
+            autocompletion=completion([fmt.name for fmt in (*FORMATS, *BLOCK_FORMATS)]),
             help="Show this one, in any spelling, value by value.",
         ),
     ] = None,
@@ -123,17 +114,17 @@ def report(
         from qtoolkit.products.internal import NUMERICS_HEADER
 
         try:
-            found = Numerics.from_json(file.read_bytes())
+            numerics = Numerics.from_json(file.read_bytes())
         except ValueError as error:
             raise failure(f"{file}: {error}", 1) from error
-        rows = [row.cells() for row in found.rows]
+        rows = [row.cells() for row in numerics.rows]
         table(NUMERICS_HEADER, rows, right=NUMERICS_HEADER[5:])
-        for note in found.notes:
+        for note in numerics.notes:
             typer.echo(note)
         if html is not None:
-            found.html(html)
+            numerics.html(html)
         if plot is not None:
-            found.plot(plot)
+            numerics.plot(plot)
 
 
 @app.command()
@@ -150,14 +141,15 @@ def demo(
         typer.Option(
             metavar="NAME",
             callback=lambda name: _resolved(name, "--format: ").name,
-            autocompletion=_formats_to_train,
+            # Formats of elements that a checkpoint can hold, as the demo writes one.
+            autocompletion=completion([f.name for f in FORMATS if f.name in target_names()]),
             help="Number format, in any spelling; `qtoolkit formats` lists them.",
         ),
     ] = "e4m3fn",
 ) -> None:
     """Train a small model in float32 and in FP8, and compare.
 
-    A third run, "astype", does without the toolkit: it only casts the operands of its products to
+    A third run, "astype", does without the toolkit: it only casts the operands of its matmuls to
     the format and back, without scales. The float32 model is then converted, as `qtoolkit convert`
     does it, and evaluated too.
     """

@@ -2,18 +2,17 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
-    Checkpoint,
     Destination,
     check_quantized,
     check_tree,
@@ -39,9 +38,8 @@ from qtoolkit.cli._summaries import (
 from qtoolkit.cli._tables import progress, table
 from qtoolkit.formats import Rules
 
-_Way = Literal["text", "table", "json", "md", "nothing"]  # how a command shows what it does
 
-
+@options.with_options
 def convert(
     src: Annotated[str, options.SRC],
     dst: Annotated[str, options.DST],
@@ -55,19 +53,9 @@ def convert(
     input_scales: Annotated[Path | None, options.INPUT_SCALES] = None,
     allow_split: Annotated[bool, options.ALLOW_SPLIT] = False,
     keep_unfitting: Annotated[bool, options.KEEP_UNFITTING] = False,
-    to: Annotated[Any, options.TO] = "safetensors",
-    max_shard_size: Annotated[str | None, options.SHARD_SIZE] = None,
     allow_nonfinite: Annotated[bool, options.ALLOW_NONFINITE] = False,
-    allow_codes: Annotated[bool, options.ALLOW_CODES] = False,
-    overwrite: Annotated[bool, options.OVERWRITE] = False,
-    shard: Annotated[Any, options.SHARD] = None,
-    workers: Annotated[int | None, options.WORKERS] = None,
-    max_memory: Annotated[str | None, options.MAX_MEMORY] = None,
-    dry_run: Annotated[bool, options.DRY_RUN] = False,
-    report: Annotated[str | None, options.REPORT] = None,
-    as_json: Annotated[bool, options.JSON] = False,
-    quiet: Annotated[bool, options.QUIET] = False,
-    verbose: Annotated[bool, options.VERBOSE] = False,
+    *,
+    writing: options.Writing,
 ) -> None:
     """Quantize the weights of a checkpoint.
 
@@ -79,11 +67,9 @@ def convert(
     """
     if format is not None and rules is not None:
         raise failure("--format and --rules exclude each other; give one of them", 2)
-    way = _way(report, as_json, quiet, verbose)
-    if not dry_run:
-        checkpoints.convert  # noqa: B018  (loads JAX before signals raise)
+    function = None if writing.dry_run else checkpoints.convert  # loads JAX before signals raise
     with one_line_errors(f"{dst} was not written"):
-        plan = {
+        plan: dict[str, Any] = {
             "format": (format or "e4m3fn") if rules is None else _read_rules(rules),
             "scaling": scaling,
             "layout": layout,
@@ -91,166 +77,138 @@ def convert(
             "keep_dtype": keep_dtype,
             "channel_axis": channel_axis,
             "input_scales": None if input_scales is None else read_json(input_scales),
-            "allow_codes": allow_codes,
+            "allow_codes": writing.allow_codes,
             "allow_split": allow_split,
             "keep_unfitting": keep_unfitting,
         }
-        destination = Destination(
-            src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
-        )
-        if dry_run:
-            _dry_run(destination, plan, way)
-            return
-        given: Any = {**plan, "workers": workers, "max_memory": max_memory}
-        given["allow_nonfinite"] = allow_nonfinite
-        _run(checkpoints.convert, "converting", destination, quiet, way, **given)
+        destination = _destination(src, dst, writing)
+        if function is None:
+            _dry_run(destination, plan, writing.style)
+        else:
+            run = functools.partial(function, **plan, allow_nonfinite=allow_nonfinite)
+            _write(run, "converting", destination, writing)
 
 
+@options.with_options
 def dequantize(
     src: Annotated[str, options.SRC],
     dst: Annotated[str, options.DST],
     dtype: Annotated[str | None, options.DTYPE] = None,
-    to: Annotated[Any, options.TO] = "safetensors",
-    max_shard_size: Annotated[str | None, options.SHARD_SIZE] = None,
-    allow_codes: Annotated[bool, options.ALLOW_CODES] = False,
-    overwrite: Annotated[bool, options.OVERWRITE] = False,
-    shard: Annotated[Any, options.SHARD] = None,
-    workers: Annotated[int | None, options.WORKERS] = None,
-    max_memory: Annotated[str | None, options.MAX_MEMORY] = None,
-    dry_run: Annotated[bool, options.DRY_RUN] = False,
-    report: Annotated[str | None, options.REPORT] = None,
-    as_json: Annotated[bool, options.JSON] = False,
-    quiet: Annotated[bool, options.QUIET] = False,
-    verbose: Annotated[bool, options.VERBOSE] = False,
+    *,
+    writing: options.Writing,
 ) -> None:
     """Write the weights that a quantized checkpoint stands for.
 
     Any layout of `qtoolkit layouts`, and GGUF, is recognized; config.json loses what it says of
     the quantization.
     """
-    way = _way(report, as_json, quiet, verbose)
-    if not dry_run:
-        checkpoints.dequantize_checkpoint  # noqa: B018  (loads JAX before signals raise)
+    # Loads JAX before signals raise.
+    function = None if writing.dry_run else checkpoints.dequantize_checkpoint
     with one_line_errors(f"{dst} was not written"):
-        destination = Destination(
-            src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
-        )
-        if dry_run:
+        destination, allow_codes = _destination(src, dst, writing), writing.allow_codes
+        if function is None:
             plan = {"format": None, "keep_dtype": dtype, "allow_codes": allow_codes}
-            _dry_run(destination, plan, way)
-            return
-        given: Any = {"dtype": dtype, "workers": workers, "max_memory": max_memory}
-        function = checkpoints.dequantize_checkpoint
-        _run(function, "dequantizing", destination, quiet, way, allow_codes=allow_codes, **given)
+            _dry_run(destination, plan, writing.style)
+        else:
+            run = functools.partial(function, dtype=dtype, allow_codes=allow_codes)
+            _write(run, "dequantizing", destination, writing)
 
 
+@options.with_options
 def finalize(
     dst: Annotated[str, typer.Argument(metavar="DST", help="What all shards were given.")],
     overwrite: Annotated[bool, options.OVERWRITE] = False,
     discard: Annotated[
         bool, typer.Option("--discard", help="Remove what the shards have written instead.")
     ] = False,
-    report: Annotated[str | None, options.REPORT] = None,
-    as_json: Annotated[bool, options.JSON] = False,
-    quiet: Annotated[bool, options.QUIET] = False,
-    verbose: Annotated[bool, options.VERBOSE] = False,
+    *,
+    output: options.Printing,
 ) -> None:
     """Make a checkpoint of what `convert --shard I/N` has written.
 
     All files must be there, made with the same options of the same source, as far as its headers
     and samples of its weights tell. The result is byte for byte what one process writes.
     """
-    if discard and (overwrite or report or as_json or verbose):
+    if discard and (overwrite or output.style not in ("text", "nothing")):
         raise failure(
             "finalize --discard: nothing is written or printed; leave --overwrite, --report, "
             "--json and --verbose out",
             2,
         )
-    way = _way(report, as_json, quiet, verbose)
     with one_line_errors(f"{dst} was not written"):
         if discard:
             checkpoints.discard(dst)
-            return
-        _print_report(checkpoints.finalize(dst, overwrite=overwrite), way)
+        else:
+            _print_report(checkpoints.finalize(dst, overwrite=overwrite), output.style)
 
 
-def _way(report: str | None, as_json: bool, quiet: bool, verbose: bool) -> _Way:
-    """What to print, by `--report`, `--json`, `--quiet` and `--verbose`."""
-    if as_json and report == "md":
-        raise failure("--json and --report md exclude each other; give one of them", 2)
-    if quiet and verbose:
-        raise failure("--quiet and --verbose exclude each other; give one of them", 2)
-    if verbose and (as_json or report):
-        raise failure("--verbose: --json and --report name every tensor already; leave it out", 2)
-    if as_json or report:
-        return "md" if report == "md" else "json"
-    return "nothing" if quiet else "table" if verbose else "text"
+def _destination(src: str, dst: str, writing: options.Writing) -> Destination:
+    names = ("to", "max_shard_size", "overwrite", "shard")
+    return Destination(src=src, dst=dst, **{name: getattr(writing, name) for name in names})
 
 
-def _run(
-    function: Callable[..., checkpoints.Report],
+def _write(
+    run: Callable[..., checkpoints.Report],
     title: str,
     destination: Destination,
-    quiet: bool,
-    way: _Way,
-    **given: Any,
+    writing: options.Writing,
 ) -> None:
-    showing: AbstractContextManager[Any] = contextlib.nullcontext() if quiet else progress(title)
-    with showing as callback:
-        done = function(**dataclasses.asdict(destination), **given, progress=callback)
-    _print_report(done, way)
+    with contextlib.nullcontext() if writing.quiet else progress(title) as callback:
+        report = run(
+            **dataclasses.asdict(destination),
+            workers=writing.workers,
+            max_memory=writing.max_memory,
+            progress=callback,
+        )
+    _print_report(report, writing.style)
 
 
-def _print_report(done: checkpoints.Report, way: _Way) -> None:
-    if way == "nothing":
+def _print_report(report: checkpoints.Report, style: str) -> None:
+    if style == "nothing":
         return
-    with whole(f"shard {done.shard} of {done.target}" if done.shard else done.target):
-        summary = [*report_summary(done), *loading_lines(done)]
+    with whole(f"shard {report.shard} of {report.target}" if report.shard else report.target):
+        summary = [*report_summary(report), *loading_lines(report)]
         with printing():
-            if way == "json":
-                typer.echo(done.to_json())
-            elif way == "md":
-                typer.echo(report_markdown(done))
+            if style == "json":
+                typer.echo(report.to_json())
+            elif style == "md":
+                typer.echo(report_markdown(report))
             else:
-                if way == "table":
-                    table(*report_table(done))
+                if style == "table":
+                    table(*report_table(report))
                 for line in summary:
                     typer.echo(line)
 
 
-def _dry_run(destination: Destination, arguments: dict[str, Any], way: _Way) -> None:
-    """Prints the plan that `make_plan` makes with these arguments."""
-    if way == "md":
+def _dry_run(destination: Destination, arguments: dict[str, Any], style: str) -> None:
+    """Print the plan that `make_plan` makes with these arguments."""
+    if style == "md":
         raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
     destination.check()
-    to, dst = destination.to, str(destination.dst)
+    to, dst, shard = destination.to, str(destination.dst), destination.shard
     arguments["layout"] = layout_in(to, arguments.get("layout"))
+    files = []
     with checkpoints.open_source(destination.src) as opened:
         source = dequantized(opened) if arguments["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **arguments)
         if to == "orbax":
             check_tree(dst, plan, opened)
-        part = _part(destination, opened, plan)
-    done = plan.report(destination.src, dst, to)
-    if way == "json":
-        data = json.loads(done.to_json())
+        if shard is not None and opened.folder is not None:
+            limit = file_limit(destination.max_shard_size)
+            names, count = files_of_shard(plan, opened, limit, shard)
+            listed = f": {', '.join(map(shown, names))}" if names else ""
+            of_all = f"{len(names)} of {counted(count, 'file')}"
+            files = [f"  shard      {shard[0]}/{shard[1]} writes {of_all}{listed}"]
+    report = plan.report(destination.src, dst, to)
+    if style == "json":
+        data = json.loads(report.to_json())
         for tensor, about in zip(plan.tensors, data["tensors"], strict=True):
             about["entries"] = [entry._asdict() for entry in tensor.entries]
         typer.echo(json.dumps(data, indent=2))
-    elif way != "nothing":
+    elif style != "nothing":
         table(*plan_table(plan.tensors))
-        for line in (*report_summary(done, "; a dry run, nothing was written"), *part):
+        for line in (*report_summary(report, "; a dry run, nothing was written"), *files):
             typer.echo(line)
-
-
-def _part(destination: Destination, opened: Checkpoint, plan: checkpoints.Plan) -> list[str]:
-    shard = destination.shard
-    if shard is None or opened.folder is None:
-        return []
-    names, count = files_of_shard(plan, opened, file_limit(destination.max_shard_size), shard)
-    listed = f": {', '.join(map(shown, names))}" if names else ""
-    of_all = f"{len(names)} of {counted(count, 'file')}"
-    return [f"  shard      {shard[0]}/{shard[1]} writes {of_all}{listed}"]
 
 
 def _read_rules(file: Path) -> Rules[Any]:

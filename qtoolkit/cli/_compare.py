@@ -17,7 +17,7 @@ from qtoolkit.cli._options import JSON
 from qtoolkit.cli._summaries import counted
 from qtoolkit.cli._tables import progress, table
 
-_HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "flushed", "NaN, Inf")
+_HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "became zero", "NaN, Inf")
 _IMAGES = (".png", ".svg", ".pdf")
 
 
@@ -55,15 +55,19 @@ def compare(
         if plot is not None:
             check_target(plot, overwrite=True)
         with progress("comparing") as callback:
-            found = checkpoints.compare(a, b, progress=callback)
+            comparison = checkpoints.compare(a, b, progress=callback)
         if as_json:
-            typer.echo(json.dumps(_data(found), indent=2))
+            # JSON has no infinity: the SQNR of equal tensors is null, as `equal` says.
+            data, known = dataclasses.asdict(comparison), _lossy(comparison)
+            for tensor in data["tensors"]:
+                tensor["sqnr_db"] = known.get(tensor["name"])
+            typer.echo(json.dumps({**data, "equal": comparison.equal}, indent=2))
         else:
-            table(_HEADER, [_row(tensor) for tensor in found.tensors], right=_HEADER[2:])
-            for line in _summary(found):
+            table(_HEADER, [_row(tensor) for tensor in comparison.tensors], right=_HEADER[2:])
+            for line in _summary(comparison):
                 typer.echo(line)
         if plot is not None:
-            _draw(found, plot)
+            _draw(comparison, plot)
 
 
 def verify(
@@ -81,17 +85,17 @@ def verify(
     checkpoints.verify  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):
         with progress("verifying") as callback:
-            found = checkpoints.verify(src, converted, progress=callback)
-        problems = found.problems
+            verification = checkpoints.verify(src, converted, progress=callback)
+        problems = verification.problems
         if as_json:
-            typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+            typer.echo(json.dumps(dataclasses.asdict(verification), indent=2))
         else:
             for problem in problems:
                 typer.echo(problem)
             verdict = counted(len(problems), "problem") if problems else "as expected"
             typer.echo(
-                f"{shown(converted)}: {counted(found.tensors, 'tensor')}, "
-                f"{found.quantized or 'none'} of them quantized: {verdict}"
+                f"{shown(converted)}: {counted(verification.tensors, 'tensor')}, "
+                f"{verification.quantized or 'none'} of them quantized: {verdict}"
             )
         if problems:
             raise typer.Exit(1)
@@ -110,38 +114,30 @@ def _row(tensor: TensorComparison) -> list[str]:
     ]
 
 
-def _summary(found: Comparison) -> list[str]:
-    equal = sum(tensor.equal for tensor in found.tensors)
-    lines = [f"{counted(len(found.tensors), 'tensor')} compared, {equal:,} equal"]
-    if known := _lossy(found):
+def _summary(comparison: Comparison) -> list[str]:
+    equal = sum(tensor.equal for tensor in comparison.tensors)
+    lines = [f"{counted(len(comparison.tensors), 'tensor')} compared, {equal:,} equal"]
+    if known := _lossy(comparison):
         lowest = min(known, key=known.__getitem__)
         lines.append(f"  mean SQNR  {sum(known.values()) / len(known):.2f} dB")
         lines.append(f"  lowest     {known[lowest]:.2f} dB, {shown(lowest)}")
-    for path, names in ((found.a, found.only_a), (found.b, found.only_b)):
+    for path, names in ((comparison.a, comparison.only_a), (comparison.b, comparison.only_b)):
         if names:
             some = f"{counted(len(names), 'tensor')}: {listed(map(shown, names), 3)}"
             lines.append(f"  only in {shown(path)}: {some}")
     return lines
 
 
-def _lossy(found: Comparison) -> dict[str, float]:
+def _lossy(comparison: Comparison) -> dict[str, float]:
     return {
         tensor.name: tensor.sqnr_db
-        for tensor in found.tensors
+        for tensor in comparison.tensors
         if tensor.sqnr_db is not None and math.isfinite(tensor.sqnr_db)
     }
 
 
-def _data(found: Comparison) -> dict[str, object]:
-    """JSON has no infinity: the SQNR of equal tensors is null, as `equal` says."""
-    data, known = dataclasses.asdict(found), _lossy(found)
-    for tensor in data["tensors"]:
-        tensor["sqnr_db"] = known.get(tensor["name"])
-    return {**data, "equal": found.equal}
-
-
-def _draw(found: Comparison, path: Path) -> None:
-    known = _lossy(found)
+def _draw(comparison: Comparison, path: Path) -> None:
+    known = _lossy(comparison)
     if not known:
         note(f"{path} not written: no tensor differs, so there is no SQNR to draw")
         return

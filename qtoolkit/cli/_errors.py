@@ -24,7 +24,7 @@ _HINTS = {
 
 @contextlib.contextmanager
 def one_line_errors(interrupted: str) -> Iterator[None]:
-    """Turns expected failures into `qtoolkit: <message>` on stderr and exit code 1, misuse 2.
+    """Turn expected failures into `qtoolkit: <message>` on stderr and exit code 1, misuse 2.
 
     Ctrl-C exits with 130 and says `interrupted; <interrupted>`, a termination signal with 143 and
     `terminated; <interrupted>`, each after the clean-up of what it stopped. Bugs keep their
@@ -47,7 +47,7 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def printing() -> Iterator[None]:
-    """Makes errors in this context say that writing to standard output failed."""
+    """Make errors in this context say that writing to standard output failed."""
     try:
         yield
         sys.stdout.flush()
@@ -66,7 +66,7 @@ def printable(text: str) -> str:
 
 
 def note(message: str) -> None:
-    """Prints a line on stderr. Where that is full, nothing more is printed, and nothing fails."""
+    """Print a line on stderr. Where that is full, nothing more is printed, and nothing fails."""
     try:
         typer.echo(printable(message), err=True)
     except OSError:
@@ -74,13 +74,13 @@ def note(message: str) -> None:
 
 
 def failure(message: str, code: int) -> typer.Exit:
-    """Prints `message` in one line and returns an exception to raise, which exits with `code`."""
+    """Print `message` in one line and return an exception to raise, which exits with `code`."""
     note(f"qtoolkit: {' '.join(message.splitlines())}")
     return typer.Exit(code)
 
 
 def os_failure(error: OSError) -> typer.Exit:
-    """`failure` of an error of the system, with the file that it names and what it left."""
+    """`failure` of an error of the system: its file, its reason, what to do, and its notes."""
     where = "" if error.filename is None else f"{error.filename or repr('')}: "
     if not where and error.errno == errno.ENOSPC:  # errors of files have their names
         where = "standard output: "
@@ -93,7 +93,8 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _silence(stream: TextIO) -> None:
-    """Discards everything that is printed to `stream` from now on, and what is in its buffer."""
+    """Discard everything that is printed to `stream` from now on, and what is in its buffer."""
+    # What the buffer holds is written at exit, then to nowhere and without another error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -101,13 +102,9 @@ class _Signal(KeyboardInterrupt):
     """Ctrl-C, a termination signal, or SIGHUP: the terminal was closed."""
 
 
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Signal(number)
-
-
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Makes signals raise, so that what they stop cleans up.
+    """Make signals raise, so that what they stop cleans up.
 
     Commands import JAX before: an exception while its libraries are loaded could crash the process,
     and until then `qtoolkit.__main__` ends it at once.
@@ -115,12 +112,16 @@ def _signals_raise() -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # A shell starts background jobs with SIGINT ignored.
     caught = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, _raise) for number in caught}
+
+    def handler(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Signal(number)
+
+    previous = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 def _leave(error: _Signal, outcome: str) -> NoReturn:

@@ -54,13 +54,13 @@ _BLOCKS = {
     "second scale": lambda fmt: "none" if fmt.tensor_scale is None else fmt.tensor_scale.name,
     "bits each": lambda fmt: f"{fmt.element.bits + fmt.scale.bits / math.prod(fmt.block):g}",
 }
-_LEFT = {"floats", "tables", "integers", "inf", "NaN codes"}
-_LEFT |= {"blocks", "element", "scale", "rule", "second scale"}
+_ALIGNED_LEFT = {"floats", "tables", "integers", "inf", "NaN codes"}
+_ALIGNED_LEFT |= {"blocks", "element", "scale", "rule", "second scale"}
 FOOTNOTE = (
     "Also: int and uint of 1 to 64 bits (int5), IEEE P3109 of 3 to 16 bits (binary8p3se).\n"
     "`qtoolkit formats NAME` shows one format, in any spelling, and the values of small ones."
 )
-_LISTED = 128  # a page lists at most so many values from zero up
+_MOST_LISTED = 128  # a page lists at most so many values from zero up
 
 
 def format_tables() -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
@@ -68,7 +68,7 @@ def format_tables() -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
     tables = [(columns, [f for f in FORMATS if isinstance(f, kind)]) for columns, kind in kinds]
     for columns, formats in (*tables, (_BLOCKS, BLOCK_FORMATS)):
         rows = [[cell(fmt) for cell in columns.values()] for fmt in formats]
-        yield list(columns), rows, [column for column in columns if column not in _LEFT]
+        yield list(columns), rows, [column for column in columns if column not in _ALIGNED_LEFT]
 
 
 def block_page(fmt: BlockFormat, width: int) -> Iterator[str]:
@@ -98,9 +98,9 @@ def format_page(fmt: Format, width: int) -> Iterator[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    if fmt.finite_count <= 2 * _LISTED:
+    if fmt.finite_count <= 2 * _MOST_LISTED:
         values, negatives = _listed(fmt)
-        if len(values) <= _LISTED:
+        if len(values) <= _MOST_LISTED:
             yield ""
             yield from _number_line(fmt, values, negatives, width)
 
@@ -241,8 +241,8 @@ def _number_line(
         columns = 1 << (columns.bit_length() - 1)  # a binade of 2**n values fills its lines evenly
     for label, row in rows.items():
         for start in range(0, len(row), columns):
-            shown = "".join(cell.ljust(cell_width) for cell in row[start : start + columns])
-            yield f"  {'' if start else label:<{label_width}}{shown}".rstrip()
+            line = "".join(cell.ljust(cell_width) for cell in row[start : start + columns])
+            yield f"  {'' if start else label:<{label_width}}{line}".rstrip()
 
 
 def _binade(fmt: Format, value: Fraction) -> str:
@@ -280,8 +280,8 @@ def decimal(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     with np.errstate(over="ignore", under="ignore"):
-        narrow = np.float32(float(value))
-    return str(narrow if narrow == value else float(value))
+        single = np.float32(float(value))
+    return str(single if single == value else float(value))
 
 
 def decimals_or_multiples(values: Sequence[Fraction]) -> list[str]:

@@ -59,8 +59,17 @@ def layouts(
     """List the layouts that `convert` writes and reads, or show one of them."""
     with one_line_errors("nothing was changed"):
         if as_json:
-            chosen = LAYOUTS.values() if name is None else [LAYOUTS[name]]
-            typer.echo(json.dumps({one.name: _layout_data(one) for one in chosen}, indent=2))
+            keys = ("format", "scaling", "name", "about", "needs_input_scale")
+            data = {
+                layout.name: {
+                    "title": layout.title,
+                    "loaders": layout.loaders,
+                    "note": layout.note,
+                    "schemes": [{key: getattr(s, key) for key in keys} for s in layout.schemes],
+                }
+                for layout in (LAYOUTS.values() if name is None else [LAYOUTS[name]])
+            }
+            typer.echo(json.dumps(data, indent=2))
         elif name is None:
             formats = (dict.fromkeys(s.format for s in one.schemes) for one in LAYOUTS.values())
             rows = [
@@ -96,6 +105,7 @@ def _encodings(source: Checkpoint) -> Mapping[str, Encoding]:
 
 
 def _scales(encoding: Encoding | None) -> str:
+    """The format of a weight, its shape if its codes have another one, and its scales."""
     if encoding is None:
         return ""
     parts = [
@@ -153,15 +163,12 @@ def _data(source: Checkpoint, stats: bool) -> dict[str, Any]:
         },
     }
     if stats:
-        data["stats"] = [
-            dict(zip(_STATS_HEADER, (name, *map(_number, dataclasses.astuple(one))), strict=True))
-            for name, one in _stats(source)
-        ]
+        data["stats"] = []
+        for name, stats_of_one in _stats(source):
+            numbers = dataclasses.astuple(stats_of_one)
+            finite = [n if math.isfinite(n) else None for n in numbers]  # JSON has no NaN
+            data["stats"].append(dict(zip(_STATS_HEADER, (name, *finite), strict=True)))
     return data
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def _stats_table(source: Checkpoint) -> Table:
@@ -178,17 +185,6 @@ def _stats(source: Checkpoint) -> Iterator[tuple[str, Statistics]]:
     for tensor in dequantized(source).tensors.values():
         if (tensor.dtype in FLOATS or tensor.dtype.startswith("F8_")) and tensor.size:
             yield tensor.name, statistics(tensor)
-
-
-def _layout_data(layout: Layout) -> dict[str, Any]:
-    """A layout as data for JSON; format and scaling are arguments of `convert`."""
-    keys = ("format", "scaling", "name", "about", "needs_input_scale")
-    return {
-        "title": layout.title,
-        "loaders": layout.loaders,
-        "note": layout.note,
-        "schemes": [{key: getattr(scheme, key) for key in keys} for scheme in layout.schemes],
-    }
 
 
 def _layout_page(layout: Layout) -> list[str]:

@@ -3,9 +3,11 @@
 A value that is wrong by itself ends the command with exit code 2.
 """
 
+import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -33,10 +35,11 @@ def one_of(name: str, choices: Sequence[str]) -> dict[str, Any]:
             raise failure(f"{name}: {value!r}, expected one of {', '.join(choices)}", 2)
         return value
 
-    return {"metavar": "NAME", "callback": check, "autocompletion": _starting(choices)}
+    return {"metavar": "NAME", "callback": check, "autocompletion": completion(choices)}
 
 
-def _starting(choices: Sequence[str]) -> Callable[[str], list[str]]:
+def completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """What a shell offers for the beginning of a word."""
     return lambda incomplete: [name for name in choices if name.startswith(incomplete)]
 
 
@@ -66,12 +69,12 @@ def _size(option: str, check: Callable[[str], object]) -> Callable[[str], str]:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    if not found or not int(found[1]) < int(found[2]):
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not match or not int(match[1]) < int(match[2]):
         raise failure(
             f"--shard: {text!r}, expected I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8", 2
         )
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _regexes(patterns: list[str] | None) -> list[str] | None:
@@ -99,7 +102,7 @@ TO = typer.Option(
 FORMAT = typer.Option(
     metavar="NAME",
     callback=_target,
-    autocompletion=_starting(target_names()),
+    autocompletion=completion(target_names()),
     show_default="e4m3fn",
     help=f"Number format: {', '.join(target_names())}; or a name of `qtoolkit layouts`, W4A16.",
 )
@@ -112,8 +115,8 @@ LAYOUT = typer.Option(
 RULES = typer.Option(
     metavar="FILE",
     help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
-    "NAME}. The first REGEX that is found in its name decides; null keeps it, and nothing "
-    "is left out by default.",
+    "NAME}. The first REGEX that is found in its name decides; null excludes it, and nothing "
+    "else is excluded by default.",
 )
 SCALING = typer.Option(
     **one_of("--scaling", SCALINGS),
@@ -124,16 +127,17 @@ SCALING = typer.Option(
 SKIP = typer.Option(
     metavar="REGEX",
     callback=_regexes,
-    help="Leave out tensors in whose names this is found; may be given more than once. "
+    help="Do not quantize tensors in whose names this is found; may be given more than once. "
     "Embeddings, heads, norms, biases, routers, vision towers, vectors, integers "
-    "and complex numbers are left out anyway; weights in float64 are refused.",
+    "and complex numbers are excluded anyway; weights in float64 are refused.",
 )
-_WIDE = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16")
 KEEP_DTYPE = typer.Option(
-    **one_of("--keep-dtype", _WIDE), help=f"Round what is left out to this: {', '.join(_WIDE)}."
+    **one_of("--keep-dtype", _DTYPES),
+    help=f"Round what is not quantized to this: {', '.join(_DTYPES)}.",
 )
 DTYPE = typer.Option(
-    **one_of("--dtype", _WIDE),
+    **one_of("--dtype", _DTYPES),
     show_default="for quantized weights that of config.json, else float32; else none",
     help="float32, bfloat16 or float16.",
 )
@@ -153,7 +157,7 @@ ALLOW_SPLIT = typer.Option(
 )
 KEEP_UNFITTING = typer.Option(
     "--keep-unfitting",
-    help="Leave matrices that the blocks of the format do not fit in high precision.",
+    help="Do not quantize matrices that the blocks of the format do not fit.",
 )
 ALLOW_NONFINITE = typer.Option(
     "--allow-nonfinite",
@@ -197,3 +201,59 @@ REPORT = typer.Option(
 JSON = typer.Option("--json", help="Print one JSON object instead of text.")
 QUIET = typer.Option("--quiet", "-q", help="Print nothing but errors.")
 VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Printing:
+    """The options of all commands that write checkpoints; they say what is printed."""
+
+    report: Annotated[str | None, REPORT] = None
+    as_json: Annotated[bool, JSON] = False
+    quiet: Annotated[bool, QUIET] = False
+    verbose: Annotated[bool, VERBOSE] = False
+
+    def __post_init__(self) -> None:
+        if self.as_json and self.report == "md":
+            raise failure("--json and --report md exclude each other; give one of them", 2)
+        if self.quiet and self.verbose:
+            raise failure("--quiet and --verbose exclude each other; give one of them", 2)
+        if self.verbose and (self.as_json or self.report):
+            message = "--verbose: --json and --report name every tensor already; leave it out"
+            raise failure(message, 2)
+
+    @property
+    def style(self) -> str:
+        """How to print a report: "json", "md", "nothing", "table" or "text"."""
+        if self.as_json or self.report:
+            return "md" if self.report == "md" else "json"
+        return "nothing" if self.quiet else "table" if self.verbose else "text"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Writing(Printing):
+    """The options of `convert` and `dequantize`: what they write, and with what resources."""
+
+    to: Annotated[Any, TO] = "safetensors"
+    max_shard_size: Annotated[str | None, SHARD_SIZE] = None
+    allow_codes: Annotated[bool, ALLOW_CODES] = False
+    overwrite: Annotated[bool, OVERWRITE] = False
+    shard: Annotated[Any, SHARD] = None
+    workers: Annotated[int | None, WORKERS] = None
+    max_memory: Annotated[str | None, MAX_MEMORY] = None
+    dry_run: Annotated[bool, DRY_RUN] = False
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as Typer takes it: each field of its last parameter becomes an option."""
+    *own, shared = inspect.signature(command).parameters.values()
+    fields = [*inspect.signature(shared.annotation).parameters.values()]
+    # Typer reads the parameters, and their order in --help, from the signature.
+    fields.sort(key=lambda field: field.name in Printing.__dataclass_fields__)
+
+    def with_fields(**arguments: Any) -> None:
+        values = {field.name: arguments.pop(field.name) for field in fields}
+        command(**arguments, **{shared.name: shared.annotation(**values)})
+
+    with_fields.__name__, with_fields.__doc__ = command.__name__, command.__doc__
+    with_fields.__signature__ = inspect.Signature([*own, *fields])  # type: ignore[attr-defined]
+    return with_fields

@@ -22,7 +22,7 @@ _ASK_FOR_WEIGHTS = {
 
 def plan_table(tensors: Sequence[TensorPlan]) -> Table:
     """A row for every tensor of the source, with the bytes that would be written for it."""
-    header = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
+    header = ("tensor", "dtype", "becomes", "scale", "bytes", "not quantized because")
     rows = []
     for tensor in tensors:
         scale = tensor.encoding.scale if tensor.encoding is not None else None
@@ -33,7 +33,7 @@ def plan_table(tensors: Sequence[TensorPlan]) -> Table:
 
 
 def report_table(report: Report) -> Table:
-    header = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
+    header = ("tensor", "became", "bytes", "SQNR", "largest scale", "not quantized because")
     rows = [
         [
             shown(tensor.name),
@@ -70,7 +70,7 @@ def report_summary(report: Report, after_title: str = "") -> list[str]:
     where = f"{shown(report.target)}:"
     if report.shard and not report.files:
         return [
-            f"{where} shard {report.shard}: no file is left for it, there are more shards than "
+            f"{where} shard {report.shard}: has no file to write, there are more shards than "
             "files; a smaller --max-shard-size makes more of these"
         ]
     if report.shard:
@@ -78,19 +78,19 @@ def report_summary(report: Report, after_title: str = "") -> list[str]:
     title, *lines = _outcome(report)
     lines = [f"{where} {title}{after_title}", *lines, *_errors(report), *_notes(report)]
     if report.resumed:
-        lines.append(f"  resumed    {counted(len(report.resumed), 'file')} of an earlier run kept")
+        lines.append(f"  resumed    {counted(len(report.resumed), 'file')} of an earlier run")
     if report.left and not report.shard:
         lines.append(f"  not copied {listed(map(shown, report.left))}")
     return lines
 
 
 def _outcome(report: Report) -> list[str]:
-    """A title and the lines that count tensors and bytes."""
+    """A title, and the lines that count tensors and bytes."""
     before, after = report.bytes_before, report.bytes_after
     size = f"  bytes      {before:,} -> {after:,} ({100 * after / max(before, 1):.1f} %)"
-    kept = counted(len(report.kept), "tensor")
+    excluded = counted(len(report.kept), "tensor")
     if report.format == "nothing" and report.dequantized:
-        return [f"{kept}, those in layout {report.dequantized} dequantized", size]
+        return [f"{excluded}, those in layout {report.dequantized} dequantized", size]
     words = [word for word in report.scaling.split(", ") if word != "none"]
     own = ", or the format's own" if words and "none" in report.scaling else ""
     scales = f", a scale per {' or '.join(words)}{own}" if words else ""
@@ -101,7 +101,7 @@ def _outcome(report: Report) -> list[str]:
         report.format + scales + ("" if report.layout == "plain" else f", layout {report.layout}"),
         *([source] if report.dequantized else []),
         f"  quantized  {counted(len(report.quantized), 'tensor')}",
-        f"  kept       {kept}"
+        f"  excluded   {excluded}"
         + (f" ({why}), {100 * report.kept_share:.1f} % of the bytes" if why else ""),
         size,
     ]
@@ -137,7 +137,7 @@ def _notes(report: Report) -> list[str]:
 
 
 def loading_lines(report: Report) -> list[str]:
-    """How to load what was written, and what loaders need beside a single file."""
+    """How to load what was written, and what else loaders need for a single file."""
     if report.shard:
         # $'...' is how shells spell control characters.
         target = report.target
@@ -151,7 +151,7 @@ def loading_lines(report: Report) -> list[str]:
     by_transformers = "transformers" in loaders and not report.caution
     if not report.files:
         return [
-            f"loaders ({loaders}) need this in the config.json beside it, or they read codes as "
+            f"loaders ({loaders}) need this in the config.json next to it, or they read codes as "
             "weights without an error:",
             json.dumps({"quantization_config": report.quantization_config}, indent=2),
             "load the folder with the class that its config.json names, such as "
@@ -183,7 +183,7 @@ def _loading_plain(report: Report) -> str:
     if report.container == "orbax":
         return (
             f"load it: qtoolkit.checkpoints.load({literal}), with like=nnx.state(model) or "
-            "linen variables for a model; orbax restores it with scales beside the codes"
+            "linen variables for a model; orbax restores it with scales next to the codes"
         )
     return f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"
 
@@ -204,8 +204,8 @@ def _call(report: Report, literal: str) -> str:
     name = "AutoModelForCausalLM" if first.endswith("ForCausalLM") else first
     packed = "pack-quantized" in json.dumps(report.quantization_config)
     if packed and str(config.get("model_type")) in _ASK_FOR_WEIGHTS:
-        wide = "transformers.CompressedTensorsConfig(dequantize=True)"
-        return f"{name}.from_pretrained({literal}, quantization_config={wide})"
+        option = "quantization_config=transformers.CompressedTensorsConfig(dequantize=True)"
+        return f"{name}.from_pretrained({literal}, {option})"
     return f"{name}.from_pretrained({literal})"
 
 

@@ -11,7 +11,7 @@ from qtoolkit.cli._errors import note, printable
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Prints a table to stdout; the columns named in `right` are aligned to the right."""
+    """Print a table to stdout; the columns named in `right` are aligned to the right."""
     lines = [header, *([*map(printable, row)] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -29,33 +29,26 @@ def page_width() -> int:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a callback (name, bytes done, bytes in all): a bar on a terminal, else lines."""
+    """Give a callback (name, bytes done, bytes in all): a bar on a terminal, else ten lines."""
     if sys.stderr.isatty():
-        with _bar(title) as callback:
-            yield callback
-    else:
-        yield _lines(title)
+        with _bar(title) as update:
+            yield update
+        return
+    from rich.filesize import pick_unit_and_suffix
 
-
-def _lines(title: str) -> Callable[[str, int, int], None]:
     printed = 0
 
-    def callback(name: str, done: int, total: int) -> None:
+    def print_tenth(name: str, done: int, total: int) -> None:
         nonlocal printed
         tenths = 10 * done // max(total, 1)
         if tenths > printed:
             printed = tenths
-            note(f"{title}: {10 * tenths:3} %, {_amount(done, total)}  {name}")
+            size, unit = pick_unit_and_suffix(total, ["bytes", "kB", "MB", "GB", "TB"], 1000)
+            digits = int(size > 1)
+            amount = f"{done / size:.{digits}f}/{total / size:.{digits}f} {unit}"
+            note(f"{title}: {10 * tenths:3} %, {amount}  {name}")
 
-    return callback
-
-
-def _amount(done: int, total: int) -> str:
-    from rich.filesize import pick_unit_and_suffix
-
-    size, unit = pick_unit_and_suffix(total, ["bytes", "kB", "MB", "GB", "TB"], 1000)
-    digits = int(size > 1)
-    return f"{done / size:.{digits}f}/{total / size:.{digits}f} {unit}"
+    yield print_tenth
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A small language model trained in float32 and in FP8: the demo, and its parts for experiments."""
 
-from qtoolkit.demo._demo import parameters, restore, run
+from qtoolkit.demo._demo import Results, parameters, restore, run
 from qtoolkit.demo._language_model import (
     CONTEXT,
     Block,
@@ -15,7 +15,6 @@ from qtoolkit.demo._language_model import (
     validation_windows,
     with_astype,
 )
-from qtoolkit.demo._results import Results
 
 __all__ = [
     "CONTEXT",

@@ -1,6 +1,7 @@
 """`qtoolkit demo`: FP8-aware training compared with float32 and `astype`, then a conversion."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import math
 import os
@@ -28,19 +29,79 @@ from qtoolkit.demo._language_model import (
     train_pair,
     validation_windows,
 )
-from qtoolkit.demo._results import Results
 from qtoolkit.formats import format as resolve
 from qtoolkit.products import Recipe
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results:
+    """The figures of one demo: losses in bits per byte, sizes in bytes, SQNR in dB.
+
+    Attributes:
+      wide, quantized: Means of the last five evaluations of the float32 and the quantized model.
+      wide_final, converted: Loss of the float32 model's final weights, before and after conversion.
+      step_seconds: Median step, of the float32 model and of the quantized one.
+      sizes: Of the two checkpoints.
+      sqnr_db: Mean over the converted weights.
+      format, gradient: Names of the formats of the forward matmuls and of the cotangents.
+    """
+
+    wide: float
+    quantized: float
+    wide_final: float
+    converted: float
+    step_seconds: tuple[float, float]
+    sizes: tuple[int, int]
+    sqnr_db: float
+    format: str
+    gradient: str
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What is measured, and the figure, as they are printed."""
+        float32_ms, quantized_ms = (1e3 * seconds for seconds in self.step_seconds)
+        float32_size, size = self.sizes
+        return [
+            ("float32, last five evaluations", _loss(self.wide)),
+            (
+                f"trained in {self.format} / {self.gradient}, last five",
+                f"{_loss(self.quantized)} ({self.quantized / self.wide - 1:+.2%})",
+            ),
+            ("float32, final weights", _loss(self.wide_final)),
+            (
+                f"the same, converted to {self.format}",
+                f"{_loss(self.converted)} ({self.converted / self.wide_final - 1:+.2%})",
+            ),
+            (
+                "step, float32 and quantized",
+                f"{float32_ms:.1f} and {quantized_ms:.1f} ms "
+                f"(ratio {quantized_ms / float32_ms:.2f})",
+            ),
+            (
+                f"checkpoint, float32 and {self.format}",
+                f"{float32_size:,} and {size:,} bytes (ratio {size / float32_size:.2f})",
+            ),
+            ("mean SQNR of the converted weights", f"{self.sqnr_db:.1f} dB"),
+        ]
+
+    def markdown(self, caption: str) -> str:
+        """The table as Markdown, with a line of text under it."""
+        lines = ["| measured | figure |", "| --- | --- |"]
+        lines += [f"| {name} | {figure} |" for name, figure in self.rows()]
+        return "\n".join([*lines, "", caption, ""])
+
+
+def _loss(bits_per_byte: float) -> str:
+    return f"{bits_per_byte:.4f} bits/byte"
+
+
 def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
-    """Trains, converts, evaluates, and writes the folder `out`; prints what it does and a table.
+    """Train, convert, evaluate, and write the folder `out`; print what is done and a table.
 
     Args:
       steps: Optimizer steps of each of the three models.
       out: Folder for checkpoints, plots and the table; made if missing, its files overwritten.
       seed: Of the initialisation and of the batches.
-      format: What the operands of the forward products, and the converted weights, are rounded to.
+      format: What the operands of the forward matmuls, and the converted weights, are rounded to.
     """
     checkpoints.safetensors_dtype(format)  # refuses, before any training, what no file could hold
     recipe = Recipe(forward=resolve(format))
@@ -52,31 +113,28 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
     started = time.perf_counter()
     pair = _train(console, corpus, recipe, steps, seed)
     results, report = _convert(folder, corpus, recipe, pair)
-    headline = f"{steps} steps, seed {seed}, {time.perf_counter() - started:.0f} s, {_host()}"
+    # Where and when: what a reader needs to judge the milliseconds in the table.
+    cores = f"{os.cpu_count()} cores, {platform.machine()}"
+    host = f"jax {jax.__version__} on {jax.default_backend()} ({cores}), {date.today()}"
+    headline = f"{steps} steps, seed {seed}, {time.perf_counter() - started:.0f} s, {host}"
     _print_table(console, results, headline)
     (folder / "table.md").write_text(results.markdown(f"{headline}; {corpus.description}"))
     _plot(console, folder, pair, report, results)
     console.print(f"written to {folder}/", highlight=False, markup=False, soft_wrap=True)
 
 
-def _host() -> str:
-    """Where and when: what a reader needs to judge the milliseconds in the table."""
-    cores = f"{os.cpu_count()} cores, {platform.machine()}"
-    return f"jax {jax.__version__} on {jax.default_backend()} ({cores}), {date.today()}"
-
-
 def _train(console: Console, corpus: Corpus, recipe: Recipe, steps: int, seed: int) -> TrainingPair:
     has_room = console.is_terminal and console.width >= _TABLE_WIDTH
-    shown = _Screen(console, steps) if has_room else _PlainLines(console, steps)
+    display = _Screen(console, steps) if has_room else _PlainLines(console, steps)
     kernel = recipe.forward[1]
     assert kernel is not None
-    with shown:
+    with display:
         return train_pair(
             *(corpus, recipe),
             steps=steps,
             seed=seed,
             naive=kernel.spec.element.dtype,
-            report=shown,
+            report=display,
         )
 
 
@@ -91,7 +149,7 @@ class _Screen(Live):
         self.task = self.progress.add_task("compiling", total=steps)
 
     def __call__(self, step: int, pair: TrainingPair) -> None:
-        if step == 1:  # the first step compiles: what is left is not estimated from it
+        if step == 1:  # the first step compiles: the remaining time is not estimated from it
             self.progress.reset(self.task, description="training")
         self.progress.update(self.task, completed=step)
         # Of the lines, eight belong to the title and frame of the table, the bar, and the prompt.
@@ -110,10 +168,10 @@ def _losses(pair: TrainingPair) -> list[list[str]]:
     """For each evaluation the step and the loss of every run, with its gap to float32."""
     table = []
     for i, step in enumerate(pair.evaluated_at):
-        wide = pair.wide.losses[i]
-        row = [str(step), f"{wide:.4f}"]
+        reference = pair.wide.losses[i]
+        row = [str(step), f"{reference:.4f}"]
         for run in pair.runs[1:]:
-            row += [f"{run.losses[i]:.4f}", f"{run.losses[i] / wide - 1:+.2%}"]
+            row += [f"{run.losses[i]:.4f}", f"{run.losses[i] / reference - 1:+.2%}"]
         table.append(row)
     return table
 
@@ -122,7 +180,7 @@ class _PlainLines(contextlib.AbstractContextManager[None]):
     """One line for each evaluation, where there is no terminal to draw on."""
 
     def __init__(self, console: Console, steps: int) -> None:
-        self.console, self.steps, self.shown = console, steps, 0
+        self.console, self.steps, self.printed = console, steps, 0
 
     def __exit__(self, *_: Any) -> None:
         pass
@@ -132,8 +190,8 @@ class _PlainLines(contextlib.AbstractContextManager[None]):
             self.console.print("compiling", highlight=False)
         if step == 1:
             self.console.print("validation loss in bits per byte", highlight=False)
-        if len(pair.evaluated_at) > self.shown:
-            self.shown = len(pair.evaluated_at)
+        if len(pair.evaluated_at) > self.printed:
+            self.printed = len(pair.evaluated_at)
             _, *figures = _losses(pair)[-1]
             named = zip(_COLUMNS[1:], figures, strict=False)
             line = "  ".join(f"{name} {figure}" for name, figure in named)
@@ -145,13 +203,13 @@ class _PlainLines(contextlib.AbstractContextManager[None]):
 def _convert(
     folder: Path, corpus: Corpus, recipe: Recipe, pair: TrainingPair
 ) -> tuple[Results, checkpoints.Report]:
-    """Saves the float32 model, converts the file, and evaluates what the converted file holds."""
+    """Save the float32 model, convert the file, and evaluate what the converted file holds."""
     kernel, cotangent = recipe.forward[1], recipe.wgrad[1]
     assert kernel is not None
     name = kernel.spec.element.name
-    wide_path, converted_path = (folder / f"{stem}.safetensors" for stem in ("float32", name))
-    checkpoints.save(wide_path, parameters(pair.wide.model), overwrite=True)
-    report = checkpoints.convert(wide_path, converted_path, format=name, overwrite=True)
+    float32_path, converted_path = (folder / f"{stem}.safetensors" for stem in ("float32", name))
+    checkpoints.save(float32_path, parameters(pair.wide.model), overwrite=True)
+    report = checkpoints.convert(float32_path, converted_path, format=name, overwrite=True)
     restored = restore(pair.wide.model, checkpoints.dequantize(checkpoints.load(converted_path)))
     results = Results(
         wide=pair.wide.final_loss,
@@ -159,7 +217,7 @@ def _convert(
         wide_final=pair.wide.losses[-1],
         converted=float(evaluate(restored, validation_windows(corpus))),
         step_seconds=(pair.wide.step_seconds, pair.quantized.step_seconds),
-        sizes=(wide_path.stat().st_size, converted_path.stat().st_size),
+        sizes=(float32_path.stat().st_size, converted_path.stat().st_size),
         sqnr_db=report.mean_sqnr_db or math.nan,
         format=name,
         gradient="float32" if cotangent is None else cotangent.spec.element.name,

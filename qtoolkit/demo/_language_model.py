@@ -42,7 +42,7 @@ class Corpus(NamedTuple):
 
 
 def load_corpus() -> Corpus:
-    """CPython's help topics; every tenth topic is kept apart for validation.
+    """CPython's help topics; every tenth topic is for validation only.
 
     Topics quote one another, so training excludes every paragraph that has a line of more than 30
     characters in common with a validation topic.
@@ -57,10 +57,10 @@ def load_corpus() -> Corpus:
     texts = list(dict.fromkeys(topics[name] for name in sorted(topics)))  # some topics are aliases
     held_out = list(dict.fromkeys(_paragraphs(texts[9::10])))
     lines = {line for paragraph in held_out for line in paragraph.split("\n") if len(line) > 30}
-    kept = [part for part in _paragraphs(texts) if lines.isdisjoint(part.split("\n"))]
-    kept = [part for part in kept if part not in set(held_out)]
+    disjoint = [part for part in _paragraphs(texts) if lines.isdisjoint(part.split("\n"))]
+    disjoint = [part for part in disjoint if part not in set(held_out)]
     training, validation = (
-        np.frombuffer("\n\n".join(part).encode(), np.uint8) for part in (kept, held_out)
+        np.frombuffer("\n\n".join(parts).encode(), np.uint8) for parts in (disjoint, held_out)
     )
     digest = hashlib.sha256(training.tobytes() + validation.tobytes()).hexdigest()[:12]
     size = f"{training.size:,} + {validation.size:,} bytes"
@@ -183,7 +183,7 @@ def train_pair(
     naive: DTypeLike | None = None,
     report: Callable[[int, TrainingPair], None] = lambda step, pair: None,
 ) -> TrainingPair:
-    """Trains one model in float32 and a copy of it wrapped by `recipe`, step by step side by side.
+    """Train one model in float32 and a copy of it wrapped by `recipe`, each step with both.
 
     Args:
       corpus: Where the batches come from.
@@ -193,7 +193,14 @@ def train_pair(
       naive: A dtype, for a third model `with_astype`.
       report: Called before the first step, after every step, with the number of steps done.
     """
-    pair = _untrained_pair(recipe, steps, seed, naive)
+    model = ByteTransformer(rngs=nnx.Rngs(seed))
+    models = [model, wrap(nnx.clone(model), recipe)]
+    if naive is not None:
+        models.append(with_astype(model, naive))
+    float32, quantized, *rest = (
+        TrainingRun(m, nnx.Optimizer(m, _transform(steps), wrt=nnx.Param)) for m in models
+    )
+    pair = TrainingPair(float32, quantized, [], *rest)
     batches = np.random.default_rng(seed)
     held_out_windows = validation_windows(corpus)
     evaluate_at = {round(steps * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)} - {0}
@@ -211,22 +218,11 @@ def train_pair(
     return pair
 
 
-def _untrained_pair(recipe: Recipe, steps: int, seed: int, naive: DTypeLike | None) -> TrainingPair:
-    model = ByteTransformer(rngs=nnx.Rngs(seed))
-    models = [model, wrap(nnx.clone(model), recipe)]
-    if naive is not None:
-        models.append(with_astype(model, naive))
-    wide, quantized, *rest = (
-        TrainingRun(m, nnx.Optimizer(m, _transform(steps), wrt=nnx.Param)) for m in models
-    )
-    return TrainingPair(wide, quantized, [], *rest)
-
-
 def with_astype(model: ByteTransformer, dtype: DTypeLike) -> ByteTransformer:
-    """A copy of `model` whose products take their operands through `astype`, and no more.
+    """A copy of `model` that only casts the operands of its matmuls to `dtype` and back.
 
     There is no scale, and autodiff goes back through the casts: it rounds cotangents to `dtype`,
-    too. This is what the recipes are to be better than.
+    too. The recipes must be better than this.
     """
     copy = nnx.clone(model)
     for _, module in nnx.iter_modules(copy):
@@ -241,7 +237,7 @@ def with_astype(model: ByteTransformer, dtype: DTypeLike) -> ByteTransformer:
 
 @dataclasses.dataclass(frozen=True)
 class _ByAstype:
-    """A product of two arrays that were cast to `dtype` and back."""
+    """A matmul or convolution of two arrays that were cast to `dtype` and back."""
 
     dtype: DTypeLike
     product: Callable[..., jax.Array]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from qtoolkit.formats._derived import check_fields
-from qtoolkit.formats._float import FloatFormat, plain_number
-from qtoolkit.formats._hashing import hashed_once
+from qtoolkit.formats._element import check_fields, hashed_once, plain_number
+from qtoolkit.formats._float import FloatFormat
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     E2M1FN,
@@ -23,7 +22,9 @@ from qtoolkit.formats._names import (
 POWER_RULES = ("floor", "ceil", "rceil", "even", "below")
 QUOTIENT_RULES = ("amax", "range", "four_over_six")
 RULES = (*POWER_RULES, *QUOTIENT_RULES)
-_WIDEST = Fraction(2) ** 100
+# With elements beyond this, nearly the range of float32, a scale, amax / largest, or an element
+# times its scale could leave float32.
+_LARGEST_SCALED = Fraction(2) ** 100
 
 # The scales that are tried for a block, from its amax and the largest element: see `BlockFormat`.
 ScaleRule: TypeAlias = Callable[[Any, float], Any]
@@ -195,7 +196,8 @@ class BlockFormat:
         published = NAMES.get(dataclasses.replace(self, axes=None))
         if published is None and self.tries_scales:
             published = NAMES.get(dataclasses.replace(self, axes=None, rule=None))
-            at += f", rule={self._rule_name}"
+            if published is not None:
+                at += f", rule={self._rule_name}"
         return self._description(at) if published is None else published + at
 
     @property
@@ -336,14 +338,19 @@ class BlockFormat:
             raise self._error(f"{field}={scale.name} cannot be a scale; {expected}")
         fits = scale.max_finite <= FLOAT32.max_finite and scale.mantissa_bits <= 23
         if not fits or scale.min_positive < FLOAT32.min_positive:
-            raise self._error(f"{field}={scale.name} is wider than float32; {expected}")
+            raise self._error(f"{field}={scale.name} has values beyond float32; {expected}")
 
     def _check_rule(self) -> None:
         if self.rule is None:
             object.__setattr__(self, "rule", self._default_rule())
-        if callable(self.rule):
-            self._check_function()
-        elif self.rule not in RULES:
+        try:
+            hash(self.rule)
+        except TypeError:
+            raise TypeError(
+                f"BlockFormat of {self.element.name}: rule={self.rule!r} is not hashable, expected "
+                "a function, or a frozen dataclass with __call__(self, amax, largest)"
+            ) from None
+        if not callable(self.rule) and self.rule not in RULES:
             raise self._error(
                 f"rule={self.rule!r}, expected one of {', '.join(RULES)}, or a function of amax "
                 "and the largest element"
@@ -359,6 +366,18 @@ class BlockFormat:
             raise self._error("narrow_range needs signed integers")
         if self.rule == "range" and not self.element.signed:
             raise self._error("rule='range' needs signed elements: the scales are symmetric")
+        self._check_tensor_scale()
+        reaches_384 = self.scale is not None and self.scale.max_finite >= 384
+        if self.rule == "four_over_six" and not (self.element == E2M1FN and reaches_384):
+            raise self._error(
+                "rule='four_over_six' needs elements of e2m1fn, whose largest two are 4 and 6, and "
+                "scales that reach 384, as those of nvfp4"
+            )
+        is_number = isinstance(self.amax_epsilon, int | float)
+        if not is_number or not 0 <= self.amax_epsilon <= FLOAT32.max_finite:
+            raise self._error(f"amax_epsilon={self.amax_epsilon!r}, expected a float32 from 0 up")
+
+    def _check_tensor_scale(self) -> None:
         if self.tensor_scale_divides and self.tensor_scale is None:
             raise self._error("tensor_scale_divides needs a tensor_scale")
         is_plain = self.rule in ("amax", "four_over_six") or callable(self.rule)
@@ -366,29 +385,11 @@ class BlockFormat:
             raise self._error(
                 "tensor_scale needs a scale with rule='amax', 'four_over_six' or a function"
             )
-        reaches_384 = self.scale is not None and self.scale.max_finite >= 384
-        if self.rule == "four_over_six" and not (self.element == E2M1FN and reaches_384):
-            raise self._error(
-                "rule='four_over_six' needs elements of e2m1fn, whose largest two are 4 and 6, and "
-                "scales that reach 384, as those of nvfp4"
-            )
         if self.tensor_scale is not None and self.scale is not None and is_wide(self.scale):
             raise self._error(
-                f"tensor_scale with {self.scale.name} scales, which need none; expected narrower "
-                "scales, e.g. e4m3fn"
+                f"tensor_scale with {self.scale.name} scales, which need none; expected scales of "
+                "a smaller range, e.g. e4m3fn"
             )
-        is_number = isinstance(self.amax_epsilon, int | float)
-        if not is_number or not 0 <= self.amax_epsilon <= FLOAT32.max_finite:
-            raise self._error(f"amax_epsilon={self.amax_epsilon!r}, expected a float32 from 0 up")
-
-    def _check_function(self) -> None:
-        try:
-            hash(self.rule)
-        except TypeError:
-            raise TypeError(
-                f"BlockFormat of {self.element.name}: rule={self.rule!r} is not hashable, expected "
-                "a function, or a frozen dataclass with __call__(self, amax, largest)"
-            ) from None
 
     def _default_rule(self) -> str:
         if not self.has_powers:
@@ -404,12 +405,12 @@ class BlockFormat:
         if is_wide(element) or element.mantissa_bits > 23 or is_bool:
             raise self._error(
                 f"element={element.name} cannot be scaled: it has the range of float32, or more "
-                "significant bits, or is bool; expected a narrower element, or scale=None"
+                "significant bits, or is bool; expected another element, or scale=None"
             )
         if element.max_finite <= 0 and not self.zero_point:
             raise self._error(
                 f"element={element.name} cannot be scaled: it has no positive value, which "
-                "amax could become; expected a wider element, a zero_point, or scale=None"
+                "amax could become; expected an element of more bits, a zero_point, or scale=None"
             )
         if not _is_int(self.element_exponent) or abs(self.element_exponent) > 24:
             raise self._error(f"element_exponent={self.element_exponent}, expected -24 to 24")
@@ -430,11 +431,8 @@ class BlockFormat:
 
 
 def is_wide(fmt: Format) -> bool:
-    """Whether `fmt` has values above 2**100 or below 2**-100, nearly the range of float32.
-
-    With such elements a scale, amax / largest, or an element times its scale could leave float32.
-    """
-    return fmt.max_finite > _WIDEST or fmt.min_positive < 1 / _WIDEST
+    """Whether `fmt` has values above 2**100 or below 2**-100."""
+    return fmt.max_finite > _LARGEST_SCALED or fmt.min_positive < 1 / _LARGEST_SCALED
 
 
 def _is_int(value: Any) -> bool:

@@ -7,13 +7,10 @@ import itertools
 import math
 import operator
 from fractions import Fraction
-from typing import Any
 
 import ml_dtypes
-import numpy as np
 
-from qtoolkit.formats._derived import derived
-from qtoolkit.formats._hashing import hashed_once
+from qtoolkit.formats._element import ElementFormat, hashed_once, plain_number
 
 
 class Specials(enum.Enum):
@@ -52,7 +49,7 @@ class Overflow(enum.Enum):
 
 @hashed_once
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FloatFormat:
+class FloatFormat(ElementFormat):
     """A binary floating-point format. Frozen, hence hashable: a static argument of `jax.jit`.
 
     A code is sign, exponent field, mantissa field, from the top bit down. Every property is derived
@@ -79,6 +76,9 @@ class FloatFormat:
       (7, 28.0, 0.03125)
       >>> qt.fake_cast(jnp.asarray([0.3, 100.0]), fmt)
       Array([ 0.3125, 28.    ], dtype=float32)
+      >>> other = qt.format("e4m3fn").with_(bias=5)
+      >>> other.name, float(other.max_finite)
+      ('e4m3fn(bias=5)', 1792.0)
     """
 
     name: str
@@ -93,7 +93,7 @@ class FloatFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_name(self)
+        self._check_name()
         for field, kind in _FIELD_TYPES.items():
             value = plain_number(getattr(self, field))
             object.__setattr__(self, field, value)
@@ -110,7 +110,7 @@ class FloatFormat:
         if abs(self.bias) > 2**16:
             raise self._error(f"bias={self.bias}, expected -2**16 to 2**16")
         self._check_codes()
-        check_dtype(self)
+        self._check_dtype("floats", ml_dtypes.finfo)
 
     def _check_codes(self) -> None:
         """Raises if the fields leave too few codes for NaN, infinity or any number."""
@@ -127,8 +127,8 @@ class FloatFormat:
             raise self._error("has_zero=False with signed=True, expected signed=False")
         if self.max_code < 1:
             raise self._error(
-                f"no positive finite value is left beside specials={self.specials.name}, expected "
-                "more bits"
+                f"specials={self.specials.name} leaves no code for a positive finite value, "
+                "expected more bits"
             )
         if self.overflow is Overflow.INF and not self.has_inf:
             raise self._error(
@@ -142,22 +142,6 @@ class FloatFormat:
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"FloatFormat {self.name!r}: {message}")
-
-    def with_(self, **fields: Any) -> "FloatFormat":
-        """The same format with other values of some fields, and without a dtype of its own.
-
-        Its name is made of this one's, "e4m3fn(bias=5)", if you give none.
-
-        Raises:
-          TypeError: No such field.
-          ValueError: As `FloatFormat`; or the name is that of another format.
-
-        Examples:
-          >>> fmt = qt.format("e4m3fn").with_(bias=5)
-          >>> fmt.name, float(fmt.max_finite)
-          ('e4m3fn(bias=5)', 1792.0)
-        """
-        return derived(self, fields)
 
     @property
     def bits(self) -> int:
@@ -178,11 +162,11 @@ class FloatFormat:
     def max_code(self) -> int:
         """Code of the largest finite value: 0x7E for E4M3FN."""
         match self.specials:
-            case Specials.IEEE:
+            case Specials.IEEE:  # a whole binade, 2**mantissa_bits codes, is not finite
                 return self.magnitude_count - (1 << self.mantissa_bits) - 1
-            case Specials.FN:
+            case Specials.FN:  # only the last code is NaN
                 return self.magnitude_count - 2
-            case Specials.EXTENDED:
+            case Specials.EXTENDED:  # the last one is infinity; without "-0" NaN stands after it
                 return self.magnitude_count - 2 - (not self.signed)
             case _:
                 return self.magnitude_count - 1
@@ -209,7 +193,7 @@ class FloatFormat:
         """The NaN that casts write: quiet and positive; 0x7F for E4M3FN, 0x7E for E5M2."""
         if not self.has_nan:
             return None
-        if self.specials is Specials.IEEE:
+        if self.specials is Specials.IEEE:  # quiet: the first mantissa bit is set
             return self.max_code + 1 + (1 << (self.mantissa_bits - 1))
         return self.max_code + 1 + self.has_inf  # FN: all ones; one NaN: the sign bit alone
 
@@ -253,7 +237,7 @@ class FloatFormat:
     @property
     def max_exponent(self) -> int:
         """Exponent of the largest finite value's binade: 8 for E4M3FN."""
-        if self.has_zero and self.max_code < (1 << self.mantissa_bits):
+        if self.has_zero and self.max_code < (1 << self.mantissa_bits):  # all are subnormal
             return self.min_exponent - self.mantissa_bits + self.max_code.bit_length() - 1
         return (self.max_code >> self.mantissa_bits) - self.bias
 
@@ -315,7 +299,7 @@ class FloatFormat:
           TypeError: `code` is no integer.
           ValueError: It is negative, or 2**bits or more.
         """
-        code = checked_code(self, code)
+        code = self._checked_code(code)
         if any(code in codes for codes in self.nan_ranges):
             return math.nan
         magnitude = code & (self.magnitude_count - 1)
@@ -325,33 +309,6 @@ class FloatFormat:
         if negative and magnitude == 0:
             return -0.0
         return -self.magnitude(magnitude) if negative else self.magnitude(magnitude)
-
-    def values(self) -> np.ndarray:
-        """float64 array of what each code stands for, in the order of the codes.
-
-        Raises:
-          ValueError: More than 2**16 codes, or float64 does not hold them; see `value`.
-        """
-        return float64_values(self)
-
-    @property
-    def needs_scale(self) -> bool:
-        """Whether values are scaled into its range before they are rounded to it.
-
-        float16 and bfloat16 need no scale to hold what float32 programs compute; scaled up to their
-        largest value, products of them would overflow float32.
-        """
-        return self.bits <= 8
-
-    @property
-    def dtype(self) -> np.dtype | None:
-        """The format's own numpy dtype, None where numpy and ml_dtypes have none."""
-        return None if self.dtype_name is None else np.dtype(self.dtype_name)
-
-    @property
-    def code_dtype(self) -> np.dtype:
-        """The smallest unsigned integer dtype that holds a code."""
-        return unsigned_dtype(self.bits)
 
 
 _FIELD_TYPES = {
@@ -363,87 +320,6 @@ _FIELD_TYPES = {
     "signed": bool,
     "has_zero": bool,
 }
-
-
-def plain_number(value: Any) -> Any:
-    """Convert a number of NumPy to Python's, whose powers do not overflow."""
-    return value.item() if isinstance(value, np.integer | np.floating) else value
-
-
-def check_name(fmt: Any) -> None:
-    """Raises TypeError if `fmt.name` is not a string."""
-    if not isinstance(fmt.name, str):
-        raise TypeError(f"{type(fmt).__name__}: name={fmt.name!r}, expected a string")
-
-
-def check_dtype(fmt: Any) -> None:
-    """Raises ValueError if `fmt.dtype_name` is not a dtype of the same size and range as `fmt`."""
-    if fmt.dtype_name is None:
-        return
-    where = f"{type(fmt).__name__} {fmt.name!r}: dtype_name={fmt.dtype_name!r}"
-    try:
-        dtype = np.dtype(fmt.dtype_name)
-    except TypeError:
-        raise ValueError(f"{where}, expected the name of a dtype of numpy or ml_dtypes") from None
-    if dtype.itemsize != fmt.code_dtype.itemsize:
-        raise ValueError(
-            f"{where} has {dtype.itemsize} bytes, expected {fmt.code_dtype.itemsize}, as its codes"
-        )
-    if dtype.kind == "b" and getattr(fmt, "is_bool", False):
-        return
-    try:
-        is_float = isinstance(fmt, FloatFormat)
-        info: Any = ml_dtypes.finfo(dtype) if is_float else ml_dtypes.iinfo(dtype)
-    except (TypeError, ValueError, KeyError):
-        kind = "floats" if is_float else "integers"
-        raise ValueError(f"{where} has no {kind}, expected a dtype of {kind}") from None
-    ends = (float(info.min), float(info.max), float(getattr(info, "smallest_subnormal", 1)))
-    if ends != (float(fmt.lowest), float(fmt.max_finite), float(fmt.min_positive)):
-        raise ValueError(
-            f"{where} has values from {ends[0]} to {ends[1]}, the smallest {ends[2]}; expected "
-            f"{float(fmt.lowest)} to {float(fmt.max_finite)}, the smallest "
-            f"{float(fmt.min_positive)}; dtype_name=None leaves it out, as fmt.with_(...) does"
-        )
-
-
-def checked_code(fmt: Any, code: Any) -> int:
-    """`code` as an integer of Python: those of NumPy, which `encode` returns, overflow."""
-    try:
-        code = operator.index(code)
-    except TypeError:
-        raise TypeError(
-            f"{fmt.name}: code has type {type(code).__name__}, expected an integer"
-        ) from None
-    if not 0 <= code < 1 << fmt.bits:
-        raise ValueError(
-            f"{fmt.name}: code {code}, expected 0 to {(1 << fmt.bits) - 1} ({fmt.bits} bits)"
-        )
-    return code
-
-
-def float64_values(fmt: Any) -> np.ndarray:
-    """`fmt.value` of every code, as float64; ValueError if they are too many or do not fit."""
-    if fmt.bits > 16:
-        raise ValueError(
-            f"{fmt.name}: 2**{fmt.bits} codes are too many to list, expected at most 2**16; use "
-            "value(code) for one of them"
-        )
-    if fmt.max_finite >= 2**1024 or fmt.min_positive < Fraction(2) ** -1074:
-        raise ValueError(
-            f"{fmt.name}: float64 does not hold every value; use value(code), which is exact"
-        )
-    return np.array([float(fmt.value(code)) for code in range(1 << fmt.bits)])
-
-
-def unsigned_dtype(bits: int) -> np.dtype:
-    """The smallest unsigned numpy integer dtype of at least `bits` bits."""
-    return np.dtype(f"uint{max(8, 1 << (bits - 1).bit_length())}")
-
-
-def binade(value: Fraction) -> int:
-    """The exponent e of 2**e <= value < 2**(e + 1); `value` is positive."""
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    return exponent if value >= Fraction(2) ** exponent else exponent - 1
 
 
 def _power_of_two(exponent: int) -> Fraction:

@@ -38,15 +38,19 @@ def not_found(where: str, spec: Any) -> ValueError | TypeError:
             "jnp.float8_e4m3fn"
         )
     if name.lower() in _AMBIGUOUS:
-        choices = (
-            f"{choice!r} (largest value {float(format(choice).max_finite):g})"
-            for choice in _AMBIGUOUS[name.lower()]
+        meanings = (
+            f"{meaning!r} (largest value {float(format(meaning).max_finite):g})"
+            for meaning in _AMBIGUOUS[name.lower()]
         )
-        return ValueError(f"{where}: {name!r} is ambiguous, expected {' or '.join(choices)}")
-    return ValueError(
-        f"{where}: unknown format {name!r}; {_question(closest(name), where == 'format')}"
-        "`qtoolkit formats` lists all"
-    )
+        return ValueError(f"{where}: {name!r} is ambiguous, expected {' or '.join(meanings)}")
+    names = closest(name)
+    # `format` does not resolve block formats: they come last, called so.
+    blocks = [repr(each) for each in names if each in BLOCKS and where == "format"]
+    choices = [repr(each) for each in names if repr(each) not in blocks]
+    if blocks:
+        choices.append(f"the block format {' or '.join(blocks)}")
+    question = f"did you mean {' or '.join(choices)}? " if choices else ""
+    return ValueError(f"{where}: unknown format {name!r}; {question}`qtoolkit formats` lists all")
 
 
 def closest(name: str) -> tuple[str, ...]:
@@ -67,12 +71,3 @@ def closest(name: str) -> tuple[str, ...]:
         spellings |= {member: member for member in P3109_NAMES}
     close = difflib.get_close_matches(name, spellings, n=8, cutoff=0.55)
     return tuple(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
-
-
-def _question(names: tuple[str, ...], mark_blocks: bool) -> str:
-    """Ask whether one of `names` was meant; with `mark_blocks` block formats come last."""
-    blocks = [repr(name) for name in names if name in BLOCKS and mark_blocks]
-    parts = [repr(name) for name in names if repr(name) not in blocks]
-    if blocks:
-        parts.append(f"the block format {' or '.join(blocks)}")
-    return f"did you mean {' or '.join(parts)}? " if parts else ""

@@ -2,26 +2,16 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
-import numpy as np
+import ml_dtypes  # also registers the sub-byte integer names with numpy
 
-from qtoolkit.formats._derived import derived
-from qtoolkit.formats._float import (
-    check_dtype,
-    check_name,
-    checked_code,
-    float64_values,
-    plain_number,
-    unsigned_dtype,
-)
-from qtoolkit.formats._hashing import hashed_once
+from qtoolkit.formats._element import ElementFormat, hashed_once, plain_number
 
 
 @hashed_once
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IntFormat:
+class IntFormat(ElementFormat):
     """An integer format. Frozen, hence hashable: a static argument of `jax.jit`.
 
     Attributes:
@@ -39,6 +29,8 @@ class IntFormat:
       (-4, 3)
       >>> qt.round_to_format(jnp.asarray([0.5, 1.5, 9.0]), int3)  # ties to even, then clamped
       Array([0., 2., 3.], dtype=float32)
+      >>> qt.format("int8").with_(bits=5, name="int5").max_finite
+      Fraction(15, 1)
     """
 
     name: str
@@ -49,12 +41,17 @@ class IntFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     min_normal: ClassVar[Fraction] = Fraction(1)
+    min_positive: ClassVar[Fraction] = Fraction(1)
+    epsilon: ClassVar[Fraction] = Fraction(1)
     has_inf: ClassVar[bool] = False
     has_nan: ClassVar[bool] = False
+    inf_code: ClassVar[None] = None
+    nan_code: ClassVar[None] = None  # casts write NaN as 0
     nan_codes: ClassVar[tuple[int, ...]] = ()
+    needs_scale: ClassVar[bool] = True  # whatever its width
 
     def __post_init__(self) -> None:
-        check_name(self)
+        self._check_name()
         for field in ("signed", "is_bool"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(
@@ -73,22 +70,7 @@ class IntFormat:
                 f"IntFormat {self.name!r}: dtype_name='bool' with is_bool={self.is_bool!r}, "
                 "expected is_bool=True"
             )
-        check_dtype(self)
-
-    def with_(self, **fields: Any) -> "IntFormat":
-        """The same format with other values of some fields, and without a dtype of its own.
-
-        Its name is made of this one's, "int8(bits=5)", if you give none.
-
-        Raises:
-          TypeError: No such field.
-          ValueError: As `IntFormat`; or the name is that of another format.
-
-        Examples:
-          >>> qt.format("int8").with_(bits=5, name="int5").max_finite
-          Fraction(15, 1)
-        """
-        return derived(self, fields)
+        self._check_dtype("integers", ml_dtypes.iinfo)
 
     @property
     def max_finite(self) -> Fraction:
@@ -101,11 +83,6 @@ class IntFormat:
         return Fraction(-(2 ** (self.bits - 1)) if self.signed else 0)
 
     @property
-    def min_positive(self) -> Fraction:
-        """The smallest positive value."""
-        return Fraction(1)
-
-    @property
     def mantissa_bits(self) -> int:
         """Significand bits after the leading one that a float needs to hold every value."""
         return max(self.bits - self.signed - 1, 0)
@@ -115,24 +92,9 @@ class IntFormat:
         return 2**self.bits
 
     @property
-    def epsilon(self) -> Fraction:
-        """Distance from 1 to the next larger value."""
-        return Fraction(1)
-
-    @property
     def max_code(self) -> int:
         """Code of the largest value."""
         return int(self.max_finite)
-
-    @property
-    def inf_code(self) -> None:
-        """None: integers have no infinity."""
-        return None
-
-    @property
-    def nan_code(self) -> None:
-        """None: integers have no NaN; casts write it as 0."""
-        return None
 
     def value(self, code: int) -> Fraction:
         """The integer that `code` stands for.
@@ -141,28 +103,5 @@ class IntFormat:
           TypeError: `code` is no integer.
           ValueError: It is negative, or 2**bits or more.
         """
-        code = checked_code(self, code)
+        code = self._checked_code(code)
         return Fraction(code - (2**self.bits if code > self.max_finite else 0))
-
-    def values(self) -> np.ndarray:
-        """float64 array of what each code stands for, in the order of the codes.
-
-        Raises:
-          ValueError: More than 2**16 codes; see `value`.
-        """
-        return float64_values(self)
-
-    @property
-    def needs_scale(self) -> bool:
-        """Whether values are scaled into its range before they are rounded to it: always."""
-        return True
-
-    @property
-    def dtype(self) -> np.dtype | None:
-        """The format's own numpy dtype, None where numpy and ml_dtypes have none."""
-        return None if self.dtype_name is None else np.dtype(self.dtype_name)
-
-    @property
-    def code_dtype(self) -> np.dtype:
-        """The smallest unsigned integer dtype that holds a code."""
-        return unsigned_dtype(self.bits)

@@ -173,7 +173,7 @@ FORMATS: tuple[Format, ...] = (
 BY_SPELLING = {
     spelling.lower(): fmt
     for fmt in FORMATS
-    for spelling in (fmt.name, getattr(fmt, "dtype_name", None), *fmt.spellings)
+    for spelling in (fmt.name, fmt.dtype_name, *fmt.spellings)
     if spelling is not None
 }
 _INTEGER = re.compile(r"(int|uint|i|u)([1-9]\d?)", re.IGNORECASE)  # of any width

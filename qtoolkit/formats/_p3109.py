@@ -43,6 +43,8 @@ def p3109(bits: int, precision: int, *, signed: bool = True, extended: bool = Tr
             f"p3109: bits={bits}, precision={precision}, expected 3 to 16 bits and a precision of "
             f"1 to {'bits - 1' if signed else 'bits'}"
         )
+    # Without infinities, P3109 has the codes of formats that others named: NaN is the code of "-0"
+    # (FNUZ), or the last one where there is no sign (FN).
     specials = Specials.EXTENDED if extended else Specials.FNUZ if signed else Specials.FN
     return FloatFormat(
         name=name,

@@ -60,7 +60,10 @@ def posit(n: int, es: int = 2) -> TableFormat:
 @functools.cache
 def _posit(n: int, es: int) -> TableFormat:
     half = 1 << (n - 1)
-    low = range(1 - half, half - 1)  # in order of value, codes are two's-complement integers
+    # As two's-complement integers, codes are in the order of their values. Between the codes c and
+    # c + 1 lies the code 2 * c + 1 of a posit with one bit more: the tie. Next to zero the tie is
+    # zero itself, because no other number is rounded to zero.
+    low = range(1 - half, half - 1)
     return TableFormat(
         name=f"posit{n}" if es == 2 else f"posit{n}es{es}",
         values_by_code=tuple(_value(code, n, es) for code in range(1 << n)),
@@ -80,9 +83,11 @@ def _value(code: int, bits: int, exponent_bits: int) -> float:
     if code >> (bits - 1):
         return -_value((1 << bits) - code, bits, exponent_bits)
     text = f"{code:0{bits}b}"[1:]
+    # The regime is a run of equal bits that the other bit ends: 110 is 1, 10 is 0, 01 is -1.
     run = len(text) - len(text.lstrip(text[0]))
     regime = run - 1 if text[0] == "1" else -run
     rest = text[run + 1 :]
+    # Exponent bits that do not fit into the code are 0.
     exponent = int(rest[:exponent_bits].ljust(exponent_bits, "0") or "0", 2)
     fraction = rest[exponent_bits:]
     significand = 1 + (int(fraction, 2) / (1 << len(fraction)) if fraction else 0)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from qtoolkit.formats._float import FloatFormat, binade
+from qtoolkit.formats._element import binade
+from qtoolkit.formats._float import FloatFormat
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import FORMATS, Format, format
 from qtoolkit.formats._table import TableFormat
@@ -41,9 +42,9 @@ def promote(a: Any, b: Any, *more: Any) -> Format:
 
     So an argument of this list that holds all others is the result: uint3 and uint4 give uint4.
     Equal formats are their own result, with a JAX dtype or without. The order of the arguments does
-    not matter, but promoting in steps can give a wider float than promoting at once: e4m3fn and
-    e5m2 give bfloat16, which with float16 gives float32; `promote("e4m3fn", "e5m2", "float16")` is
-    float16, which holds all three.
+    not matter, but promoting in steps can give a float of more bits than promoting at once: e4m3fn
+    and e5m2 give bfloat16, which with float16 gives float32; `promote("e4m3fn", "e5m2", "float16")`
+    is float16, which holds all three.
 
     Args:
       a, b, more: Formats, or any spellings of them, see `qtoolkit.format`.
@@ -73,8 +74,8 @@ def _promoted(formats: frozenset[Format]) -> Format:
         (same,) = formats
         return same
     integers = all(isinstance(fmt, IntFormat) for fmt in formats)
-    wider = INTEGERS if integers else FLOATS
-    common = next((w for w in wider if all(_holds(w, fmt) for fmt in formats)), None)
+    candidates = INTEGERS if integers else FLOATS
+    common = next((c for c in candidates if all(_holds(c, fmt) for fmt in formats)), None)
     if common is None:
         names = sorted(fmt.name for fmt in formats)
         raise ValueError(
@@ -86,25 +87,24 @@ def _promoted(formats: frozenset[Format]) -> Format:
 
 
 @functools.lru_cache(maxsize=2**12)
-def _holds(wide: Format, fmt: Format) -> bool:
-    """Whether every value of `fmt` is one of `wide`."""
-    if wide == fmt:
+def _holds(candidate: Format, fmt: Format) -> bool:
+    """Whether every value of `fmt` is one of `candidate`."""
+    if candidate == fmt:
         return True
-    if (fmt.has_nan and not wide.has_nan) or (fmt.has_inf and not wide.has_inf):
+    if (fmt.has_nan and not candidate.has_nan) or (fmt.has_inf and not candidate.has_inf):
         return False
-    return all(_contains(wide, value) for value in _marks(fmt))
 
+    def contains(value: Fraction) -> bool:
+        if not candidate.lowest <= value <= candidate.max_finite:
+            return False
+        if value == 0 or isinstance(candidate, IntFormat):  # which is compared with integers alone
+            return True
+        assert isinstance(candidate, FloatFormat)
+        # The step of `candidate` at this magnitude, 2**exponent, must divide the value.
+        exponent = max(binade(abs(value)), candidate.min_exponent) - candidate.mantissa_bits
+        return (value / Fraction(2) ** exponent).denominator == 1
 
-def _contains(wide: Format, value: Fraction) -> bool:
-    """Whether the finite `value` is one of `wide`."""
-    if not wide.lowest <= value <= wide.max_finite:
-        return False
-    if value == 0 or isinstance(wide, IntFormat):  # integers are compared with integers alone
-        return True
-    assert isinstance(wide, FloatFormat)
-    # The step of `wide` at this magnitude, 2**exponent, must divide the value.
-    exponent = max(binade(abs(value)), wide.min_exponent) - wide.mantissa_bits
-    return (value / Fraction(2) ** exponent).denominator == 1
+    return all(map(contains, _marks(fmt)))
 
 
 def _marks(fmt: Format) -> Iterator[Fraction]:

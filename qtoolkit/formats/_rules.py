@@ -59,7 +59,7 @@ class Rules(Generic[Value]):
         _check_hashable("default", default)
         object.__setattr__(self, "rules", pairs)
         object.__setattr__(self, "default", default)
-        object.__setattr__(self, "_patterns", tuple(map(_compiled, keys)))
+        object.__setattr__(self, "_patterns", tuple(map(_pattern, keys)))
 
     def match_index(
         self, path: str | Sequence[str], kind: type | Sequence[type] | None = None
@@ -70,9 +70,9 @@ class Rules(Generic[Value]):
           path: The path; or all paths of a shared object, of which one must match.
           kind: The type of the object; or several, of which one must match.
         """
-        thing = _thing(path, kind)
+        paths, kinds = _as_sequences(path, kind)
         for position in range(len(self.rules)):
-            if self._matches(position, *thing):
+            if self._matches(position, paths, kinds):
                 return position
         return None
 
@@ -97,11 +97,11 @@ class Rules(Generic[Value]):
           kinds: The types of the same objects, in the same order; None if types do not matter.
         """
         pairs = ((p, None) for p in paths) if kinds is None else zip(paths, kinds, strict=True)
-        things = [_thing(path, kind) for path, kind in pairs]
+        objects = [_as_sequences(path, kind) for path, kind in pairs]
         return tuple(
             key
             for position, (key, _) in enumerate(self.rules)
-            if not any(self._matches(position, *thing) for thing in things)
+            if not any(self._matches(position, *each) for each in objects)
         )
 
     def check_used(
@@ -110,7 +110,7 @@ class Rules(Generic[Value]):
         paths: Iterable[str | Sequence[str]],
         kinds: Iterable[type | Sequence[type] | None] | None = None,
     ) -> None:
-        """Raises ValueError with the keys of `unused`, if there are any.
+        """Raise ValueError with the keys of `unused`, if there are any.
 
         Args:
           where: The calling function, for the message.
@@ -164,7 +164,7 @@ class Rules(Generic[Value]):
                     f"Rules: {_key_text(key)} is a class, which JSON cannot hold; expected a "
                     "regular expression"
                 )
-        names = self.map(_format_name)
+        names = self.map(_name_that_round_trips)
         return json.dumps({"rules": names.rules, "default": names.default}, sort_keys=True)
 
     @staticmethod
@@ -239,7 +239,7 @@ def _check_hashable(where: str, value: Any) -> None:
         ) from None
 
 
-def _compiled(key: Key) -> re.Pattern[str] | None:
+def _pattern(key: Key) -> re.Pattern[str] | None:
     if isinstance(key, type):
         return None
     try:
@@ -255,14 +255,14 @@ def _key_text(key: Key) -> str:
     return f"rule {key.__name__ if isinstance(key, type) else ascii(key)}"
 
 
-def _thing(
+def _as_sequences(
     path: str | Sequence[str], kind: type | Sequence[type] | None
 ) -> tuple[Sequence[str], Sequence[type]]:
     paths = (path,) if isinstance(path, str) else tuple(path)
     return paths, () if kind is None else (kind,) if isinstance(kind, type) else tuple(kind)
 
 
-def _format_name(value: Any) -> str:
+def _name_that_round_trips(value: Any) -> str:
     fmt = format(value)
     try:
         round_trips = format(fmt.name) == fmt

@@ -21,7 +21,7 @@ _SHAPES: dict[str, Callable[[Format], BlockFormat]] = {
 
 
 def spec(of: SpecLike) -> BlockFormat:
-    """The block format that the argument `spec` of `quantize` and its siblings stands for.
+    """The block format that the argument `spec` of `quantize` and related functions stands for.
 
     Args:
       of: A block format (returned as it is); the name of a published one, "mxfp4", upper or lower
@@ -73,7 +73,7 @@ def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
     resolved = spec(of)
     if scaling is not None:
         raise ValueError(
-            f"{where}: scaling={scaling!r} beside {resolved.name}, which has scales of its own; "
+            f"{where}: scaling={scaling!r} with {resolved.name}, which has scales of its own; "
             f"leave it out, or give the element format, {resolved.element.name}"
         )
     return resolved

@@ -4,24 +4,17 @@ import dataclasses
 import functools
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from qtoolkit.formats._derived import derived
-from qtoolkit.formats._float import (
-    Overflow,
-    check_name,
-    checked_code,
-    float64_values,
-    unsigned_dtype,
-)
-from qtoolkit.formats._hashing import hashed_once
+from qtoolkit.formats._element import ElementFormat, hashed_once
+from qtoolkit.formats._float import Overflow
 
 
 @hashed_once
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TableFormat:
+class TableFormat(ElementFormat):
     """A format given by the value of each code. Frozen, hence hashable.
 
     Attributes:
@@ -44,6 +37,8 @@ class TableFormat:
       Array([-1.,  0.,  1.,  4.], dtype=float32)
       >>> qt.encode(jnp.asarray([-7.0, 0.4, 2.4, 2.6]), four)
       Array([3, 0, 1, 2], dtype=uint8)
+      >>> qt.format("posit8").with_(ties=None).name  # midpoints
+      'posit8(ties=None)'
     """
 
     name: str
@@ -53,8 +48,10 @@ class TableFormat:
     beyond: float | None = None
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
+    dtype_name: ClassVar[None] = None  # neither numpy nor ml_dtypes has tables
+
     def __post_init__(self) -> None:
-        check_name(self)
+        self._check_name()
         where = f"TableFormat {self.name!r}"
         self._check_numbers(where)
         count = len(self.values_by_code)
@@ -103,24 +100,11 @@ class TableFormat:
                 raise TypeError(f"{where}: {field}={value!r}, expected {expected}") from None
             object.__setattr__(self, field, numbers[0] if field == "beyond" else numbers)
 
+    # Pickled by its fields, so that `__post_init__` makes NaNs the one object of `_one_nan` again:
+    # otherwise a format with a NaN would not equal its copy from another process.
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(type(self), **fields), ()
-
-    def with_(self, **fields: Any) -> "TableFormat":
-        """The same format with other values of some fields, and without a dtype of its own.
-
-        Its name is made of this one's, "nf4(overflow=MAX)", if you give none.
-
-        Raises:
-          TypeError: No such field.
-          ValueError: As `TableFormat`; or the name is that of another format.
-
-        Examples:
-          >>> qt.format("posit8").with_(ties=None).name  # midpoints
-          'posit8(ties=None)'
-        """
-        return derived(self, fields)
 
     @functools.cached_property
     def finite(self) -> tuple[float, ...]:
@@ -187,8 +171,10 @@ class TableFormat:
     @functools.cached_property
     def mantissa_bits(self) -> int:
         """Significand bits after the leading one that a float needs to hold every value."""
-        odd_parts = (abs(Fraction(value).numerator) for value in self.finite)
-        return max((n >> ((n & -n).bit_length() - 1)).bit_length() for n in odd_parts if n) - 1
+        # Of 6.5 = 13 / 2 and of 52 = 13 * 4 the 13 needs bits. n & -n is the power of two in n, and
+        # denominators are powers of two.
+        numerators = (abs(Fraction(value).numerator) for value in self.finite)
+        return max((n >> ((n & -n).bit_length() - 1)).bit_length() for n in numerators if n) - 1
 
     @property
     def finite_count(self) -> int:
@@ -201,28 +187,9 @@ class TableFormat:
           TypeError: `code` is no integer.
           ValueError: It is negative, or 2**bits or more.
         """
-        code = checked_code(self, code)
+        code = self._checked_code(code)
         value = self.values_by_code[code]
         return Fraction(value) if math.isfinite(value) else value
-
-    def values(self) -> np.ndarray:
-        """float64 array of what each code stands for, in the order of the codes."""
-        return float64_values(self)
-
-    @property
-    def needs_scale(self) -> bool:
-        """Whether values are scaled into its range before they are rounded to it."""
-        return self.bits <= 8
-
-    @property
-    def dtype(self) -> None:
-        """None: numpy and ml_dtypes have none for it."""
-        return None
-
-    @property
-    def code_dtype(self) -> np.dtype:
-        """The smallest unsigned integer dtype that holds a code."""
-        return unsigned_dtype(self.bits)
 
 
 def _one_nan(value: float) -> float:
@@ -259,6 +226,8 @@ def _hifloat8(code: int) -> float:
         return sign * math.inf
     if rest < 8:  # denormal: no exponent at all
         return sign * math.ldexp(1.0, rest - 23) if rest else 0.0
+    # The least code with each prefix, the bits of the prefix, and the number of exponent bits: the
+    # prefixes are 11, 10, 01, 001 and 0001.
     prefixes = ((0x60, 2, 4), (0x40, 2, 3), (0x20, 2, 2), (0x10, 3, 1), (0x08, 4, 0))
     prefix_bits, exponent_bits = next(bits for least, *bits in prefixes if rest >= least)
     mantissa_bits = 7 - prefix_bits - exponent_bits

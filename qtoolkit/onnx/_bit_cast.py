@@ -25,11 +25,11 @@ _BITS = {
 
 
 def bit_cast(x: ArrayLike, to: TypeLike, *, opset: int = 28) -> jax.Array:
-    """Reads the bits of each element of `x` as another type of the same width.
+    """Read the bits of each element of `x` as another type of the same width.
 
     Widths are those of the type: int4 goes to uint4 and float4e2m1, not to int8. A bool has 8 bits,
-    of which JAX keeps one: to bool, whatever is not zero becomes True. The real part of a complex64
-    is its lower half.
+    but JAX stores only whether they are 0: to bool, every other pattern becomes True. The real part
+    of a complex64 is its lower half.
 
     Args:
       x: An array of any type of ONNX but string and float6, any shape; or a number of Python, which

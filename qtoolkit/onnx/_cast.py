@@ -24,7 +24,7 @@ from qtoolkit.onnx._types import (
 )
 
 _ROUNDINGS = {"up": "toward_positive", "down": "toward_zero", "nearest": "nearest_away"}
-_WIDE_INTEGERS = (DataType.INT32, DataType.UINT32, DataType.INT64, DataType.UINT64)
+_INEXACT_IN_FLOAT32 = (DataType.INT32, DataType.UINT32, DataType.INT64, DataType.UINT64)
 
 
 def cast(
@@ -36,7 +36,7 @@ def cast(
     opset: int = 28,
     arithmetic: str = "exact",
 ) -> jax.Array | np.ndarray:
-    """Converts `x` to another type of ONNX, rounded once from its exact value.
+    """Convert `x` to another type of ONNX, rounded once from its exact value.
 
     What becomes of numbers, by the type that they are cast to:
 
@@ -44,8 +44,8 @@ def cast(
     * Float8 (e4m3fn, e4m3fnuz, e5m2, e5m2fnuz): to nearest even. With `saturate`, overflow and
       infinities become the largest number of their sign; before opset 24, infinities become NaN in
       the two fnuz types. Without, both become infinite in e5m2 and NaN in the others.
-    * float8e8m0: as `round_mode` says. With `saturate`, what lies beyond its range is clamped to
-      it; without, it becomes NaN, before it is rounded. Zero and, unspecified by the page, negative
+    * float8e8m0: as `round_mode` says. With `saturate`, numbers beyond its range are clamped to it;
+      without, they become NaN before they are rounded. Zero and, unspecified by the page, negative
       numbers lie below that range.
     * float4e2m1, float6e2m3, float6e3m2: to nearest even, clamped; NaN becomes the largest number.
     * Integers of 8 bits and more: integers keep their low bits. Floats are truncated toward zero
@@ -126,7 +126,7 @@ def cast_like(
     opset: int = 28,
     arithmetic: str = "exact",
 ) -> jax.Array | np.ndarray:
-    """Converts `x` to the type of `like`.
+    """Convert `x` to the type of `like`.
 
     Args:
       x, saturate, round_mode, arithmetic: As in `cast`.
@@ -156,7 +156,7 @@ def cast_to(
     round_mode: Any = "up",
     arithmetic: Any = "exact",
 ) -> jax.Array | np.ndarray:
-    """Casts to a type that the version has; checks everything else."""
+    """Cast to a type that the version has; checks everything else."""
     operator.check_choice("saturate", saturate, (True, False))
     operator.check_choice("round_mode", round_mode, tuple(_ROUNDINGS))
     operator.check_choice("arithmetic", arithmetic, ("exact", "reference"))
@@ -225,7 +225,7 @@ def _to_e8m0(operator: Operator, x: Any, rounding: str, saturate: bool) -> jax.A
 
 
 def _concrete(operator: Operator, x: Any, target: DataType, projection: Projection) -> Any:
-    """The cast at once, even inside `jit`; as a NumPy array for float6, which JAX has not."""
+    """The cast at once, even inside `jit`; a NumPy array for float6, which JAX does not have."""
     fmt = FORMATS[target]
     with jax.ensure_compile_time_eval():
         if target not in FLOAT6:
@@ -238,4 +238,7 @@ def _through_float32(source: DataType, target: DataType) -> bool:
     if source is DataType.DOUBLE:
         fmt = FORMATS[target]
         return isinstance(fmt, FloatFormat) and (fmt.bits <= 8 or target is DataType.BFLOAT16)
-    return source in _WIDE_INTEGERS and target in (DataType.BFLOAT16, DataType.FLOAT8E8M0)
+    return source in _INEXACT_IN_FLOAT32 and target in (
+        DataType.BFLOAT16,
+        DataType.FLOAT8E8M0,
+    )

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from qtoolkit.casts.internal import is_array
 from qtoolkit.formats import Format
-from qtoolkit.onnx._types import LATEST_OPSET, DataType, needs_x64, of_spec, of_value
+from qtoolkit.onnx._types import LATEST_OPSET, TYPES_OF_64_BITS, DataType, of_spec, of_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +65,10 @@ class Operator:
 
     def check_64_bits(self, dtype: DataType) -> None:
         """TypeError where JAX's 64-bit types are off and an array of that type needs them."""
-        if needs_x64(dtype):
+        if dtype in TYPES_OF_64_BITS and not jax.config.read("jax_enable_x64"):
             raise TypeError(
                 f"{self.name}: {dtype.name} is needed, and 64-bit types are off in JAX; enable "
-                "them with jax.config.update('jax_enable_x64', True), or ask for a narrower type"
+                "them with jax.config.update('jax_enable_x64', True), or ask for fewer bits"
             )
 
     def data_type(self, name: str, value: Any) -> DataType:

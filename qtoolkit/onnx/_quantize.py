@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ _SCALES = {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10, _T.FLOAT8E8M0: 24}
 # Quotients are rounded, and clamped, to this format before the zero point is added. A clamped one
 # plus any zero point of 16 bits is still beyond every output type: 524,287 - 32,768 > 65,535, and
 # -524,288 + 65,535 < -32,768. Float32 holds each sum exactly.
-_WIDE = format("int20")
+_INT20 = format("int20")
 
 
 def quantize_linear(
@@ -128,8 +128,8 @@ def quantize_linear(
         operator.check_type("precision", division, dict.fromkeys(_FLOATS, 23))
     tensors = (x, y_scale, y_zero_point)
     types = (_DATA, {**_SCALES, _T.INT32: 19})
-    operands = _operands(operator, "y", tensors, types, axis, block_size)
-    source, scale_type, zero_type = operands.types
+    source, scale_type, zero_type = _types(operator, "y", tensors, types)
+    granularity = _granularity(operator, "y_scale", y_scale, x, axis, block_size)
     if 19 <= opset < 23 and scale_type is not source:
         raise TypeError(
             f"{operator.name}: y_scale is {scale_type.name} with opset={opset}, expected "
@@ -142,12 +142,10 @@ def quantize_linear(
         )
     target = target or zero_type or _T.UINT8
     operator.check_type("the output", target, _QUANTIZED)
+    no_derivative = _NO_DERIVATIVE.format(operator.name)
     y = _quantize(
-        *(
-            without_derivative(array, _NO_DERIVATIVE.format(operator.name))
-            for array in operands.arrays
-        ),
-        operands.granularity,
+        *(without_derivative(_array(tensor), no_derivative) for tensor in tensors),
+        granularity,
         DTYPES[division or (scale_type if scale_type in _FLOATS else _T.FLOAT)],
         division is not None,
         FORMATS[target],
@@ -207,15 +205,14 @@ def dequantize_linear(
     target = operator.optional_type("output_dtype", output_dtype, since=23)
     tensors = (x, x_scale, x_zero_point)
     types = ({**_QUANTIZED, _T.INT32: 10}, _SCALES)
-    operands = _operands(operator, "x", tensors, types, axis, block_size)
-    source, scale_type, zero_type = operands.types
+    source, scale_type, zero_type = _types(operator, "x", tensors, types)
+    granularity = _granularity(operator, "x_scale", x_scale, x, axis, block_size)
     target = target or scale_type
     operator.check_type("the output", target, {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10})
     if zero_type not in (None, source):
         raise TypeError(
             f"{operator.name}: x_zero_point is {zero_type.name}, expected {source.name}, as x"
         )
-    x, x_scale, x_zero_point = operands.arrays
     if source is _T.INT32 and x_zero_point is not None:
         if is_traced(x_zero_point) or np.any(x_zero_point):
             raise ValueError(
@@ -223,13 +220,15 @@ def dequantize_linear(
                 "zeros"
             )
         x_zero_point = None
-    return _dequantize(x, x_scale, x_zero_point, operands.granularity, FORMATS[target])
+    return _dequantize(
+        *(_array(x), _array(x_scale), _array(x_zero_point)), granularity, FORMATS[target]
+    )
 
 
 def dynamic_quantize_linear(
     x: ArrayLike, *, opset: int = 28
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes float32 to uint8 with the scale and zero point that its range asks for.
+    """Quantize float32 to uint8 with the scale and zero point that its range asks for.
 
     y_scale = (max(0, max(x)) - min(0, min(x))) / 255; y_zero_point = -min(0, min(x)) / y_scale,
     rounded and clamped; y = round(x / y_scale) + y_zero_point, clamped; all to nearest even. Where
@@ -274,53 +273,40 @@ _NO_DERIVATIVE = (
 )
 
 
-class _Operands(NamedTuple):
-    """The array, scale and zero point (None without one) of a linear quantization, checked.
-
-    Attributes:
-      arrays: The three, in dtypes that `jit` takes.
-      types: The ONNX type of each.
-      granularity: (axis, size of the blocks along it that have a scale each); size 0: each index of
-        the axis has a scale. None: there is one scale.
-    """
-
-    arrays: tuple[Any, Any, Any]
-    types: tuple[DataType, DataType, DataType | None]
-    granularity: tuple[int, int] | None
-
-
-def _operands(
+def _types(
     operator: Operator,
     prefix: str,
-    arrays: tuple[Any, Any, Any],
+    tensors: tuple[Any, Any, Any],
     allowed: tuple[Mapping[DataType, int], Mapping[DataType, int]],
-    axis: int,
-    block_size: int,
-) -> _Operands:
-    """Checks the operands; `prefix` "y" stands for their names "y_scale" and "y_zero_point".
+) -> tuple[DataType, DataType, DataType | None]:
+    """The types of array, scale and zero point, None without one; their shapes must agree.
 
-    `allowed`: the types of the array and of the scale, and the opsets that brought them.
+    `prefix` "y" stands for the names "y_scale" and "y_zero_point". `allowed`: the types of the
+    array and of the scale, and the opsets that brought them.
     """
-    x, scale, zero = arrays
-    scale_name, zero_name = f"{prefix}_scale", f"{prefix}_zero_point"
+    x, scale, zero = tensors
     types = (
         operator.type_of("x", x, allowed[0]),
-        operator.type_of(scale_name, scale, allowed[1]),
-        None if zero is None else operator.type_of(zero_name, zero),
+        operator.type_of(f"{prefix}_scale", scale, allowed[1]),
+        None if zero is None else operator.type_of(f"{prefix}_zero_point", zero),
     )
-    granularity = _granularity(operator, scale_name, scale, x, axis, block_size)
     shapes = np.shape(scale), np.shape(scale if zero is None else zero)
     if shapes[0] != shapes[1] and not {*shapes} <= {(), (1,)}:
         raise ValueError(
-            f"{operator.name}: {zero_name} has shape {shapes[1]}, expected {shapes[0]}, that of "
-            f"{scale_name}"
+            f"{operator.name}: {prefix}_zero_point has shape {shapes[1]}, expected {shapes[0]}, "
+            f"that of {prefix}_scale"
         )
-    return _Operands((_array(x), _array(scale), _array(zero)), types, granularity)
+    return types
 
 
 def _granularity(
     operator: Operator, name: str, scale: Any, x: Any, axis: int, block_size: int
 ) -> tuple[int, int] | None:
+    """Which elements share a scale; raises where the shape of the scale does not fit.
+
+    None: there is one scale. Else (axis, size of the blocks along it that have a scale each); size
+    0: each index of the axis has a scale.
+    """
     operator.check_since("axis", axis, 1, 13)
     operator.check_since("block_size", block_size, 0, 21)
     for attribute, value in (("axis", axis), ("block_size", block_size)):
@@ -331,9 +317,9 @@ def _granularity(
             f"{operator.name}: block_size={block_size}, expected 0 or a positive integer"
         )
     shape, got = np.shape(x), np.shape(scale)
+    where = f"{operator.name}: {name} has shape {got}"
     if got == () or (got == (1,) and not block_size):
         return None
-    where = f"{operator.name}: {name} has shape {got}"
     if operator.opset < 13:
         raise ValueError(f"{where} with opset={operator.opset}, expected a scalar")
     rank = len(shape)
@@ -373,20 +359,20 @@ def _float32(x: Any) -> jax.Array:
 
 def _spread(values: jax.Array, x: jax.Array, granularity: tuple[int, int] | None) -> jax.Array:
     """Scales or zero points as float32, of a shape that broadcasts to that of `x`, of its rank."""
-    wide = _float32(values)
+    values = _float32(values)
     if granularity is None:
-        return wide.reshape((1,) * x.ndim)
+        return values.reshape((1,) * x.ndim)
     axis, block_size = granularity
     if not block_size:
-        return lax.expand_dims(wide, [i for i in range(x.ndim) if i != axis])
+        return lax.expand_dims(values, [i for i in range(x.ndim) if i != axis])
 
-    def repeated(wide: jax.Array) -> jax.Array:
-        return lax.slice_in_dim(jnp.repeat(wide, block_size, axis), 0, x.shape[axis], axis=axis)
+    def repeated(values: jax.Array) -> jax.Array:
+        return lax.slice_in_dim(jnp.repeat(values, block_size, axis), 0, x.shape[axis], axis=axis)
 
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
         repeated = jax.sharding.auto_axes(repeated, out_sharding=sharding)
-    return repeated(wide)
+    return repeated(values)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
@@ -401,10 +387,10 @@ def _quantize(
 ) -> jax.Array:
     """Integers of `target`; if it is a float type, float32 numbers, which the caller casts."""
     is_power = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
-    wide, divisor = _float32(x), _spread(scale, x, granularity)
+    dividend, divisor = _float32(x), _spread(scale, x, granularity)
     if converts_first:
-        wide, divisor = rounded_to(wide, precision), rounded_to(divisor, precision)
-    ratio = _times_power_of_two(wide, divisor, -1) if is_power else quotient(wide, divisor)
+        dividend, divisor = rounded_to(dividend, precision), rounded_to(divisor, precision)
+    ratio = _times_power_of_two(dividend, divisor, -1) if is_power else quotient(dividend, divisor)
     ratio = rounded_to(ratio, precision)
     offset = None if zero is None else _spread(zero, x, granularity)
     if isinstance(target, IntFormat):
@@ -424,10 +410,10 @@ def _dequantize(
     target: Format,
 ) -> jax.Array:
     is_power = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
-    wide = _float32(x)
+    difference = _float32(x)
     if zero is not None:
-        wide = wide - _spread(zero, x, granularity)
-    y = _scaled(wide, _spread(scale, x, granularity), is_power)
+        difference = difference - _spread(zero, x, granularity)
+    y = _scaled(difference, _spread(scale, x, granularity), is_power)
     return cast_for("onnx.dequantize_linear", y, target, UNCLAMPED)
 
 
@@ -443,7 +429,7 @@ def _quantize_dynamically(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array
 
 def _integers(x: jax.Array, zero: jax.Array | None, fmt: IntFormat) -> jax.Array:
     """`x` rounded to nearest even, and `zero` added, clamped to integers of `fmt`."""
-    total = x if zero is None else round_values(x, _WIDE) + zero
+    total = x if zero is None else round_values(x, _INT20) + zero
     return dtype_from_codes(codes_of(total, fmt, NEAREST), fmt)
 
 

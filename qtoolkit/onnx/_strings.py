@@ -44,7 +44,12 @@ def texts(where: str, x: Any) -> np.ndarray:
 
 def to_float64(where: str, x: np.ndarray, *, exact: bool) -> np.ndarray:
     """The numbers that strings spell, in float64: to nearest even if `exact`, else to odd."""
-    return _each(where, x, np.dtype(np.float64), _nearest if exact else _odd)
+
+    def convert(text: str) -> float:
+        near = float(_WORDS.get(text.lower(), text))  # Python reads decimals correctly rounded
+        return near if exact or text.lower() in _WORDS else to_odd(near, _decimal(text))
+
+    return _each(where, x, np.dtype(np.float64), convert)
 
 
 def to_integers(where: str, x: np.ndarray, fmt: IntFormat, *, nearest: bool) -> np.ndarray:
@@ -69,19 +74,24 @@ def to_integers(where: str, x: np.ndarray, fmt: IntFormat, *, nearest: bool) -> 
 
 def from_numbers(x: np.ndarray, fmt: Format) -> np.ndarray:
     """Numbers of `fmt` in plain notation, as an array of str: see `onnx.cast`."""
-    result = np.empty(x.shape, object)
     if isinstance(fmt, IntFormat):
-        result.ravel()[:] = [str(int(value)) for value in x.ravel()]
+        numerals = [str(int(value)) for value in x.ravel()]
     elif fmt in (FLOAT16, FLOAT32, FLOAT64):
-        result.ravel()[:] = [_plain(value) for value in x.ravel()]
+        numerals = [
+            np.format_float_positional(value, unique=True, trim="-")
+            if np.isfinite(value)
+            else _not_finite(float(value))
+            for value in x.ravel()
+        ]
     else:
         assert isinstance(fmt, FloatFormat)
         codes = np.ascontiguousarray(x).ravel().view(fmt.code_dtype) & (2**fmt.bits - 1)
-        result.ravel()[:] = [_of_code(int(code), fmt) for code in codes]
-    return result.astype(np.str_)
+        numerals = [_of_code(int(code), fmt) for code in codes]
+    return np.array(numerals, np.str_).reshape(x.shape)
 
 
 def _each(where: str, x: np.ndarray, dtype: np.dtype, convert: Callable[[str], Any]) -> np.ndarray:
+    """`convert` of each string, which must spell a number."""
     result = np.empty(x.shape, dtype)
     for index in np.ndindex(x.shape):
         text = str(x[index]).strip()
@@ -99,17 +109,10 @@ def _named(index: tuple[int, ...]) -> str:
     return f"x[{', '.join(map(str, index))}]" if index else "x"
 
 
-def _nearest(text: str) -> float:
-    return float(_WORDS.get(text.lower(), text))  # Python reads decimals correctly rounded
-
-
-def _odd(text: str) -> float:
-    near = _nearest(text)
-    return near if text.lower() in _WORDS else to_odd(near, _decimal(text))
-
-
 def to_odd(near: float, exact: Decimal | Fraction) -> float:
     """`exact` rounded to odd in float64; `near` is the float64 number nearest to it."""
+    # Of two neighbours one has an odd pattern. Beyond float64 that is the largest number, not the
+    # infinity, so that a later rounding still sees a finite number.
     rounded = type(exact)(near) if math.isfinite(near) else near
     if exact == rounded or int(np.float64(near).view(np.uint64)) & 1:
         return near
@@ -126,12 +129,6 @@ def _decimal(text: str) -> Decimal:
     return Decimal(f"{mantissa}e{sign * min(size, most if sign > 0 else size)}")
 
 
-def _plain(value: Any) -> str:
-    if not np.isfinite(value):
-        return _not_finite(float(value))
-    return np.format_float_positional(value, unique=True, trim="-")
-
-
 def _not_finite(value: float) -> str:
     return "NaN" if math.isnan(value) else "INF" if value > 0 else "-INF"
 
@@ -142,10 +139,10 @@ def _of_code(code: int, fmt: FloatFormat) -> str:
     value = fmt.value(code)
     if isinstance(value, float):  # infinite, NaN or -0
         return "-0" if value == 0 else _not_finite(value)
-    size = code & (fmt.magnitude_count - 1)
-    sign, value = "-" if value < 0 else "", abs(value)
     if value == 0:
         return "0"
+    size = code & (fmt.magnitude_count - 1)
+    sign, value = "-" if value < 0 else "", abs(value)
     # Casts to E8M0 have three rounding modes, so its numbers are written with all their digits.
     below = value if not fmt.has_zero else (value + fmt.magnitude(size - 1)) / 2
     above = value if not fmt.has_zero else (value + fmt.magnitude(size + 1)) / 2
@@ -157,13 +154,8 @@ def _of_code(code: int, fmt: FloatFormat) -> str:
         for count in sorted((floor, floor + 1), key=lambda n: abs(n * step - value)):
             number = count * step
             if below < number < above or (even and number in (below, above)):
-                return sign + _digits(count, step)
-
-
-def _digits(count: int, step: Fraction) -> str:
-    """`count` * `step`, a power of ten, in plain notation."""
-    places = len(str(step.denominator)) - 1
-    if places == 0:
-        return str(int(count * step))
-    text = str(count).rjust(places + 1, "0")
-    return f"{text[:-places]}.{text[-places:]}".rstrip("0").rstrip(".")
+                places = len(str(step.denominator)) - 1
+                if places == 0:
+                    return f"{sign}{int(number)}"
+                text = str(count).rjust(places + 1, "0")
+                return sign + f"{text[:-places]}.{text[-places:]}".rstrip("0").rstrip(".")

@@ -104,7 +104,7 @@ _BY_CLASS = {  # Python's numbers are 64-bit ones, as in NumPy; a bool is an int
     int: _T.INT64,
     float: _T.DOUBLE,
 }
-_64_BITS = (_T.DOUBLE, _T.INT64, _T.UINT64, _T.COMPLEX128)
+TYPES_OF_64_BITS = (_T.DOUBLE, _T.INT64, _T.UINT64, _T.COMPLEX128)
 
 
 def of_spec(spec: Any) -> DataType | None:
@@ -118,17 +118,8 @@ def of_spec(spec: Any) -> DataType | None:
         return _BY_NAME.get(text.upper()) or _of_format(text)
     if isinstance(spec, int | np.integer) and not isinstance(spec, bool):
         return _BY_NUMBER.get(int(spec))
-    return _of_format(spec) if isinstance(spec, Format) else of_dtype(_as_dtype(spec))
-
-
-def _of_format(spec: Any) -> DataType | None:
-    try:
-        return _BY_FORMAT.get(format(spec))
-    except ValueError:
-        return None
-
-
-def _as_dtype(spec: Any) -> np.dtype:
+    if isinstance(spec, Format):
+        return _of_format(spec)
     dtype = None
     with contextlib.suppress(TypeError):  # of classes that are none of one dtype
         if isinstance(spec, type) and issubclass(spec, np.dtype):  # np.dtypes has many
@@ -138,7 +129,14 @@ def _as_dtype(spec: Any) -> np.dtype:
     # numpy takes classes that it does not know for object.
     if dtype is None or (dtype.kind == "O" and isinstance(spec, type) and spec is not object):
         raise TypeError
-    return dtype
+    return of_dtype(dtype)
+
+
+def _of_format(spec: Any) -> DataType | None:
+    try:
+        return _BY_FORMAT.get(format(spec))
+    except ValueError:
+        return None
 
 
 def of_dtype(dtype: np.dtype) -> DataType | None:
@@ -156,11 +154,6 @@ def of_value(x: Any) -> DataType | None:
     if isinstance(x, int) and 2**63 <= x < 2**64:
         return DataType.UINT64
     return next((t for kind, t in _BY_CLASS.items() if isinstance(x, kind)), None)
-
-
-def needs_x64(dtype: DataType) -> bool:
-    """Whether JAX's 64-bit types are off and an array of that type needs them."""
-    return dtype in _64_BITS and not jax.config.read("jax_enable_x64")
 
 
 def is_traced(x: Any) -> bool:

@@ -29,7 +29,7 @@ _CORE_TARGETS = ("bf16", "f16", "f32", "f8e4m3", "f8e5m2")
 
 
 def convert(x: ArrayLike, destination_type: FormatLike, *, arithmetic: str = "exact") -> jax.Array:
-    """The elements of `x` in another element type.
+    """Convert the elements of `x` to another element type.
 
     "exact" is the written page, with one rounding where the page leaves the rounding open:
 

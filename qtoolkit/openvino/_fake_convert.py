@@ -17,19 +17,14 @@ from qtoolkit.casts.internal import (
     check_differentiable,
     number,
 )
-from qtoolkit.formats import FloatFormat
+from qtoolkit.formats import E4M3FN, E5M2, FloatFormat
 from qtoolkit.openvino import _reference
-from qtoolkit.openvino._types import (
-    ELEMENT_TYPES,
-    check_arithmetic,
-    element_type,
-    element_type_of,
-)
+from qtoolkit.openvino._types import check_arithmetic, element_type, element_type_of
 
 _WHERE = "openvino.fake_convert"
-_DESTINATIONS = ("f8e4m3", "f8e5m2")
+_DESTINATIONS = {"f8e4m3": E4M3FN, "f8e5m2": E5M2}
 _TYPES = ("bf16", "f16", "f32")
-Parameter = jax.Array | np.ndarray  # NumPy: what was a number
+Parameter = jax.Array | np.ndarray  # a NumPy array stands for a number of Python
 
 
 def fake_convert(
@@ -88,28 +83,22 @@ def fake_convert(
       >>> qt.openvino.fake_convert(y, 1.0), qt.openvino.fake_convert(y, 1.0, arithmetic="openvino")
       (Array([1.125], dtype=float32), Array([1.], dtype=float32))
     """
-    fmt = _destination(destination_type)
-    check_arithmetic(_WHERE, arithmetic)
-    data, scale, shift = _arguments(data, scale, shift)
-    if arithmetic == "exact":
-        return gradients.fake_convert(data, scale, shift, fmt=fmt)
-    return _reference_jitted(data, scale, shift, fmt)
-
-
-def _destination(destination_type: Any) -> FloatFormat:
     if not isinstance(destination_type, str):
         raise TypeError(
             f"{_WHERE}: destination_type has type {type(destination_type).__name__}, expected a "
             "string, 'f8e4m3' or 'f8e5m2'"
         )
-    name = element_type(f"{_WHERE}: destination_type", destination_type)
-    fmt = ELEMENT_TYPES[name]
-    if name not in _DESTINATIONS or not isinstance(fmt, FloatFormat):
+    fmt = _DESTINATIONS.get(element_type(f"{_WHERE}: destination_type", destination_type))
+    if fmt is None:
         raise ValueError(
             f"{_WHERE}: bad format for f8 conversion: destination_type={destination_type!r}, "
             f"expected {' or '.join(map(repr, _DESTINATIONS))}"
         )
-    return fmt
+    check_arithmetic(_WHERE, arithmetic)
+    data, scale, shift = _arguments(data, scale, shift)
+    if arithmetic == "exact":
+        return gradients.fake_convert(data, scale, shift, fmt=fmt)
+    return _reference_jitted(data, scale, shift, fmt)
 
 
 def _arguments(

@@ -48,7 +48,7 @@ def promoted_type(
     7. A signed and an unsigned integer: the signed integer with twice the bits of the unsigned one
        or those of the signed one, whatever is more; where promotion is safe, only if that is no
        widening. With u64: `u64_integer_promotion_target`, never safe.
-    8. Different widths: the wider type.
+    8. Different widths: the type of more bits.
     9. f8e4m3 and f8e5m2: f16; f16 and bf16: f32; neither is safe.
 
     Args:
@@ -97,7 +97,7 @@ def convert_promote_types(
     pytorch_scalar_promotion: bool = False,
     u64_integer_promotion_target: FormatLike = "f32",
 ) -> tuple[jax.Array, jax.Array]:
-    """Both arrays in the element type that `promoted_type` names.
+    """Convert both arrays to the element type that `promoted_type` gives.
 
     Values follow `convert`, exactly: one rounding, no saturation, integers modulo 2**N. The shapes
     do not change and need not broadcast.
@@ -132,7 +132,7 @@ def convert_promote_types(
 
 
 class _Flags(NamedTuple):
-    """The operator's attributes, checked; `u64_target` by name."""
+    """The operator's attributes, checked; `u64_target` is the name of an element type."""
 
     promote_unsafe: bool
     pytorch_scalar_promotion: bool
@@ -156,83 +156,72 @@ def _promoted(
     where: str, types: tuple[str, str], ranks: tuple[int | None, int | None], flags: _Flags
 ) -> str:
     """The type that the rules of `promoted_type` give; a comment names the rule of each step."""
-    try:
-        return _common_type(types, ranks, flags)
-    except _UnsafeError as reason:
-        raise TypeError(f"{where}: {types[0]} and {types[1]}: {reason}") from None
-
-
-class _UnsafeError(Exception):
-    """Why two types have no common one."""
+    refused = f"{where}: {types[0]} and {types[1]}: "
+    for name in types:
+        if name in _UNSUPPORTED:  # rule 1
+            supported = ", ".join(each for each in ELEMENT_TYPES if each not in _UNSUPPORTED)
+            raise TypeError(
+                f"{refused}the operator does not support {name}, expected one of {supported}"
+            )
+    common, danger = _common_type(types, ranks, flags)
+    if danger and not flags.promote_unsafe:
+        raise TypeError(refused + danger)
+    return common
 
 
 def _common_type(
     types: tuple[str, str], ranks: tuple[int | None, int | None], flags: _Flags
-) -> str:
+) -> tuple[str, str]:
+    """The type by rules 2 to 9, and why promoting to it is not safe; "" if it is."""
     a, b = types
-    for name in types:
-        if name in _UNSUPPORTED:  # rule 1
-            supported = ", ".join(each for each in ELEMENT_TYPES if each not in _UNSUPPORTED)
-            raise _UnsafeError(f"the operator does not support {name}, expected one of {supported}")
     if "dynamic" in types:  # rule 2
-        return "dynamic"
+        return "dynamic", ""
     if a == b:  # rule 3
-        return a
+        return a, ""
     if "boolean" in types:  # rule 4
-        return b if a == "boolean" else a
+        return b if a == "boolean" else a, ""
     fmt_a, fmt_b = _format(a), _format(b)
     if isinstance(fmt_a, FloatFormat) != isinstance(fmt_b, FloatFormat):  # rule 5
-        return _of_float_and_integer(*(types if isinstance(fmt_a, FloatFormat) else (b, a)), flags)
-    if flags.pytorch_scalar_promotion and None in ranks:  # rule 6
-        return "dynamic"
-    if flags.pytorch_scalar_promotion and (ranks[0] == 0) != (ranks[1] == 0):
-        return _of_array_and_scalar(*(types if ranks[1] == 0 else (b, a)), flags)
-    if fmt_a.signed != fmt_b.signed:  # rule 7
-        return _of_signed_and_unsigned(*((fmt_a, fmt_b) if fmt_a.signed else (fmt_b, fmt_a)), flags)
-    if fmt_a.bits != fmt_b.bits:  # rule 8
-        return a if fmt_a.bits > fmt_b.bits else b
-    if not flags.promote_unsafe:  # rule 9
-        raise _UnsafeError(
-            "unsupported input element types with given attributes: only a wider type holds both; "
-            "set promote_unsafe"
-        )
-    return _SAME_WIDTH[frozenset(types)]
-
-
-def _of_float_and_integer(floating: str, integer: str, flags: _Flags) -> str:
-    needed = 2 * _format(integer).bits
-    if not flags.promote_unsafe and _format(floating).bits < needed:
-        raise _UnsafeError(
+        floating, integer = types if isinstance(fmt_a, FloatFormat) else (b, a)
+        needed = 2 * _format(integer).bits
+        danger = (
             f"integer input cannot be safely promoted to floating-point; {integer} needs a float "
             f"of {needed} bits, or promote_unsafe"
         )
-    return floating
+        return floating, danger if _format(floating).bits < needed else ""
+    if flags.pytorch_scalar_promotion and None in ranks:  # rule 6
+        return "dynamic", ""
+    if flags.pytorch_scalar_promotion and (ranks[0] == 0) != (ranks[1] == 0):
+        return _of_array_and_scalar(*(types if ranks[1] == 0 else (b, a)))
+    if fmt_a.signed != fmt_b.signed:  # rule 7
+        signed, unsigned = (fmt_a, fmt_b) if fmt_a.signed else (fmt_b, fmt_a)
+        bits = max(2 * unsigned.bits, signed.bits)
+        danger = (
+            "unsigned integer input cannot be safely promoted into any supported signed integer; "
+            "set promote_unsafe"
+        )
+        if unsigned.bits > 32:
+            return flags.u64_target, danger
+        return f"i{bits}", danger if bits > signed.bits else ""
+    if fmt_a.bits != fmt_b.bits:  # rule 8
+        return a if fmt_a.bits > fmt_b.bits else b, ""
+    return _SAME_WIDTH[frozenset(types)], (  # rule 9
+        "unsupported input element types with given attributes: only a type of more bits holds "
+        "both; set promote_unsafe"
+    )
 
 
-def _of_array_and_scalar(array: str, scalar: str, flags: _Flags) -> str:
+def _of_array_and_scalar(array: str, scalar: str) -> tuple[str, str]:
     to, scalar_format = _format(array), _format(scalar)
     if to.signed == scalar_format.signed:
         is_safe = to.bits >= scalar_format.bits
     else:
         is_safe = to.signed and 2 * to.bits >= scalar_format.bits
-    if not flags.promote_unsafe and not is_safe:
-        raise _UnsafeError(
-            f"scalar input of {scalar} cannot be PyTorch-like promoted to {array} using safe "
-            "promotion rules; set promote_unsafe"
-        )
-    return array
-
-
-def _of_signed_and_unsigned(signed: _Number, unsigned: _Number, flags: _Flags) -> str:
-    is_safe = unsigned.bits <= 32 and 2 * unsigned.bits <= signed.bits
-    if not flags.promote_unsafe and not is_safe:
-        raise _UnsafeError(
-            "unsigned integer input cannot be safely promoted into any supported signed integer; "
-            "set promote_unsafe"
-        )
-    if unsigned.bits > 32:
-        return flags.u64_target
-    return f"i{max(2 * unsigned.bits, signed.bits)}"
+    danger = (
+        f"scalar input of {scalar} cannot be PyTorch-like promoted to {array} using safe promotion "
+        "rules; set promote_unsafe"
+    )
+    return array, "" if is_safe else danger
 
 
 def _format(name: str) -> _Number:

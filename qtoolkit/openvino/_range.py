@@ -169,22 +169,20 @@ def _count(start: float, stop: float, step: float, *, truncated: bool) -> int:
 
 def _accumulated(argument: str, x: Any, fmt: FloatFormat | IntFormat) -> jax.Array:
     """A scalar in the type that adds: float32, float64, or unsigned integers of enough bits."""
+    is_traced = isinstance(x, jax.core.Tracer)
+    if is_traced and x.dtype in (jnp.int64, jnp.uint64):
+        x = x.astype(jnp.float64)  # which may round; float64 holds all other dtypes
     if isinstance(fmt, FloatFormat):
-        wide = FLOAT64 if fmt == FLOAT64 else FLOAT32
-        if not isinstance(x, jax.core.Tracer):
-            with np.errstate(over="ignore"):
-                return jnp.asarray(np.float64(_number(argument, x)).astype(wide.dtype))
-        return cast_for(_WHERE, _as_float64(x), wide, UNCLAMPED)
+        adding = FLOAT64 if fmt == FLOAT64 else FLOAT32
+        if is_traced:
+            return cast_for(_WHERE, x, adding, UNCLAMPED)
+        with np.errstate(over="ignore"):
+            return jnp.asarray(np.float64(_number(argument, x)).astype(adding.dtype))
     unsigned = _unsigned(fmt)
-    if not isinstance(x, jax.core.Tracer):
-        integer = int(_number(argument, x))
-        return jnp.asarray(np.asarray(integer % 2 ** (8 * unsigned.itemsize), unsigned))
-    return cast_for(_WHERE, _as_float64(x), unsigned, Projection("toward_zero", "none"))
-
-
-def _as_float64(x: jax.Array) -> jax.Array:
-    """64-bit integers as float64, which may round them; all other numbers fit it as they are."""
-    return x.astype(jnp.float64) if x.dtype in (jnp.int64, jnp.uint64) else x
+    if is_traced:
+        return cast_for(_WHERE, x, unsigned, Projection("toward_zero", "none"))
+    integer = int(_number(argument, x))
+    return jnp.asarray(np.asarray(integer % 2 ** (8 * unsigned.itemsize), unsigned))
 
 
 def _unsigned(fmt: IntFormat) -> np.dtype:

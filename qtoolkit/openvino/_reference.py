@@ -44,17 +44,17 @@ def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     assert fmt.dtype is not None
     if x.dtype == fmt.dtype:
         return x
-    wide = exact_float32(x)
+    y = exact_float32(x)
     if fmt == BFLOAT16:
-        wide = _to_bfloat16(_float(_with_payloads(x, wide)))
+        y = _to_bfloat16(_float(_bits_with_payloads(x, y)))
     elif fmt == E4M3FN:
-        wide = round_values(wide, FLOAT16, UNCLAMPED)
+        y = round_values(y, FLOAT16, UNCLAMPED)
     elif fmt == E5M2:
         # The core keeps the sign, the exponent and the upper two mantissa bits of a NaN. If these
         # two are 0, the result is an infinity.
-        rounded = _float(_with_payloads(x, wide) & np.uint32(0xFFE00000))
-        wide = jnp.where(wide == wide, _to_float16(wide), rounded)
-    return to_stored(wide, fmt, UNCLAMPED)
+        nans = _float(_bits_with_payloads(x, y) & np.uint32(0xFFE00000))
+        y = jnp.where(y == y, _to_float16(y), nans)
+    return to_stored(y, fmt, UNCLAMPED)
 
 
 def fake_convert(
@@ -94,6 +94,8 @@ def _to_float16(x: jax.Array) -> jax.Array:
     """
     bits = _bits(x)
     magnitude = bits & np.uint32(0x7FFFFFFF)
+    # From the least normal float32, exponent field 1, to just below 2**-15, field 112. What is
+    # smaller wraps around to a large number.
     tiny = magnitude - np.uint32(1 << 23) < np.uint32(111 << 23)
     carries = (magnitude & np.uint32(0x007FF000)) == np.uint32(0x007FF000)
     doubled = jnp.where(tiny & carries, bits + np.uint32(1 << 23), bits)
@@ -107,7 +109,7 @@ def _to_bfloat16(x: jax.Array) -> jax.Array:
     treated as those of numbers are.
     """
     bits = _bits(x)
-    bits = bits + ((bits & np.uint32(0x10000)) >> np.uint32(1))
+    bits = bits + ((bits & np.uint32(0x10000)) >> np.uint32(1))  # half of a step where it is 1
     return _float(bits & np.uint32(0xFFFF0000))
 
 
@@ -129,16 +131,14 @@ def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) ->
     return negative
 
 
-def _with_payloads(x: jax.Array, wide: jax.Array) -> jax.Array:
-    """The bit pattern of `wide`, which is `x` as float32.
-
-    XLA makes NaNs of float16 quiet when it widens them; here they keep their payloads.
-    """
+def _bits_with_payloads(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The bit pattern of `y`, which is `x` as float32; its NaNs have the payloads of `x`."""
     if x.dtype != jnp.float16:
-        return _bits(wide)
+        return _bits(y)
+    # XLA makes NaNs of float16 quiet when it converts them to float32.
     half = lax.bitcast_convert_type(unfolded(x), jnp.uint16).astype(jnp.uint32)
     payload = (half & np.uint32(0x03FF)) << np.uint32(13)
-    return jnp.where(wide == wide, _bits(wide), (_bits(wide) & np.uint32(0xFF800000)) | payload)
+    return jnp.where(y == y, _bits(y), (_bits(y) & np.uint32(0xFF800000)) | payload)
 
 
 def _bits(x: jax.Array) -> jax.Array:

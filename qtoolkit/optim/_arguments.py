@@ -24,16 +24,12 @@ def check_integer(where: str, name: str, value: Any, least: int, largest: int) -
 
 
 def injected(where: str, name: str) -> str:
-    """The message for a number that `optax.inject_hyperparams` made an array of."""
+    """The message for a number of which `optax.inject_hyperparams` made an array."""
     return (
-        f"{where}: {name} is an array, expected a number of Python; inside of "
-        f"optax.inject_hyperparams leave it out: write optax.inject_hyperparams(lambda rate: "
+        f"{where}: {name} is an array, expected a number of Python; do not let "
+        f"optax.inject_hyperparams inject it: write optax.inject_hyperparams(lambda rate: "
         f"qtoolkit.optim.{where}(...))(rate=1e-3)"
     )
-
-
-def check_seed(where: str, seed: Any) -> None:
-    check_integer(where, "seed", seed, 0, 2**32 - 1)
 
 
 def key_words(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:

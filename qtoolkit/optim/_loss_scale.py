@@ -38,7 +38,7 @@ def dynamic_loss_scale(
     least: float = 1.0,
     largest: float = 2.0**24,
 ) -> GradientTransformationExtraArgs:
-    """`tx` on gradients of a scaled loss; steps with an infinity or a NaN change nothing.
+    """Run `tx` on gradients of a scaled loss; skip steps with an infinity or a NaN.
 
         tx = qtoolkit.optim.dynamic_loss_scale(optax.adamw(1e-3))
         state = tx.init(params)
@@ -48,7 +48,7 @@ def dynamic_loss_scale(
         params = optax.apply_updates(params, updates)
 
     Make it the outermost transform. Then clipping and moments see float32 gradients of the loss
-    itself, and a skipped step leaves all of their state as it was, counts included. A skipped step
+    itself, and a skipped step changes none of their state, not even counts. A skipped step
     halves the scale; `period` good steps in a row double it. Scales are powers of two, so dividing
     by one changes only exponents: if the scale makes nothing overflow, only those steps are skipped
     in which the gradients of the loss itself are not finite.
@@ -103,7 +103,10 @@ def dynamic_loss_scale(
     def update(
         updates: Any, state: DynamicLossScaleState, params: Any = None, **extra: Any
     ) -> tuple[Any, DynamicLossScaleState]:
-        is_good = _all_finite(updates)
+        is_good = jnp.array(True)
+        for gradient in jax.tree.leaves(updates):
+            if jnp.issubdtype(gradient.dtype, jnp.inexact):
+                is_good &= jnp.all(jnp.isfinite(gradient))
         unscaled = jax.tree.map(lambda g: _divided(g, state.scale), updates)
         steps, inner = extended.update(unscaled, state.inner, params, **extra)
 
@@ -162,19 +165,11 @@ def _is_scaler(node: Any) -> bool:
     return isinstance(node, DynamicLossScaleState)
 
 
-def _all_finite(tree: Any) -> jax.Array:
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    good = jnp.array(True)
-    for x in floats:
-        good &= jnp.all(jnp.isfinite(x))
-    return good
-
-
 def _divided(g: jax.Array, scale: jax.Array) -> jax.Array:
     if not jnp.issubdtype(g.dtype, jnp.floating):
         return g
-    wide = exact_float32(g) if g.dtype in FLOATS else g.astype(jnp.promote_types(g, jnp.float32))
-    return wide * (1 / scale)  # exact: powers of two
+    x = exact_float32(g) if g.dtype in FLOATS else g.astype(jnp.promote_types(g, jnp.float32))
+    return x * (1 / scale)  # exact: powers of two
 
 
 def _check_power(where: str, name: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from qtoolkit.scaling import QArray
 BLOCK = 128  # elements that share a scale where only a format is given
 _MAX_BITS = 16
 
-_SIGNED, _SECOND, _WIDE = "signed", "second", "wide"
+_SIGNED, _SECOND, _NOT_A_MOMENT = "signed moment", "second moment", "not a moment"
 
 # Names of fields in optax's states that hold something else than signed moments: second moments, or
 # parameters and gradients, which must not be rounded.
@@ -33,8 +33,8 @@ _BY_FIELD = {
     **dict.fromkeys(("mu", "trace", "ema", "m1", "m2", "exp_avg"), _SIGNED),
     **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"), _SECOND),
     **dict.fromkeys(("v_row", "v_col", "grad_sum_sq"), _SECOND),
-    **dict.fromkeys(("init_params", "init_particles", "params", "params0", "x0"), _WIDE),
-    **dict.fromkeys(("acc_grads", "master"), _WIDE),
+    **dict.fromkeys(("init_params", "init_particles", "params", "params0", "x0"), _NOT_A_MOMENT),
+    **dict.fromkeys(("acc_grads", "master"), _NOT_A_MOMENT),
 }
 # States in which such a name means something else.
 _BY_TYPE: dict[type, dict[str, str]] = {
@@ -43,10 +43,11 @@ _BY_TYPE: dict[type, dict[str, str]] = {
     optax.contrib.ScaleBySimplifiedAdEMAMixState: {"n": _SECOND},
     optax.ScaleBySM3State: {"mu": _SECOND, "nu": _SIGNED},
     optax.contrib.SophiaState: {"nu": _SIGNED},  # Hutchinson's estimate may be negative
-    optax.contrib.ScheduleFreeState: {"z": _WIDE},
-    optax.contrib.SAMState: {"cache": _WIDE},  # the parameters, while an adversarial step is taken
+    optax.contrib.ScheduleFreeState: {"z": _NOT_A_MOMENT},
+    # SAM's cache holds the parameters while an adversarial step is taken.
+    optax.contrib.SAMState: {"cache": _NOT_A_MOMENT},
     # The variance is nu - mu**2. If both were rounded, it might become negative.
-    optax.ScaleByRStdDevState: {"mu": _WIDE, "nu": _WIDE},
+    optax.ScaleByRStdDevState: {"mu": _NOT_A_MOMENT, "nu": _NOT_A_MOMENT},
 }
 
 
@@ -94,7 +95,7 @@ def block_format(where: str, of: SpecLike) -> BlockFormat:
     if element.bits > _MAX_BITS:
         raise ValueError(
             f"{where}: {element.name} has {element.bits} bits, expected at most {_MAX_BITS}, "
-            "e.g. 'e4m3fn'; None in Rules leaves an array as it is"
+            "e.g. 'e4m3fn'; None in Rules excludes an array"
         )
     has_zero = isinstance(element, IntFormat) or (
         0 in element.finite if isinstance(element, TableFormat) else element.has_zero
@@ -162,27 +163,28 @@ def _is_named_tuple(node: Any) -> bool:
 
 def checked_rules(of: MomentLike | Rules[Any]) -> Rules[Any]:
     """The argument of `quantize_state` as rules whose values are block formats."""
+
+    def checked(value: MomentLike) -> BlockFormat | SecondMoment:
+        if isinstance(value, SecondMoment):
+            return value
+        fmt = block_format("quantize_state", value)
+        if fmt.element.signed:
+            return fmt
+        raise ValueError(
+            f"quantize_state: {fmt.element.name} has no sign, and first moments are negative, too; "
+            "expected a signed format, e.g. 'int8': second moments use its sign bit as one more "
+            "bit of mantissa. For an array that is never negative write "
+            "Rules({path: SecondMoment(...)})"
+        )
+
     if isinstance(of, Rules):
-        return of.map(_checked)
+        return of.map(checked)
     if isinstance(of, SecondMoment):
         raise TypeError(
             "quantize_state: spec is a SecondMoment, expected what holds first moments, too; write "
             "Rules({path: SecondMoment(...)}, default='e4m3fn')"
         )
-    return Rules({}, default=_checked(of))
-
-
-def _checked(value: MomentLike) -> BlockFormat | SecondMoment:
-    if isinstance(value, SecondMoment):
-        return value
-    fmt = block_format("quantize_state", value)
-    if fmt.element.signed:
-        return fmt
-    raise ValueError(
-        f"quantize_state: {fmt.element.name} has no sign, and first moments are negative, too; "
-        "expected a signed format, e.g. 'int8': second moments use its sign bit as one more bit of "
-        "mantissa. For an array that is never negative write Rules({path: SecondMoment(...)})"
-    )
+    return Rules({}, default=checked(of))
 
 
 def formats(state: Any, rules: Rules[Any], min_size: int) -> list[BlockFormat | None]:
@@ -201,7 +203,7 @@ def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
     rule = rules.lookup(leaf.path)
     is_named = rules.match_index(leaf.path) is not None
     is_small = leaf.value.ndim == 0 or leaf.value.size < max(min_size, 1)
-    if rule is None or is_small or (leaf.kind == _WIDE and not is_named):
+    if rule is None or is_small or (leaf.kind == _NOT_A_MOMENT and not is_named):
         return None
     if isinstance(rule, SecondMoment):
         fmt = spec(rule.spec)

@@ -11,7 +11,7 @@ from optax import GradientTransformation, GradientTransformationExtraArgs
 from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import FLOATS, check_rounding, exact_float32
 from qtoolkit.formats import BlockFormat, Rules, TableFormat
-from qtoolkit.optim._arguments import check_integer, check_seed, check_transform, key_words
+from qtoolkit.optim._arguments import check_integer, check_transform, key_words
 from qtoolkit.optim._moments import MomentLike, checked_rules, formats, is_float, leaves
 from qtoolkit.scaling import QArray, quantize
 
@@ -38,7 +38,7 @@ def quantize_state(
     seed: int = 0,
     min_size: int = 4096,
 ) -> GradientTransformationExtraArgs:
-    """`tx` with its moments stored in few bits; its update takes them as float32.
+    """Store the moments of `tx` in few bits; its update gets them as float32.
 
         tx = qtoolkit.optim.quantize_state(optax.adamw(1e-3), "e4m3fn")
         state = tx.init(params)                               # 0.26 of the bytes of optax's own
@@ -46,8 +46,8 @@ def quantize_state(
         params = optax.apply_updates(params, updates)
 
     Every float array of the state with `min_size` elements or more becomes a `QArray` in blocks of
-    128 elements with a float32 scale each; scalars, counts, keys and small arrays stay as they are.
-    So do copies of parameters and accumulated gradients in states of optax: leave them to rules.
+    128 elements with a float32 scale each. Scalars, counts, keys and small arrays are not
+    quantized; copies of parameters and accumulated gradients in states of optax only by a rule.
 
     Second moments are never negative. They are stored as square roots in an unsigned format that
     uses the sign bit as one more mantissa bit (E4M3 becomes unsigned E4M4). A positive one never
@@ -59,7 +59,7 @@ def quantize_state(
       tx: Any transform of gradients, with further arguments of its update or without.
       spec: An element format, "e4m3fn", or a `BlockFormat`, as for `quantize`; its blocks are laid
         along the last axes of each array, whatever the shape. Or `Rules` of these and of
-        `SecondMoment` over paths in the state such as "0/nu/dense/kernel"; None leaves an array.
+        `SecondMoment` over paths in the state such as "0/nu/dense/kernel"; None: not quantized.
       rounding: As in `quantize`.
       seed: 0 to 2**32 - 1. Under `vmap` and in `shard_map` give each its own, as
         `state._replace(seed=...)`, else all draw the same bits.
@@ -89,7 +89,7 @@ def quantize_state(
     rules = checked_rules(spec)
     rounding = check_rounding("quantize_state", rounding, "finite")
     _check_tables(rules, rounding)
-    check_seed("quantize_state", seed)
+    check_integer("quantize_state", "seed", seed, 0, 2**32 - 1)
     check_integer("quantize_state", "min_size", min_size, 0, 2**63 - 1)
     extended = optax.with_extra_args_support(tx)
 
@@ -101,9 +101,9 @@ def quantize_state(
                 "arrays; quantize_state goes around a transform once"
             )
         words, step = jnp.uint32(seed), jnp.uint32(0)
-        cut = formats(inner, rules, min_size)
+        specs = formats(inner, rules, min_size)
         # To nearest, which compiles in half the time: initial moments are constants, and exact.
-        return QuantizedState(words, step, _with_moments(inner, cut, "nearest_even", words, step))
+        return QuantizedState(words, step, _with_moments(inner, specs, "nearest_even", words, step))
 
     def update(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
@@ -113,23 +113,32 @@ def quantize_state(
             isinstance(leaf.value, QArray) and leaf.value.dtype != jnp.float32 for leaf in old
         )
         unboxed, params = _unboxed(updates), _unboxed(params)
-        wide = _like(state.inner, [_number(leaf.value) for leaf in old])
+        numbers = _like(state.inner, [_dequantized(leaf.value) for leaf in old])
         # The transform gets moments in float32. If its own moments have fewer bits, it gets all
         # other arrays in float32, too: of two branches of `lax.cond` one may return a moment and
         # the other zeros like a gradient, and both must have one dtype.
-        operands = unboxed, wide, params
+        operands = unboxed, numbers, params
         if is_narrow:
             operands = jax.tree.map(lambda x: exact_float32(x) if is_float(x) else x, operands)
         changes, inner = extended.update(*operands, **extra)
         if is_narrow:
-            declared = _like(state.inner, [_declared(leaf.value) for leaf in old])
+            # What the transform itself would have: its own dtypes, e.g. bfloat16.
+            declared = _like(
+                state.inner,
+                [
+                    jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype)
+                    if isinstance(leaf.value, QArray)
+                    else leaf.value
+                    for leaf in old
+                ],
+            )
             of = jax.eval_shape(lambda *a: extended.update(*a, **extra), unboxed, declared, params)
             changes = jax.tree.map(lambda x, like: x.astype(like.dtype), changes, of[0])
         # Into the boxes again. `optax.lookahead` gives pairs, which no gradient is.
         boxes: Any = jax.tree.structure(updates)
-        numbers = jax.tree.leaves(changes)
-        if boxes.num_leaves == len(numbers):
-            changes = jax.tree.unflatten(boxes, numbers)
+        arrays = jax.tree.leaves(changes)
+        if boxes.num_leaves == len(arrays):
+            changes = jax.tree.unflatten(boxes, arrays)
         specs = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in old]
         step = state.step + jnp.uint32(1)
         dtypes = [getattr(leaf.value, "dtype", None) for leaf in old]
@@ -158,7 +167,7 @@ def _like(tree: Any, values: list[Any]) -> Any:
 
 def _with_moments(
     state: Any,
-    cut: list[BlockFormat | None],
+    specs: list[BlockFormat | None],
     rounding: str | Stochastic,
     seed: jax.Array,
     step: jax.Array,
@@ -167,19 +176,19 @@ def _with_moments(
     """A state with its moments quantized.
 
     Args:
-      cut: For each leaf the format to which it is quantized; None for leaves that stay unquantized.
+      specs: For each leaf the format to which it is quantized; None: it is not quantized.
       seed, step: They determine the random bits, together with the path of each leaf.
       dtypes: The dtypes of the state before the update, e.g. bfloat16: the `QArray`s keep them, and
         other floats are rounded to them. None: the dtypes of the leaves.
     """
     new = leaves(state)
-    if len(new) != len(cut):
+    if len(new) != len(specs):
         raise ValueError(
             f"quantize_state: the state of the transform has {len(new)} arrays after its update, "
-            f"expected the {len(cut)} of its init"
+            f"expected the {len(specs)} of its init"
         )
     values = []
-    for (path, x, _), fmt, dtype in zip(new, cut, dtypes or [None] * len(cut), strict=True):
+    for (path, x, _), fmt, dtype in zip(new, specs, dtypes or [None] * len(specs), strict=True):
         if fmt is not None:
             is_random = isinstance(rounding, Stochastic)
             key = key_words(seed, step, path) if is_random else None
@@ -196,19 +205,19 @@ def _quantized(
     """A moment as codes and scales. Of a second moment, in an unsigned format, the square root."""
     # An infinity is stored as NaN. If it saturated, the overflow of the moment would go unnoticed.
     # A positive second moment never becomes 0, because the update divides by it.
-    wide = exact_float32(x)
-    wide = jnp.where(jnp.isfinite(wide), wide, np.float32(np.nan))
+    values = exact_float32(x)
+    values = jnp.where(jnp.isfinite(values), values, np.float32(np.nan))
     is_second = not fmt.element.signed
     if is_second:
-        wide = jnp.sqrt(wide)  # NaN of a negative number
-    q = quantize(wide, fmt, rounding=rounding, key=key)
+        values = jnp.sqrt(values)  # NaN of a negative number
+    q = quantize(values, fmt, rounding=rounding, key=key)
     codes = q.codes
     if is_second:  # code 1 is the smallest positive value
-        codes = jnp.where((codes == 0) & (wide > 0), np.ones((), codes.dtype), codes)
+        codes = jnp.where((codes == 0) & (values > 0), np.ones((), codes.dtype), codes)
     return QArray(codes, q.scale, fmt, q.tensor_scale, None, dtype, q.lengths)
 
 
-def _number(value: Any) -> Any:
+def _dequantized(value: Any) -> Any:
     """A leaf of the state as numbers: a `QArray` is dequantized to float32."""
     # Not to the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step would be
     # rounded back to its old value, before it could be rounded stochastically.
@@ -216,12 +225,6 @@ def _number(value: Any) -> Any:
         return value
     x = value.dequantize(jnp.float32)
     return x if value.spec.element.signed else x * x
-
-
-def _declared(value: Any) -> Any:
-    """Shape and dtype of the transform's own array in place of a `QArray`."""
-    is_stored = isinstance(value, QArray)
-    return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_stored else value
 
 
 def _check_tables(rules: Rules[Any], rounding: str | Stochastic) -> None:

@@ -11,7 +11,7 @@ from optax import GradientTransformation, GradientTransformationExtraArgs
 from qtoolkit.casts import round_to_format
 from qtoolkit.casts.internal import FLOATS, check_holds, exact_float32, in_dtype, leaf_path
 from qtoolkit.formats import Format, FormatLike, format
-from qtoolkit.optim._arguments import check_seed, check_transform, key_words
+from qtoolkit.optim._arguments import check_integer, check_transform, key_words
 
 _HALVES = FLOATS[1:]
 
@@ -26,7 +26,7 @@ class StochasticRoundState(NamedTuple):
 def stochastic_round_updates(
     fmt: FormatLike | None = None, *, seed: int = 0
 ) -> GradientTransformationExtraArgs:
-    """Changes updates `u` such that weights `p` become `p + u`, stochastically rounded.
+    """Change updates `u` such that weights `p` become `p + u`, stochastically rounded.
 
     Make it the last transform of a chain. With rounding to nearest, an update below 2**-9 leaves a
     bfloat16 weight of 1 unchanged. Rounded stochastically, the weight moves by 2**-7 now and then,
@@ -40,7 +40,7 @@ def stochastic_round_updates(
     `optax.apply_updates(params, updates)` gives `round_to_format(p + u, fmt,
     rounding="stochastic")` bit for bit, where u is the update in float32 and p + u their float32
     sum: the difference to p is exact, or so small that it rounds away. Numbers below 2**-126, which
-    XLA's addition flushes, are 0. Infinities and NaN stay unchanged.
+    XLA's addition flushes to 0, are 0. Infinities and NaN stay unchanged.
 
     Args:
       fmt: What weights are rounded to, a format or any spelling of one that their dtype holds: with
@@ -69,7 +69,7 @@ def stochastic_round_updates(
       (array([1, 1.00781], dtype=bfloat16), '1.0010')
     """
     where = "stochastic_round_updates"
-    check_seed(where, seed)
+    check_integer(where, "seed", seed, 0, 2**32 - 1)
     target = None if fmt is None else format(fmt)
 
     def init(params: Any) -> StochasticRoundState:
@@ -111,7 +111,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def master_weights(tx: GradientTransformation) -> GradientTransformationExtraArgs:
-    """`tx` on float32 copies of half-precision weights, which are rounded from the copies.
+    """Run `tx` on float32 copies of half-precision weights, and round the weights from them.
 
         tx = qtoolkit.optim.master_weights(optax.adamw(1e-3))
         state = tx.init(params)                            # bfloat16; state.master is float32
@@ -155,8 +155,9 @@ def master_weights(tx: GradientTransformation) -> GradientTransformationExtraArg
         updates: Any, state: MasterWeightsState, params: Any = None, **extra: Any
     ) -> tuple[Any, MasterWeightsState]:
         _check_params("master_weights", params)
-        wide = jax.tree.map(lambda u: exact_float32(u) if _is_half(u) else u, updates)
-        steps, inner = extended.update(wide, state.inner, _merged(state.master, params), **extra)
+        updates = jax.tree.map(lambda u: exact_float32(u) if _is_half(u) else u, updates)
+        merged = _merged(state.master, params)
+        steps, inner = extended.update(updates, state.inner, merged, **extra)
 
         def new(master: jax.Array | None, u: jax.Array) -> jax.Array | None:
             return None if master is None else optax.apply_updates(master, u)
@@ -205,8 +206,8 @@ def _target(where: str, path: Any, p: Any, fmt: Format | None) -> Format | None:
     if dtype not in FLOATS:
         raise TypeError(
             f"{name}: dtype {dtype or type(p).__name__}, expected {', '.join(map(str, FLOATS))}: "
-            "optax.apply_updates adds in these; leave others out with optax.masked, and keep "
-            "8-bit weights as values, e.g. bfloat16 with fmt='e4m3fn'"
+            "optax.apply_updates adds in these; exclude others with optax.masked, and hold 8-bit "
+            "weights as values, e.g. bfloat16 with fmt='e4m3fn'"
         )
     if fmt is None:
         return None if dtype == np.float32 else format(dtype)

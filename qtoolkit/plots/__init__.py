@@ -8,12 +8,11 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from qtoolkit.plots._curves import loss_curves, weight_errors
+from qtoolkit.plots._curves import loss_curves, sqnr_by_tensor, weight_errors
 from qtoolkit.plots._errors import error_against_magnitude
 from qtoolkit.plots._histograms import code_histogram
 from qtoolkit.plots._number_line import number_line
 from qtoolkit.plots._numerics import numerics_map
-from qtoolkit.plots._sqnr import sqnr_by_tensor
 
 __all__ = [
     "code_histogram",

@@ -1,8 +1,9 @@
-"""Loss curves side by side, and the error of every converted weight."""
+"""Loss curves, the errors of the tensors of a checkpoint, and figures without pyplot."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 from os import PathLike
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -11,6 +12,8 @@ _STYLES = (
     *(("#1f4e79", "-"), ("#d1495b", "--"), ("#3b7a57", "-."), ("#7a5195", ":")),
     *(("#e08a00", "-"), ("#777777", "--")),
 )
+_MOST = 40  # tensors whose names are written
+_LONGEST = 48  # characters of a name
 
 
 def loss_curves(
@@ -19,7 +22,7 @@ def loss_curves(
     curves: Mapping[str, Sequence[float]],
     gap_to: str | None = None,
 ) -> None:
-    """Writes a PNG with one curve for each entry of `curves`, in bits per byte, over `steps`.
+    """Write a PNG with one curve for each entry of `curves`, in bits per byte, over `steps`.
 
     Args:
       path: Of the file.
@@ -45,8 +48,8 @@ def loss_curves(
     for panel in below:
         for name, (colour, dashes) in styles.items():
             gaps = [
-                100 * (loss / wide - 1)
-                for loss, wide in zip(curves[name], curves[gap_to or name], strict=True)
+                100 * (loss / reference - 1)
+                for loss, reference in zip(curves[name], curves[gap_to or name], strict=True)
             ]
             panel.plot(steps, gaps, dashes, color=colour, linewidth=1.8)
         panel.set_yscale("symlog", linthresh=1.0)
@@ -57,7 +60,7 @@ def loss_curves(
 
 
 def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title: str) -> None:
-    """Writes a PNG with the signal-to-noise ratio in dB of every tensor in `sqnr_db`, in order.
+    """Write a PNG with the signal-to-noise ratio in dB of every tensor in `sqnr_db`, in order.
 
     Examples:
       >>> qt.plots.weight_errors("errors.png", {"up": 31.5, "down": 31.6}, "e4m3fn by channel")
@@ -74,6 +77,48 @@ def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title
     axes.set_xlabel("signal to quantization noise, dB (higher is better)")
     axes.set_title(title, fontsize=10)
     _save(figure, path)
+
+
+def sqnr_by_tensor(decibels: Mapping[str, float], *, axes: Any = None) -> Any:
+    """Draw a point for each tensor, in the order given, over its SQNR.
+
+    Args:
+      decibels: Finite SQNR by the name of the tensor. Of more than 40 only the lowest 40 are drawn.
+      axes: The matplotlib Axes to draw on; None for those of a new figure.
+
+    Returns:
+      The Axes, not written anywhere: `axes.figure.savefig(path)`.
+
+    Raises:
+      ValueError: There are none.
+
+    Examples:
+      >>> axes = qt.plots.sqnr_by_tensor({"up": 31.5, "down": 31.6})
+      >>> [label.get_text() for label in axes.get_yticklabels()]
+      ['up', 'down']
+      >>> axes.figure.savefig("sqnr.png")
+    """
+    if not decibels:
+        raise ValueError("sqnr_by_tensor: no tensors, expected one or more")
+    lowest = set(sorted(decibels, key=lambda name: decibels[name])[:_MOST])
+    points = {name: value for name, value in decibels.items() if name in lowest}
+    if axes is None:
+        _, (axes,) = _figure(8.0, 1.4 + 0.22 * len(points))
+    places = list(range(len(points)))
+    axes.plot(list(points.values()), places, "o", color=_STYLES[0][0], markersize=4.5)
+    axes.set_yticks(places, [_short(name) for name in points], fontsize=7)
+    axes.set_ylim(len(points) - 0.5, -0.5)  # the first one on top
+    axes.set_xlabel("SQNR in dB")
+    rest = len(decibels) - len(points)
+    axes.set_title(f"The {len(points)} lowest of {len(decibels)} tensors" if rest else "")
+    return axes
+
+
+def _short(name: str) -> str:
+    """A name for an axis: the end says more; a dollar sign would begin a formula."""
+    text = name if name.isprintable() else ascii(name)
+    text = text if len(text) <= _LONGEST else "..." + text[3 - _LONGEST :]
+    return text.replace("$", r"\$")
 
 
 def _figure(width: float, height: float, panels: int = 1):  # type: ignore[no-untyped-def]

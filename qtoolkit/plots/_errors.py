@@ -22,7 +22,7 @@ def error_against_magnitude(
     rounding: str = "nearest_even",
     axes: Any = None,
 ) -> Any:
-    """Draws the relative error of quantized numbers over their magnitude, on logarithmic axes.
+    """Draw the relative error of quantized numbers over their magnitude, on logarithmic axes.
 
     The numbers share a tensor and a block with one of magnitude `amax`, and so a scale. A line is
     the root of the mean square of |x - y| / |x| over an octave; it is 1 where all become zero.
@@ -69,7 +69,7 @@ def error_against_magnitude(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_xlabel("|x|" if amax == 1 else f"|x|, beside {amax:.4g}")
+    axes.set_xlabel("|x|" if amax == 1 else f"|x|, in a block whose largest is {amax:.4g}")
     axes.set_ylabel("relative error, RMS")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return axes

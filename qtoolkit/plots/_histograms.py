@@ -16,7 +16,7 @@ _TICKS = 16  # and one more where zero is between them
 
 
 def code_histogram(x: ArrayLike, spec: SpecLike, *, axes: Any = None, **how: Any) -> Any:
-    """Draws how often each code of the elements occurs, as bars in the order of their values.
+    """Draw how often each code of the elements occurs, as bars in the order of their values.
 
     Infinities and NaNs, where the format has them, stand apart at the right. The title has the
     fractions that saturated and became zero, and the SQNR.

@@ -18,7 +18,7 @@ def number_line(
     *,
     scale: Literal["symlog", "linear"] = "symlog",
 ) -> Figure:
-    """Draws every finite value of one format, or of several below one another.
+    """Draw every finite value of one format, or of several below one another.
 
     Args:
       fmts: A format, or a spelling of one (see `qtoolkit.format`), or a sequence of them, each of

@@ -16,10 +16,10 @@ _LEAST = 1e-4  # per cent, where the logarithmic scale of lost elements begins
 
 
 def numerics_map(numerics: Any, path: str | PathLike[str]) -> None:
-    """Writes a PNG: SQNR in dB, and the percentages that saturated and that became zero.
+    """Write a PNG: SQNR in dB, and the percentages that saturated and that became zero.
 
-    A row for each product, a column for each operand that is rounded in its own way. Grey is not
-    measured or stays wide.
+    A row for each matmul, a column for each operand that is rounded in its own way. Grey: not
+    measured, or not quantized.
 
     Args:
       numerics: A `Numerics`, or what has `rows` like it.
@@ -29,8 +29,8 @@ def numerics_map(numerics: Any, path: str | PathLike[str]) -> None:
 
     Examples:
       >>> wrapped = qt.nnx.wrap(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), qt.recipes.te_current)
-      >>> found = qt.nnx.numerics(wrapped, jnp.ones((3, 4)), lambda model, x: model(x).sum())
-      >>> qt.plots.numerics_map(found, "numerics.png")  # what found.plot("numerics.png") does
+      >>> report = qt.nnx.numerics(wrapped, jnp.ones((3, 4)), lambda model, x: model(x).sum())
+      >>> qt.plots.numerics_map(report, "numerics.png")  # what report.plot("numerics.png") does
     """
     rows = [row for row in numerics.rows if row.limits is not None]
     if not rows:

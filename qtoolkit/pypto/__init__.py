@@ -1,8 +1,7 @@
 """PyPTO's cast on Ascend, its modes and its data types."""
 
 from qtoolkit.pypto._cast import NAMES as _NAMES
-from qtoolkit.pypto._cast import cast
-from qtoolkit.pypto._modes import CastMode, SaturationMode
+from qtoolkit.pypto._cast import CastMode, SaturationMode, cast
 from qtoolkit.pypto._types import *  # noqa: F403  the DT_ names, which that file lists
 
 __all__ = ["CastMode", "SaturationMode", "cast", *_NAMES.values()]

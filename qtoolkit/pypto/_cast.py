@@ -44,7 +44,42 @@ from qtoolkit.formats import (
 )
 from qtoolkit.gradients import fake_cast
 from qtoolkit.pypto import _types
-from qtoolkit.pypto._modes import CastMode, SaturationMode
+
+
+class CastMode(enum.Enum):
+    """How `cast` rounds. The numbers are PyPTO's; Ascend C has others for three of the modes.
+
+    Examples:
+      >>> x = jnp.asarray([0.5, 1.5, -2.7])
+      >>> for mode in (qt.pypto.CastMode.CAST_ROUND, qt.pypto.CastMode.CAST_FLOOR):
+      ...     print(mode.value, mode.name, qt.pypto.cast(x, qt.pypto.DT_INT32, mode))
+      2 CAST_ROUND [ 1  2 -3]
+      3 CAST_FLOOR [ 0  1 -3]
+    """
+
+    CAST_NONE = 0  # the default of the pair: float to integer CAST_TRUNC, all others CAST_RINT
+    CAST_RINT = 1  # to nearest, ties to even
+    CAST_ROUND = 2  # to nearest, ties away from zero
+    CAST_FLOOR = 3  # toward -inf
+    CAST_CEIL = 4  # toward +inf
+    CAST_TRUNC = 5  # toward zero
+    CAST_ODD = 6  # Von Neumann: what is inexact gets an odd last bit
+
+
+class SaturationMode(enum.Enum):
+    """What `cast` does beyond the range of an integer type. ON is 0 in PyPTO.
+
+    Examples:
+      >>> x = jnp.asarray([40000.0])
+      >>> for satmode in qt.pypto.SaturationMode:
+      ...     print(satmode.name, qt.pypto.cast(x, qt.pypto.DT_INT16, satmode=satmode))
+      ON [32767]
+      OFF [-25536]
+    """
+
+    ON = 0  # clamps
+    OFF = 1  # keeps the low bits
+
 
 NAMES: dict[Format, str] = {
     fmt: name for name, fmt in vars(_types).items() if name.startswith("DT_")
@@ -76,8 +111,7 @@ _MORE_PAIRS: dict[Format, tuple[Format, ...]] = {
     E2M1FN: (BFLOAT16,),
 }
 EXTENDED_PAIRS = {
-    source: (*PAIRS.get(source, ()), *_MORE_PAIRS.get(source, ()))
-    for source in (*PAIRS, *(source for source in _MORE_PAIRS if source not in PAIRS))
+    source: (*PAIRS.get(source, ()), *_MORE_PAIRS.get(source, ())) for source in PAIRS | _MORE_PAIRS
 }
 # The pairs that have SaturationMode.OFF on Atlas A2 and A3.
 WRAPPING_PAIRS = (
@@ -115,7 +149,7 @@ def cast(
     *,
     extended: bool = False,
 ) -> jax.Array:
-    """PyPTO's cast: rounds once by `mode`; integers saturate, floats overflow as in IEEE 754.
+    """PyPTO's cast: round once by `mode`; integers saturate, floats overflow as in IEEE 754.
 
     The pairs, with the names of `dtype`:
 
@@ -191,7 +225,7 @@ def cast(
     _check_member("satmode", satmode, SaturationMode)
     if not isinstance(extended, bool | np.bool_):
         raise TypeError(f"{_WHERE}: extended={extended!r}, expected True or False")
-    source, target = _formats(input, dtype, EXTENDED_PAIRS if extended else PAIRS, extended)
+    source, target = _formats(input, dtype, EXTENDED_PAIRS if extended else PAIRS)
     _check_shape(np.shape(input))
     input = check_source(_WHERE, input, "input")
     rounding = _rounding(source, target, mode)
@@ -245,16 +279,16 @@ def _check_member(name: str, value: Any, kind: type[enum.Enum]) -> None:
 
 
 def _formats(
-    input: Any, dtype: Any, pairs: dict[Format, tuple[Format, ...]], extended: bool
+    input: Any, dtype: Any, pairs: dict[Format, tuple[Format, ...]]
 ) -> tuple[Format, Format]:
     """The formats of input and result; TypeError where they are no supported pair."""
     got = input.dtype if is_array(input) else None
     source = None if got is None else _format_of(got)
     if source not in pairs:
         what = f"dtype {got}" if got is not None else f"type {type(input).__name__}"
+        remedy = "; extended=True takes it" if source in EXTENDED_PAIRS else ""
         raise TypeError(
-            f"{_WHERE}: input has {what}, expected an array of {_listed(pairs)}"
-            + ("" if extended else _more(source in EXTENDED_PAIRS))
+            f"{_WHERE}: input has {what}, expected an array of {_listed(pairs)}{remedy}"
         )
     target = _format_of(dtype)
     if target is None:
@@ -266,15 +300,11 @@ def _formats(
         )
     if target == source or target in pairs[source]:
         return source, target
-    has_pair = not extended and target in EXTENDED_PAIRS[source]
+    remedy = "; extended=True takes it" if target in EXTENDED_PAIRS[source] else ""
     raise TypeError(
         f"{_WHERE}: no cast from {NAMES[source]} to {NAMES.get(target, target.name)}; from "
-        f"{NAMES[source]}, expected one of {_listed(pairs[source])}" + _more(has_pair)
+        f"{NAMES[source]}, expected one of {_listed(pairs[source])}{remedy}"
     )
-
-
-def _more(has_pair: bool) -> str:
-    return "; extended=True takes it" if has_pair else ""
 
 
 def _listed(formats: Any) -> str:

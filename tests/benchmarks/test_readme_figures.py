@@ -31,7 +31,7 @@ def test_figures_of_results_that_are_made_up():
     assert rest == ["", "Times are medians on a computer; 2026-01-02."]
 
 
-def test_what_was_not_measured_is_left_out():
+def test_what_was_not_measured_is_not_shown():
     stored = made_up()
     stored["training"] = [row for row in stored["training"] if row.get("row") != "qwix"]
     del stored["every_float32"], stored["every_float32_gpu"]

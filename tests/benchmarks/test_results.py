@@ -24,7 +24,7 @@ def test_a_promise_is_judged_by_the_fastest_row_it_names(promise, ratio, holds, 
     assert (verdict["ratio"], verdict["holds"], verdict["of"]) == (ratio, holds, of)
 
 
-def test_a_promise_about_rows_that_were_not_measured_has_no_verdict():
+def test_a_promise_without_measurements_has_no_verdict():
     assert faster_by(1.5, "not installed").judged(1.0, MEDIANS) is None
     assert at_most(1.25).judged(1.0, MEDIANS) is None
 

@@ -258,7 +258,7 @@ def test_the_summary_says_how_much_of_a_model_stays_as_it_was(tmp_path):
     for dry in (["--dry-run"], []):
         result = CliRunner().invoke(app, [*arguments, *dry])
         reason = "3 dimensions, compressed-tensors holds matrices"
-        assert f"kept       1 tensor ({reason}: 1), 88.9 % of" in result.stdout
+        assert f"excluded   1 tensor ({reason}: 1), 88.9 % of" in result.stdout
     report = CliRunner().invoke(app, [*arguments, "--overwrite", "--json"])
     assert json.loads(report.stdout)["kept_share"] == 16384 / 18432
 

@@ -376,7 +376,7 @@ def test_the_commands(source, tmp_path):
     assert (code, output.splitlines()) == (
         0,
         [
-            f"{target}: shard 3/4: no file is left for it, there are more shards than files; a "
+            f"{target}: shard 3/4: has no file to write, there are more shards than files; a "
             "smaller --max-shard-size makes more of these",
             f"when all shards are done: qtoolkit finalize {target}",
         ],
@@ -389,7 +389,7 @@ def test_the_commands(source, tmp_path):
     assert run("finalize", target, "--discard") == (0, "", "")
     assert run(*convert_it, "--shard", "0/1", "--json")[0] == 0
     code, output, _ = run(*convert_it, "--shard", "0/1")
-    assert "  resumed    3 files of an earlier run kept" in output.splitlines()
+    assert "  resumed    3 files of an earlier run" in output.splitlines()
     code, output, _ = run("finalize", target, "--json")
     assert (code, json.loads(output)["files"][1]) == (0, "config.json")
 

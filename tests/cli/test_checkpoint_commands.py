@@ -64,7 +64,7 @@ def test_a_folder_and_the_line_that_loads_it(source, tmp_path):
         ("llama", "nvfp4", False),
     ],
 )
-def test_models_that_ask_packed_layers_for_weights_are_loaded_wide(
+def test_the_line_that_loads_dequantizes_for_some_models(
     source, tmp_path, model_type, fmt, dequantizes
 ):
     """Oracle: tests/interop/test_transformers.py, where transformers fails without the option."""
@@ -91,7 +91,7 @@ def test_weights_of_a_name_that_transformers_does_not_find(source, tmp_path, siz
 def test_a_file_and_the_config_that_its_loaders_need(source, tmp_path):
     file = source / "model.safetensors"
     result = run("convert", file, tmp_path / "dst", *CT)
-    assert "need this in the config.json beside it" in result.stdout
+    assert "need this in the config.json next to it" in result.stdout
     config = result.stdout[result.stdout.index("{") : result.stdout.rindex("}") + 1]
     assert json.loads(config)["quantization_config"]["format"] == "float-quantized"
     plain = run("convert", file, tmp_path / "plain")
@@ -443,7 +443,7 @@ def test_statistics_of_numbers_whose_squares_are_infinite(tmp_path):
     assert done.stdout.splitlines()[-1].split()[:5] == ["w", "-1e+300", "1e+300", "0", "inf"]
 
 
-def test_what_transformers_misreads_is_not_recommended_to_be_loaded_by_it(source, tmp_path):
+def test_the_line_that_loads_avoids_what_misreads_experts(source, tmp_path):
     """NVFP4 experts: it computes with wrong weights, without an error."""
     name = "model.layers.0.mlp.experts.0.down_proj.weight"
     save(source / "model.safetensors", {name: load(source / "model.safetensors")[WEIGHT]},
@@ -458,7 +458,7 @@ def test_what_transformers_misreads_is_not_recommended_to_be_loaded_by_it(source
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "plain"])
-def test_verify_finds_a_config_that_loaders_take_codes_for_weights_by(source, tmp_path, layout):
+def test_verify_finds_a_config_without_its_quantization(source, tmp_path, layout):
     """As transformers does with SmolLM2-135M: a perplexity of 17 million, without an error."""
     run("convert", source, tmp_path / "dst", "--layout", layout)
     assert run("verify", source, tmp_path / "dst").exit_code == 0

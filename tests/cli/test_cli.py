@@ -59,7 +59,7 @@ def test_convert_writes_and_sums_up(source, tmp_path):
     assert result.exit_code == 0
     assert "out: e5m2, a scale per channel" in result.stdout
     assert "quantized  1 tensor\n" in result.stdout
-    assert "kept       2 tensors" in result.stdout
+    assert "excluded   2 tensors" in result.stdout
     assert "mean SQNR" in result.stdout
     assert "converting: 100 %, 1.7/1.7 kB" in result.stderr
     found = load(tmp_path / "out")
@@ -72,7 +72,8 @@ def test_a_dry_run_shows_what_a_conversion_then_does(source, tmp_path):
     result = run(*arguments, "--dry-run")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0].split() == ["tensor", "dtype", "becomes", "scale", "bytes", "kept", "because"]
+    header = ["tensor", "dtype", "becomes", "scale", "bytes", "not quantized because"]
+    assert lines[0].split(maxsplit=5) == header
     # Of 32 x 16 codes and 16 scales: 512 + 4 * 16 bytes.
     assert [line.split(maxsplit=5) for line in lines[1:4]] == [
         ["embed/embedding", "F32", "F32", "1,024", "skipped", "by default"],
@@ -313,7 +314,7 @@ def test_help_that_a_full_disk_does_not_take_is_one_line(arguments):
     assert re.fullmatch(r"qtoolkit: standard output: No space left on .*\n", done.stderr)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("full output", "closed errors")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 @pytest.mark.parametrize(
     ("redirected", "code", "error"),
@@ -327,6 +328,7 @@ def test_help_that_a_full_disk_does_not_take_is_one_line(arguments):
         ("2>/dev/full", 0, ""),
         ("2>&-", 0, ""),
     ],
+    ids=["full output", "full errors", "closed errors"],
 )
 def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirected, code, error):
     process = start(
@@ -346,7 +348,7 @@ def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirect
 LONG = "model.layers.{}.self_attn.a_module_with_a_long_name.q_proj.weight"
 
 
-def test_progress_has_bytes_rate_and_time_left_and_does_not_wrap(start):
+def test_progress_shows_bytes_rate_and_remaining_time(start):
     """A line that wraps cannot be replaced by the next one: it moves the cursor up, "ESC [1A"."""
     program = (
         "import time\n"

@@ -40,7 +40,7 @@ def test_rules_from_a_file(source, tmp_path):
     assert result.exit_code == 0, result.output
     assert "dst: e5m2, int8, a scale per tensor\n" in result.stdout
     assert "quantized  2 tensors\n" in result.stdout
-    assert "kept       2 tensors (" in result.stdout
+    assert "excluded   2 tensors (" in result.stdout
     assert "rule '^head': 1" in result.stdout
     assert "--skip: 1" in result.stdout
     found = load(tmp_path / "dst")
@@ -65,7 +65,7 @@ def test_rules_that_keep_everything(source, tmp_path):
     result = run("convert", source, tmp_path / "dst", "--rules", rules)
     assert result.exit_code == 0, result.output
     assert "dst: nothing\n" in result.stdout
-    assert "kept       4 tensors (no rule: 4)" in result.stdout
+    assert "excluded   4 tensors (no rule: 4)" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_failures_are_one_line_and_come_before_any_training(
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("seconds", [1, 3])  # while it loads, while it compiles
 def test_ctrl_c_is_one_line(start, tmp_path, seconds):
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}

@@ -455,7 +455,7 @@ ROWS = {
         ],
         "`extended=True`": extended,
         "`extended=True`, every code of FP8 and FP4": lambda: [
-            len(list(parameters(module(PYPTO).test_extended_small_floats_widen)))
+            len(list(parameters(module(PYPTO).test_extended_small_floats_to_bfloat16_and_float32)))
         ],
     },
     "promote": {

@@ -346,7 +346,7 @@ def test_spellings_of_types():
     assert onnx.cast(X, np.dtypes.Float16DType).dtype == jnp.float16
 
 
-def test_left_out_is_none_or_zero_and_not_false():
+def test_optional_types_are_none_or_zero_and_not_false():
     with pytest.raises(TypeError, match=r"^onnx\.quantize_linear: output_dtype has type bool"):
         onnx.quantize_linear(X, X[0], output_dtype=False)
     for zero in (0, np.int64(0), onnx.DataType.UNDEFINED):

@@ -77,7 +77,7 @@ def test_the_figures_are_those_of_the_files(finished, corpus):
     assert "trained in e5m2 / e5m2, last five" in table
 
 
-def test_text_for_validation_is_kept_apart(corpus):
+def test_validation_text_is_not_in_the_training_text(corpus):
     assert corpus.training.size > 10 * corpus.validation.size > 200_000
     training = corpus.training.tobytes()
     validation = corpus.validation.tobytes()
@@ -114,7 +114,7 @@ def test_without_matplotlib_it_says_so(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.quick
-def test_on_a_small_terminal_the_bar_and_its_estimate_stay_visible():
+def test_the_bar_stays_visible_on_a_small_terminal():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=80, height=24, color_system=None)
     run = demo.TrainingRun(None, None, [2.0] * 20)

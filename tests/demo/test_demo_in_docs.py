@@ -60,7 +60,7 @@ def test_the_command_replaces_the_block_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["no markers", BEFORE, AFTER, f"{BEFORE}{AFTER}" * 2])
-def test_a_page_without_the_one_block_is_left_alone(tmp_path, text):
+def test_a_page_without_the_one_block_is_not_changed(tmp_path, text):
     (tmp_path / "page.md").write_text(text)
     (tmp_path / "table.md").write_text("| new |")
     done = update(tmp_path / "page.md", "demo", tmp_path / "table.md")

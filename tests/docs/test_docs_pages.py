@@ -116,7 +116,7 @@ def test_the_pictures_are_those_that_the_command_draws():
     assert "fp8-dark" in shown  # in README.md
 
 
-def test_a_picture_for_dark_pages_is_the_same_ink_with_its_lightness_reversed():
+def test_dark_pictures_reverse_the_lightness():
     """Oracle: Pillow's composition over white, and lightness as `colorsys` says it."""
     for path in (ROOT / "docs/pages/pictures").glob("*-dark.png"):
         light = Image.open(path.with_name(path.name.replace("-dark", ""))).convert("RGB")

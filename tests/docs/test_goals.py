@@ -49,9 +49,7 @@ class Wave(nnx.Module):
 
 @pytest.mark.docs
 @pytest.mark.parametrize("minutes", [10], indirect=True)
-def test_a_researchers_own_model_trains_in_fp8_with_report_and_plot(
-    minutes, tmp_path, monkeypatch, capsys
-):
+def test_an_own_model_trains_in_fp8_with_report_and_plot(minutes, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {"qt": qt, "jax": jax, "jnp": jnp, "nnx": nnx, "optax": optax}
     names["model"] = Wave(nnx.Rngs(0))

@@ -260,9 +260,9 @@ def test_along():
         ({"scale": "e2m1fn"}, "scale=e2m1fn cannot be a scale"),
         ({"scale": "nf4"}, "scale=nf4 cannot be a scale"),
         ({"scale": "hifloat8"}, "scale=hifloat8 cannot be a scale"),
-        ({"scale": "float64"}, "scale=float64 is wider than float32"),
+        ({"scale": "float64"}, "scale=float64 has values beyond float32"),
         ({"tensor_scale": "int32"}, "tensor_scale=int32 cannot be a scale"),
-        ({"tensor_scale": "float64"}, "tensor_scale=float64 is wider than float32"),
+        ({"tensor_scale": "float64"}, "tensor_scale=float64 has values beyond float32"),
         ({"rule": "round"}, "rule='round', expected one of floor, ceil, rceil, even, below, amax"),
         ({"scale": "e8m0", "rule": "amax"}, "rule='amax' with e8m0fnu scales, .*powers of two"),
         ({"element": "uint8", "rule": "range"}, "rule='range' needs signed elements"),
@@ -412,10 +412,13 @@ def test_each_field_counts():
             "int8 by blocks of 2@0, zero_point=True",
         ),
         ({"block": (32,), "scale": "e8m0", "element_exponent": -6, "narrow_range": True}, "mxint8"),
+        ({"block": (16,), "rule": max}, "int8 by blocks of 16, rule=max"),
+        ({"block": (32,), "rule": max}, "int4_group32, rule=max"),
     ],
 )
 def test_formats_without_a_name_describe_themselves(fields, name):
-    assert str(BlockFormat(element="int8", **fields)) == name
+    element = "int4" if name.startswith("int4") else "int8"
+    assert str(BlockFormat(element=element, **fields)) == name
 
 
 def test_largest_and_powers():

@@ -226,7 +226,7 @@ def test_too_many_values_to_list(name):
         fmt.values()
 
 
-def test_wide_formats_answer_at_once():
+def test_formats_of_many_bits_answer_at_once():
     """Neither builds the tuple of all codes of NaN, 2**53 of them."""
     assert formats.FLOAT64.value(0x3FF0000000000000) == 1
     assert formats.FLOAT32.value(0x00000001) == two(-149)
@@ -519,7 +519,7 @@ def test_overflow_is_a_field_of_its_own():
         ({"specials": Specials.IEEE, "mantissa_bits": 0}, "leaves no code for NaN"),
         ({"specials": Specials.FNUZ, "signed": False}, "specials=FNUZ puts NaN at -0"),
         ({"has_zero": False}, "has_zero=False with signed=True, expected signed=False"),
-        ({"exponent_bits": 1, "mantissa_bits": 0}, "no positive finite value is left beside"),
+        ({"exponent_bits": 1, "mantissa_bits": 0}, "leaves no code for a positive finite value"),
         ({"exponent_bits": 17}, "expected 1 to 16 exponent bits"),
         ({"bias": 2**17}, r"bias=131072, expected -2\*\*16 to 2\*\*16"),
         ({"dtype_name": "float8_e5m2"}, "has values from -57344.0 to 57344.0, .*expected -448.0"),

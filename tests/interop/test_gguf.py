@@ -38,7 +38,7 @@ def source(tmp_path):
     return x
 
 
-def test_blocks_become_the_numbers_that_the_package_makes_of_them(tmp_path, source):
+def test_blocks_dequantize_as_the_gguf_package_does(tmp_path, source):
     dequantize_checkpoint(tmp_path / "model.gguf", tmp_path / "wide")
     found = load(tmp_path / "wide")
     for name, kind in NAMES.items():

@@ -31,7 +31,7 @@ def perplexity(folder, rows):
         return math.exp(model(rows, labels=rows).loss)
 
 
-def test_a_converted_folder_keeps_its_perplexity_in_stock_transformers(tmp_path, monkeypatch):
+def test_transformers_perplexity_of_a_converted_folder(tmp_path, monkeypatch):
     before = time.monotonic()
     monkeypatch.chdir(tmp_path)
     text = np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), np.uint8)

@@ -68,7 +68,7 @@ def any_bytes(*shape, low=0, high=256):
     return torch.from_numpy(made)
 
 
-def test_experts_of_gpt_oss_are_those_that_transformers_computes_with(tmp_path):
+def test_gpt_oss_experts_are_read_as_transformers_does(tmp_path):
     blocks, scales = any_bytes(3, 40, 2, 16), any_bytes(3, 40, 2, low=110, high=140)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     entries = {f"{name}_blocks": blocks, f"{name}_scales": scales}
@@ -77,7 +77,7 @@ def test_experts_of_gpt_oss_are_those_that_transformers_computes_with(tmp_path):
     torch.testing.assert_close(found[name], expected, rtol=0, atol=0)
 
 
-def test_experts_written_for_gpt_oss_are_those_that_transformers_computes_with(tmp_path):
+def test_gpt_oss_experts_are_written_as_transformers_reads(tmp_path):
     """Weights that MXFP4 holds exactly come back exactly, in transformers' order of axes."""
     weights = convert_moe_packed_tensors(
         any_bytes(3, 40, 2, 16), any_bytes(3, 40, 2, low=110, high=140), dtype=torch.float32
@@ -95,7 +95,7 @@ def test_experts_written_for_gpt_oss_are_those_that_transformers_computes_with(t
 
 
 @pytest.mark.parametrize("kind", ["fp4", "blocks", "mxfp8"])
-def test_weights_of_deepseek_v4_are_those_that_transformers_computes_with(tmp_path, kind):
+def test_deepseek_v4_weights_are_read_as_transformers_does(tmp_path, kind):
     codes, scale = any_bytes(256, 256, high=127).view(torch.float8_e4m3fn), (2, 2)
     if kind == "fp4":
         codes, scale = any_bytes(256, 128).view(torch.int8), (256, 8)

@@ -209,7 +209,7 @@ def test_the_transforms_of_optax(tx, kinds):
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-def test_a_variance_that_is_a_difference_stays_wide():
+def test_a_variance_that_is_a_difference_is_not_quantized():
     """Mean 1, deviation 0.1: of rounded moments nu - mu**2 became negative, and weights NaN."""
     tx = quantize_state(optax.rmsprop(1e-3, centered=True), "e4m3fn")
     params = {"w": jnp.zeros((64, 64))}
@@ -221,7 +221,7 @@ def test_a_variance_that_is_a_difference_stays_wide():
     assert np.isfinite(params["w"]).all()
 
 
-def test_rules_say_what_is_kept_how():
+def test_rules_choose_formats_by_path():
     rules = qt.Rules(
         {"kernel": None, "nu/conv": SecondMoment("int8"), "mu/conv": "e5m2"}, default="e4m3fn"
     )
@@ -607,7 +607,7 @@ def test_injected_around_the_factory_itself_is_refused(make):
         optax.inject_hyperparams(make)(optax.adam(1e-2), *arguments).init({"w": jnp.ones(4)})
 
 
-def test_parameters_that_sam_saves_stay_wide():
+def test_parameters_that_sam_saves_are_not_quantized():
     """An outer step of 0 leaves the weights where they were, bit for bit."""
 
     def made():

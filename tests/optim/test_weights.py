@@ -93,7 +93,7 @@ def test_small_updates_add_up():
     assert abs(float(p.astype(jnp.float32).mean()) - (1 + 1000 * 2.0**-12)) < 0.012
 
 
-def test_float32_weights_are_updated_as_ever_and_masks_are_left():
+def test_updates_of_float32_and_masked_weights_do_not_change():
     params = {"half": jnp.ones(4, jnp.bfloat16), "wide": jnp.ones(4)}
     grads = {"half": jnp.full(4, 0.3), "wide": jnp.full(4, 0.3)}
     tx = optax.chain(optax.sgd(1.0), stochastic_round_updates())

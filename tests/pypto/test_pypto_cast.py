@@ -527,7 +527,7 @@ def test_extended_int4():
 @pytest.mark.parametrize(
     ("name", "to"), [("e4m3fn", "DT_FP32"), ("e5m2", "DT_FP32"), ("e2m1fn", "DT_BF16")]
 )
-def test_extended_small_floats_widen(name, to):
+def test_extended_small_floats_to_bfloat16_and_float32(name, to):
     spec = SPECS[name]
     fmt = formats.format(name)
     every = np.arange(2**spec.bits, dtype=np.uint8)
