@@ -14,12 +14,11 @@ import qtoolkit as qt
 from qtoolkit.checkpoints import _produce, _quantize, _slabs, convert, load, save
 from qtoolkit.checkpoints._produce import Workers
 from qtoolkit.checkpoints._quantize import (
-    Slab,
     Weight,
     largest_magnitudes,
     prepared,
-    quantize_window,
-    tensor_scales,
+    quantize_batch,
+    tensor_scales_from,
 )
 from qtoolkit.checkpoints._slabs import Grid
 from qtoolkit.checkpoints._tensors import DTYPE_OF, Tensor
@@ -46,16 +45,16 @@ def weight_of(x, fmt, second_amax=None):
     second = None
     if fmt.tensor_scale is not None:
         amax = largest_magnitudes(tensor) if second_amax is None else np.array([second_amax])
-        second = tensor_scales(amax, fmt)
+        second = np.asarray(tensor_scales_from(amax, fmt))
     return prepared(Weight(tensor, fmt, Grid.of(x.shape, fmt.block_lengths(x.shape)), second))
 
 
 def quantized(x, fmt, workers=1, **options):
     """Codes, scales, tensor scale and sums, put together from the slabs."""
     weight = weight_of(x, fmt, **options)
-    slabs = ([Slab(weight, span)] for span in weight.grid.spans())
+    slabs = ([(weight, slab)] for slab in weight.grid.slabs())
     with Workers(workers) as threads:
-        return put_together(x, weight, [made for (made,) in threads.map(quantize_window, slabs)])
+        return put_together(x, weight, [made for (made,) in threads.map(quantize_batch, slabs)])
 
 
 def put_together(x, weight, slabs):
@@ -67,7 +66,7 @@ def put_together(x, weight, slabs):
         sums.add(slab.sums)
         if scales is not None:
             scales[slab.first : slab.first + len(slab.scale)] = slab.scale
-    return codes, scales, weight.second, sums
+    return codes, scales, weight.tensor_scale, sums
 
 
 def bits(array):
@@ -177,10 +176,10 @@ def test_any_range_is_decoded_to_what_dequantize_gives(monkeypatch, fmt, shape, 
         (codes.size - 5, codes.size),
     ):
         parts = []
-        for span, some in grid.spans_of(start, stop):
-            first = span.row * grid.columns + span.column
-            part = codes[first : first + span.rows * span.columns]
-            parts.append(decoded_slab(part, grid, span, fmt, scale, second)[some])
+        for slab, some in grid.slabs_between(start, stop):
+            first = grid.start(slab)
+            part = codes[first : first + slab.size]
+            parts.append(decoded_slab(part, grid, slab, fmt, scale, second)[some])
         np.testing.assert_array_equal(np.concatenate(parts), expected[start:stop])
 
 
@@ -211,19 +210,19 @@ FORMATS = [
 
 
 def test_what_becomes_of_a_weight_does_not_depend_on_others():
-    """Dtypes, formats and sizes mixed in one window."""
+    """Dtypes, formats and sizes mixed in one batch."""
     mixed = [*itertools.product(SHAPES, (np.float32, ml_dtypes.bfloat16), FORMATS)]
     mixed += [((9, 48), np.float32, NVFP4), ((64, 32), np.float16, MXFP4)] * 2
     order = np.random.default_rng(0).permutation(len(mixed))
     arrays = [(weights(s, d, seed=i), f) for i, (s, d, f) in enumerate(mixed[i] for i in order)]
-    slabs = [Slab(w, span) for x, f in arrays for w in [weight_of(x, f)] for span in w.grid.spans()]
-    together = quantize_window(slabs)
+    slabs = [(w, slab) for x, f in arrays for w in [weight_of(x, f)] for slab in w.grid.slabs()]
+    together = quantize_batch(slabs)
     for slab, made, (x, fmt) in zip(slabs, together, arrays, strict=True):
-        (alone,) = quantize_window([slab])
+        (alone,) = quantize_batch([slab])
         np.testing.assert_array_equal(made.codes, alone.codes)
         np.testing.assert_array_equal(bits(made.scale), bits(alone.scale))
         assert made.sums.noise == pytest.approx(alone.sums.noise, rel=1e-4)  # added in other orders
-        assert_as_quantize(x, fmt, *put_together(x, slab.weight, [made]))
+        assert_as_quantize(x, fmt, *put_together(x, slab[0], [made]))
 
 
 def test_few_programs_whatever_the_shapes():
@@ -272,7 +271,7 @@ def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monke
     options = {"format": rules, "scaling": "channel", "channel_axis": "first", "overwrite": True}
     made = []
     for ahead, workers in ((1, 1), (300, 3), (2**17, 2)):
-        monkeypatch.setattr(_produce, "_AHEAD", ahead)
+        monkeypatch.setattr(_produce, "_TOGETHER", ahead)
         convert(tmp_path / "src", tmp_path / "dst", workers=workers, **options)
         made.append((tmp_path / "dst").read_bytes())
     assert made[0] == made[1] == made[2]
