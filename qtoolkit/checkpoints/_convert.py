@@ -82,7 +82,7 @@ def convert(
       overwrite: Whether `dst` may be replaced.
       shard: (index, count), index from 0 on: which part of the files of a folder is written, for
         instance `(jax.process_index(), jax.process_count())`. Each process is given the same other
-        arguments; then `finalize(dst)` makes the checkpoint. Files that are there are kept.
+        arguments; then `finalize(dst)` makes the checkpoint. A rerun writes missing files alone.
       workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
         most 4. The bytes are the same whatever their number.
       max_memory: Bytes, or such as "400MB", that the process may take: fewer workers are started,
@@ -116,7 +116,7 @@ def convert(
     if format is None:  # of `make_plan` it asks to quantize nothing: a copy would look converted
         raise TypeError(
             "convert: format=None, expected a format such as 'e4m3fn', or Rules; "
-            "dequantize_checkpoint writes wide weights"
+            "dequantize_checkpoint writes unquantized weights"
         )
     destination = Destination(
         src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
@@ -160,7 +160,7 @@ def dequantize_checkpoint(
       to, max_shard_size, allow_codes, overwrite, shard, workers, max_memory, progress: As in
         `convert`.
       dtype: float32, float16 or bfloat16, for all weights. None: for those that were quantized
-        the one that config.json names, else float32; the others keep theirs.
+        the one that config.json names, else float32; the others are not cast.
 
     Returns:
       What was done, tensor by tensor.
@@ -172,8 +172,8 @@ def dequantize_checkpoint(
     Examples:
       >>> qt.checkpoints.save("model.safetensors", {"w": jnp.asarray([[896.0, 0.3]])})
       >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
-      >>> report = qt.checkpoints.dequantize_checkpoint("fp8.safetensors", "wide.safetensors")
-      >>> qt.checkpoints.load("wide.safetensors")
+      >>> report = qt.checkpoints.dequantize_checkpoint("fp8.safetensors", "f32.safetensors")
+      >>> qt.checkpoints.load("f32.safetensors")
       {'w': array([[8.960e+02, 3.125e-01]], dtype=float32)}
     """
     destination = Destination(
@@ -216,7 +216,7 @@ def _written(
 ) -> Report:
     dst, to, overwrite = destination.dst, destination.to, destination.overwrite
     report = plan.report(source.path, dst, to)
-    report = dataclasses.replace(report, left=_left(source, plan, to), tensors=())
+    report = dataclasses.replace(report, left=_not_written(source, plan, to), tensors=())
     production = Production(plan.tensors, threads, progress, source.stored)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
     if source.folder is not None and to == "safetensors":
@@ -252,7 +252,7 @@ def _nonfinite_error(
     )
 
 
-def _left(source: Checkpoint, plan: Plan, to: ContainerName) -> tuple[str, ...]:
+def _not_written(source: Checkpoint, plan: Plan, to: ContainerName) -> tuple[str, ...]:
     """What of a source does not go with the weights: files of a folder, and scales of activations
     and caches, which belonged to the codes that are gone.
     """

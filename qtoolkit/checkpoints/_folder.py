@@ -17,7 +17,7 @@ from qtoolkit.checkpoints._writing import plan_in
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-# The name that config.json gets beside weights that no loader can read, so that none opens them:
+# The name that config.json gets in a folder of weights that no loader can read, so that none does:
 # transformers would take codes for weights without an error.
 PARKED_CONFIG = "qtoolkit_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -36,7 +36,7 @@ _WEIGHTS = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderFiles:
-    """What a folder holds beside tensors.
+    """What a folder holds in addition to tensors.
 
     Attributes:
       has_config: Whether there is a `config.json`, or a `qtoolkit_config.json`.
@@ -156,10 +156,7 @@ def _others(
     """Two lists of files in a folder and below: those to copy with the weights, and the others.
 
     If nothing is copied from a folder below, the second list has the folder instead of its files.
-
-    Args:
-      inside: The names in the folder `path`/`prefix`, and whether each is a folder.
-      modules: Folders below, as seen from `path`, that are copied with their weights.
+    Of folders in `modules`, as seen from `path`, weights are copied, too.
     """
     copied, left = [], []
     for name, is_folder in inside.items():

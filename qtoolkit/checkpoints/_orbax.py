@@ -35,7 +35,7 @@ from qtoolkit.checkpoints._writing import (
     rename_folder,
 )
 
-_METADATA = "_METADATA"  # beside the arrays of a tree
+_METADATA = "_METADATA"  # the file of a tree that describes its arrays
 # In the custom metadata of what `convert` writes: the names of lists that became dictionaries.
 _LISTS = "qtoolkit_lists"
 _TOGETHER = 2**24  # bytes that are read at a time: each reading looks at the metadata of all arrays
@@ -145,10 +145,10 @@ class _Arrays:
                 stop += 1
                 if stop == len(self._names):
                     break
-            self._restore(first, stop)
+            self.ready |= self._restored(first, stop)
         return self.ready[name]
 
-    def _restore(self, first: int, stop: int) -> None:
+    def _restored(self, first: int, stop: int) -> dict[str, np.ndarray]:
         count = self._structure.num_leaves
         wanted = [0 if first <= i < stop else ocp.PLACEHOLDER for i in range(count)]
         how = [ocp.RestoreArgs(restore_type=np.ndarray)] * count
@@ -162,8 +162,7 @@ class _Arrays:
             where = f"{self._path}: tensor {shown(self._names[first])}"
             raise _damaged(where, error) from error
         leaves = jax.tree.leaves(restored, is_leaf=lambda leaf: leaf is ocp.PLACEHOLDER)
-        for i in range(first, stop):
-            self.ready[self._names[i]] = np.asarray(leaves[i])
+        return {self._names[i]: np.asarray(leaves[i]) for i in range(first, stop)}
 
 
 def _damaged(where: Path, error: Exception) -> CheckpointError:
@@ -264,7 +263,7 @@ def write_orbax(
     """Writes a checkpoint of orbax, which appears when it is whole.
 
     Codes and scales are produced in pieces and interleaved, but orbax asks for whole arrays, in an
-    order of its own. So a safetensors file is written beside the target first, from which orbax
+    order of its own. So a safetensors file is written next to the target first, from which orbax
     then gets one array at a time. `tree` is the source's; names of tensors that are not in it are
     split at their dots.
     """
@@ -349,19 +348,15 @@ def _save(
         except (OSError, CheckpointError):
             raise
         except Exception as error:  # whatever orbax and tensorstore raise
-            raise _failed(path, error) from error
+            # The number of the system's own error, such as that of a full disk.
+            if number := re.search(r"os_error_code='(\d+)'", str(error)):
+                code = int(number[1])
+                raise OSError(code, os.strerror(code), str(path)) from error
+            raise CheckpointError(
+                f"{path}: orbax did not write it: {_line(error)}; write safetensors instead"
+            ) from error
         finally:
             stopped.set()
-
-
-def _failed(path: Path, error: Exception) -> Exception:
-    """The system's own error where tensorstore names its number, such as that of a full disk."""
-    number = re.search(r"os_error_code='(\d+)'", str(error))
-    if number:
-        return OSError(int(number[1]), os.strerror(int(number[1])), str(path))
-    return CheckpointError(
-        f"{path}: orbax did not write it: {_line(error)}; write safetensors instead"
-    )
 
 
 def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
@@ -388,7 +383,7 @@ def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
         if read.name != leaf.name:
             raise CheckpointError(
                 f"{path}: tensor {shown(leaf.name)}: it would be read as {shown(read.name)}, for "
-                "the tree has other keys beside it; write safetensors, without --to orbax"
+                "the tree has other keys next to it; write safetensors, without --to orbax"
             )
     lists: list[str] = []
     return _nested(path, [*leaves, *tree.empty], tree.lists, lists), lists

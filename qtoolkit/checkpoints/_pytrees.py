@@ -30,7 +30,7 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS
-from qtoolkit.checkpoints.layouts._qarrays import ARRAYS_KEY, PARTS, not_described
+from qtoolkit.checkpoints.layouts._qarrays import ARRAYS_KEY, FIELDS, not_described
 
 # What to use for files that `load` does not read.
 _READ_BY = {
@@ -297,7 +297,7 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
     if array.packed_size is None and is_known:
         codes = codes.view(dtype)
     entries = {name: codes}
-    for field in PARTS:
+    for field in FIELDS:
         if getattr(array, field) is not None:
             entries[f"{name}_{field}"] = getattr(array, field)
     about = {
@@ -334,7 +334,7 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
         qarrays = {name: _qarray(name, arrays, one) for name, one in about.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise not_described(path, error) from error
-    parts = {f"{name}_{field}" for name in qarrays for field in PARTS}
+    parts = {f"{name}_{field}" for name in qarrays for field in FIELDS}
     return {name: qarrays.get(name, x) for name, x in arrays.items() if name not in parts}
 
 
@@ -346,7 +346,7 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
 
     spec, size = spec_from_json(about["spec"]), about["packed_size"]
     codes = arrays[name].view(np.uint8 if size is not None else spec.element.code_dtype)
-    scales = {field: arrays.get(f"{name}_{field}") for field in PARTS}
+    scales = {field: arrays.get(f"{name}_{field}") for field in FIELDS}
     return QArray(
         jnp.asarray(codes),
         spec=spec,

@@ -1,10 +1,11 @@
 """Writes a checkpoint folder file by file, in one process or in many at a time. No JAX here.
 
-Until the checkpoint is whole, its files lie in a folder beside the target, under their final names.
-There `plan.json` says what is being written, and each finished file has a record, `NAME.json`.
-Which process writes which file follows from the plan and (index, count) alone. A rerun keeps the
-files whose record is of the same plan: of the same version, options and source, of which the
-headers and samples of 1,024 tensors are compared. At the end the folder is renamed to the target.
+Until the checkpoint is whole, its files lie in a folder next to the target, under their final
+names. There `plan.json` says what is being written, and each finished file has a record,
+`NAME.json`. Which process writes which file follows from the plan and (index, count) alone. A rerun does not
+write files again whose record is of the same plan: of the same version, options and source, of
+which the headers and samples of 1,024 tensors are compared. At the end the folder is renamed to the
+target.
 
 Behind a URL nothing can be renamed. There files have their final names from the start; the index
 and config.json are written last, and no loader opens a checkpoint without them.
@@ -35,7 +36,8 @@ from qtoolkit.checkpoints._paths import (
     write_file,
 )
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, layout, write_safetensors
+from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._safetensors import layout as placed
 from qtoolkit.checkpoints._target import (
     Destination,
     check_folder,
@@ -130,12 +132,11 @@ def write_folder(
     report: Report,
     error_of: ErrorOf,
 ) -> Report:
-    """Writes a converted checkpoint, or one shard of its files.
+    """Writes a converted checkpoint, or one shard of its files; `report` lacks files and tensors.
 
     The checkpoint appears only once it is complete: if there are shards, by `finalize`. After a
-    failure, finished files are kept for a rerun, and a note on the exception says so; but not after
-    a CheckpointError in a run without shards, since a rerun would raise it again. `report` is still
-    without files and tensors.
+    failure, finished files stay for a rerun, and a note on the exception says so; but not after a
+    CheckpointError in a run without shards, since a rerun would raise it again.
     """
     path, overwrite, shard = destination.dst, destination.overwrite, destination.shard
     index, count = shard or (0, 1)
@@ -162,7 +163,7 @@ def write_folder(
             elif complete and not isinstance(error, CheckpointError):
                 error.add_note(
                     f"{len(complete)} of {len(files)} files {'are' if len(complete) > 1 else 'is'}"
-                    " whole and kept for a rerun with the same options; to remove what is there: "
+                    " whole, and a rerun with the same options uses them; to remove what is there: "
                     f"qtoolkit finalize --discard {shlex.quote(str(path))}"
                 )
             raise
@@ -182,10 +183,8 @@ def _own_names(shared: Mapping[str, Any]) -> set[str]:
 
 
 def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) -> bool:
-    """Writes the plan, unless it is there; returns whether it was not.
-
-    Files of another plan are removed; but not by shards, and those of shards not unasked.
-    """
+    """Writes the plan, unless it is there; returns whether it was not."""
+    # Files of another plan are removed; but not by shards, and those of shards not unasked.
     path, there = unfinished.path, plan_in(unfinished.partial)
     if there is not None and there["made"] == shared["made"]:
         return False
@@ -227,27 +226,27 @@ def _write(
     """Writes the files of a shard that are not there yet; returns the names of those that were."""
     # Times are compared only if one machine has written all: clocks of several may differ.
     newest = 0 if shared["shards"] or is_url(unfinished.path) else modified_at(source)
-    kept = {}
+    resumed = {}
     for name in mine:
         reports = unfinished.reports(name, shared["made"])
         if reports is not None and not error_of(reports):
             where = join(unfinished.partial, f"{name}.json")
             if not newest or os.stat(where).st_mtime_ns >= newest:
-                kept[name] = reports
-    production.total = sum(t.nbytes for name in mine if name not in kept for t in mine[name])
+                resumed[name] = reports
+    production.total = sum(t.nbytes for name in mine if name not in resumed for t in mine[name])
     assert source.folder is not None
     first = shared["files"][0]
     for name in source.folder.copied if first in mine else ():  # by the process of the first file
-        if first not in kept or kind_at(unfinished.inside(name)) != "file":
+        if first not in resumed or kind_at(unfinished.inside(name)) != "file":
             copy(join(source.path, *name.split("/")), unfinished.inside(name))
     for name, tensors in mine.items():
         done = len(production.reports)
-        if name in kept:
-            production.reports += kept[name]
+        if name in resumed:
+            production.reports += resumed[name]
             continue
         # The old record goes first, so that no record describes a file that is half-written.
         remove(join(unfinished.partial, f"{name}.json"))
-        outputs = layout(entry for tensor in tensors for entry in tensor.entries)
+        outputs = placed(entry for tensor in tensors for entry in tensor.entries)
         file = unfinished.inside(name)
         write_safetensors(file, outputs, production.chunks(tensors), plan.metadata, overwrite=True)
         reports = production.reports[done:]
@@ -267,7 +266,7 @@ def _write(
         unfinished.write(unfinished.partial, f"{name}.json", record)
     if error := error_of(production.reports):
         raise error
-    return tuple(kept)
+    return tuple(resumed)
 
 
 def finalize(dst: Path, *, overwrite: bool = False) -> Report:

@@ -231,15 +231,15 @@ def _units(grid: Grid, slab: Slab) -> Units:
     if grid.is_by_column:
         # Whole matrices, or rows of one matrix that begin with a block or lie in one.
         matrices = max(slab.rows // grid.rows, 1)
-        rows = slab.rows // matrices
-        length = min(grid.height, rows)
+        height = slab.rows // matrices
+        length = min(grid.height, height)
         unit = next((n for n in _HEIGHTS if n >= length), _HEIGHTS[-1])
         matrix, row = divmod(slab.row, grid.rows)
         down = (matrix + np.arange(matrices))[:, None] * grid.down
-        down = down + row // grid.height + np.arange(-(-rows // length))
+        down = down + row // grid.height + np.arange(-(-height // length))
         columns = slab.column + np.arange(slab.columns)
         blocks = np.repeat(down.reshape(-1), -(-length // unit))[:, None] * grid.across + columns
-        return Units(0, unit, blocks.reshape(-1), (matrices, rows, slab.columns), length)
+        return Units(0, unit, blocks.reshape(-1), (matrices, height, slab.columns), length)
     length = min(grid.width, slab.columns)
     unit = next((n for n in _LENGTHS if n >= length), _LENGTHS[-1])
     rows = slab.row + np.arange(slab.rows)

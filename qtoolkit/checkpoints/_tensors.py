@@ -219,12 +219,12 @@ class Checkpoint:
     Attributes:
       path: As given.
       tensors: Its tensors by name, in the order of the data.
-      metadata: The strings that it holds beside tensors.
+      metadata: The strings that it holds in addition to tensors.
       config: The content of its `config.json`; empty without one.
       folder: What else a folder of Hugging Face holds; None of other containers.
       tree: The tree of a checkpoint of orbax; None of other containers.
       layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
-      auxiliary: What loaders keep for quantized weights, such as input scales; no tensors of the
+      auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
         model.
       stored: The tensors as the container has them, where weights were dequantized; else empty.
       opened: What `close` closes.

@@ -1,4 +1,4 @@
-"""Writes under a temporary name, beside the target, and renames what is whole. No JAX here.
+"""Writes under a temporary name, next to the target, and renames what is whole. No JAX here.
 
 The name is the same in every run, so that a run finds what a killed one has left: a file that is
 not whole, or a folder with `checkpoint`, the files of a checkpoint that grows, `plan.json` (see
@@ -101,10 +101,7 @@ def restore(target: str) -> None:
 
 
 def rename_folder(target: str, path: Path) -> None:
-    """Gives the content of the partial folder its name, and removes what had that name.
-
-    `path` is what messages call the target.
-    """
+    """Gives the content of the partial folder its name, and removes what had that name."""
     partial = partial_name(target)
     content = os.path.join(partial, CONTENT)
     restore(target)
@@ -164,10 +161,7 @@ def whole(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_file(target: str, path: Path) -> Iterator[int]:
-    """A new file, as its descriptor, that is renamed to `target` if the block ends well.
-
-    `path` is what messages call the target.
-    """
+    """A new file, as its descriptor, that is renamed to `target` if the block ends well."""
     name = partial_name(target)
     remove(name)
     # Not tempfile: its files are private, these get the mode that the umask says.

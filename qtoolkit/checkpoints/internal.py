@@ -1,4 +1,4 @@
-"""What the packages above `checkpoints` use of it beside its public names. No JAX here."""
+"""What the packages above `checkpoints` use of it, besides its public names. No JAX here."""
 
 # ruff: noqa: F401  (imported for those packages)
 

@@ -102,7 +102,7 @@ def test_errors_say_where_what_and_what_to_do(tmp_path):
     wide = {"layers/3/kernel": MATRIX.astype(np.float64)}
     message = (
         r"model\.safetensors: tensor layers/3/kernel: dtype F64, expected F32, F16 or BF16; "
-        "leave it out with --skip"
+        "exclude it with --skip"
     )
     with pytest.raises(CheckpointError, match=message):
         plan_of(tmp_path, wide)

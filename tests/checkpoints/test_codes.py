@@ -119,7 +119,7 @@ BY_BLOCK = {"a.weight": codes(E4M3), "a.weight_scale_inv": np.ones((1, 1), np.fl
         ),
         (
             {"c.weight": codes(E4M3), "c.amax": SCALE},
-            r"tensor c\.weight: .*beside it: c\.amax F32 .64.\); dequantize the checkpoint with",
+            r"tensor c\.weight: .*with it: c\.amax F32 .64.\); dequantize the checkpoint with",
         ),
         (
             {"c.weight_scale_inv": np.ones((1, 1), np.float32)},

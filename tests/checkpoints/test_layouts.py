@@ -394,7 +394,7 @@ def test_what_a_layout_cannot_hold(tmp_path, layout, options, message):
         # "b.weight_packed" was written, from which "b.weight" came back.
         ("b.c/d/weight", (128, 128), COMPRESSED, "mxfp4", "NAME.weight, .* use --layout plain"),
         ("blk.0.attn_q.weight", (128, 128), COMPRESSED, "e4m3fn", "named as in GGUF, .* no loader"),
-        ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* leave it out with --skip"),
+        ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* exclude it with --skip"),
         (
             "a.weight",
             (8, 8, 8),
@@ -612,19 +612,19 @@ def packed_integers(**weights):
         (
             {"weight": U8, "weight_scale": ONES((64, 4), E4M3), "weight_scale_2": f32([1, 2])},
             NV4,
-            r"a\.weight_scale_2: \[2\], expected one second scale of a\.weight, \[64, 32\]",
+            r"a\.weight_scale_2: \[2\], expected one tensor scale of a\.weight, \[64, 32\]",
         ),
         (
             {"weight_packed": U8, "weight_scale": ONES((64, 4), E4M3)}
             | {"weight_global_scale": ONES(64, np.float32)},
             {"quant_method": COMPRESSED},
-            r"a\.weight_global_scale: \[64\], expected one second scale of a\.weight_packed",
+            r"a\.weight_global_scale: \[64\], expected one tensor scale of a\.weight_packed",
         ),
         (
             {"weight": U8.reshape(4, 16, 32), "weight_scale": ONES((4, 16, 4), E4M3)}
             | {"weight_scale_2": f32([1, 2])},
             NV4,
-            r"weight_scale_2: \[2\], expected one second scale, or one for each of 4, of a\.weight",
+            r"weight_scale_2: \[2\], expected one tensor scale, or one for each of 4, of a\.weight",
         ),
         (
             {"weight": U8[0], "weight_scale": ONES(4, E4M3), "weight_scale_2": f32(1)},

@@ -379,7 +379,7 @@ def test_what_is_not_written(folder, tmp_path):
         tmp_path / "a",
         layout="modelopt",
     )
-    refused_target(CheckpointError, "leave --shard out", src, tmp_path / "a", shard=(0, 2))
+    refused_target(CheckpointError, "omit --shard", src, tmp_path / "a", shard=(0, 2))
     save(tmp_path / "empty", {"w": jnp.ones((4, 4)), "none": jnp.ones((0, 3))})
     refused_target(
         CheckpointError, "none has shape .* no empty arrays", tmp_path / "empty", tmp_path / "a"

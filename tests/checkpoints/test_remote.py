@@ -246,7 +246,7 @@ def test_failures_of_one_process_keep_what_is_whole(store, source, expected, mon
             with pytest.raises(OSError, match="no space") as caught:
                 convert(source, f"{store}/dst", max_shard_size=SIZE)
     (note,) = caught.value.__notes__
-    assert note.startswith("1 of 3 files is whole and kept for a rerun")
+    assert note.startswith("1 of 3 files is whole, and a rerun")
     assert "dst/model-00001-of-00003.safetensors" in found(store)
     report = convert(source, f"{store}/dst", max_shard_size=SIZE)
     assert report.resumed == ("model-00001-of-00003.safetensors",)

@@ -207,7 +207,7 @@ MALFORMED = {
     ),
     "overflow_to_zero": (
         raw_file({"a": entry(shape=(2**63, 16, 0), offsets=(0, 0))}),
-        "tensor a: shape .* lengths of 0 left out",
+        "tensor a: shape .* without lengths of 0",
     ),
     "overlap": (
         raw_file({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"),

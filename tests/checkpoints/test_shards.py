@@ -323,7 +323,7 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
         word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[sent]
         assert (killed.returncode, error) == (
             128 + sent,
-            f"qtoolkit: {word}; {tmp_path}/dst was not written; 1 of 6 files is whole and kept for "
+            f"qtoolkit: {word}; {tmp_path}/dst was not written; 1 of 6 files is whole, and a rerun "
             "a rerun with the same options; to remove what is there: qtoolkit finalize --discard "
             f"{tmp_path}/dst\n",
         )
@@ -368,7 +368,7 @@ def test_the_commands(source, tmp_path):
     assert code == 2
     assert error.endswith(
         "model.safetensors: is a file, which becomes one file, and --shard is for the safetensors "
-        "files of a folder; leave --shard out\n"
+        "files of a folder; omit --shard\n"
     )
     code, output, _ = run(*convert_it, "--shard", "1/2", "--dry-run")
     assert output.splitlines()[-1] == f"  shard      1/2 writes 1 of 3 files: {FILES[1]}"

@@ -56,7 +56,7 @@ class Encoding:
       lengths: The length of a block along each axis of `matrix_shape`.
       codes: The entry with the codes.
       scale: The entry with the scales in C order, ceil(n / length) along each axis; None: none.
-      tensor_scale: The entry with the second scale (NVFP4), one in all or one for each index of the
+      tensor_scale: The entry with the tensor scale (NVFP4), one in all or one for each index of the
         first axes; None: none.
       tensor_scale_divides: Whether x = q * scale / tensor scale, as in compressed-tensors.
       zero_point: The entry with the zero points, which lie as the scales do; None: none.
@@ -152,20 +152,17 @@ def same_numbers(old: Encoding, new: Encoding) -> bool:
 
 
 def merged_matrices(
-    shape: tuple[int, ...], lengths: tuple[int, ...], kept: Collection[int] = ()
+    shape: tuple[int, ...], lengths: tuple[int, ...], apart: Collection[int] = ()
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
     """An array seen as matrices: (how many, rows, columns), and (height, width) of their blocks.
 
     Neighbouring axes are merged where blocks have length 1 along both, or the full length along
-    both. None where more axes remain than those of a stack of matrices.
-
-    Args:
-      kept: Axes that are not merged with those before them.
+    both; but axes in `apart` not with those before them. None if no stack of matrices remains.
     """
     axes: list[tuple[int, int]] = []
     is_apart = False
     for axis, (n, length) in enumerate(zip(shape, lengths, strict=True)):
-        is_apart |= axis in kept
+        is_apart |= axis in apart
         if n == 1:
             continue
         last, block = axes[-1] if axes else (0, 0)
