@@ -2,10 +2,10 @@
 
 Until the checkpoint is whole, its files lie in a folder next to the target, under their final
 names. There `plan.json` says what is being written, and each finished file has a record,
-`NAME.json`. Which process writes which file follows from the plan and (index, count) alone. A rerun does not
-write files again whose record is of the same plan: of the same version, options and source, of
-which the headers and samples of 1,024 tensors are compared. At the end the folder is renamed to the
-target.
+`NAME.json`. Which process writes which file follows from the plan and (index, count) alone. A rerun
+does not write files again whose record is of the same plan: of the same version, options and
+source, of which headers and samples of 1,024 tensors are compared. At the end the folder gets the
+name of the target.
 
 Behind a URL nothing can be renamed. There files have their final names from the start; the index
 and config.json are written last, and no loader opens a checkpoint without them.

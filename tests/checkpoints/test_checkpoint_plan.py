@@ -31,7 +31,7 @@ def actions(plan):
 MATRIX = np.zeros((4, 6), np.float32)
 
 
-def test_vectors_integers_and_what_is_quantized_already_are_kept(tmp_path):
+def test_vectors_integers_and_quantized_tensors_are_copied(tmp_path):
     tensors = {
         "vector": np.zeros(4, np.float32),
         "scalar": np.float64(1),
@@ -75,7 +75,7 @@ def test_scales_broadcast_along_the_outputs(tmp_path, scaling, name, shape, expe
     assert (placed[name + "_scale"].dtype, placed[name + "_scale"].shape) == ("F32", expected)
 
 
-def test_metadata_is_kept_and_says_what_was_done(tmp_path):
+def test_metadata_is_copied_and_says_what_was_done(tmp_path):
     tensors = {"w.weight": MATRIX}
     plan = plan_of(tmp_path, tensors, {"format": "pt"}, format="F8_E5M2", scaling="channel")
     assert plan.metadata["format"] == "pt"
@@ -177,7 +177,7 @@ def test_rules_decide_alone(tmp_path):
     assert plan.scaling == "channel"
 
 
-def test_rules_without_a_default_keep_the_rest_and_skip_comes_first(tmp_path):
+def test_rules_without_a_default_copy_the_rest(tmp_path):
     rules = Rules({"weight": "e4m3fn", "ids": None})
     assert formats(plan_of(tmp_path, MODEL, format=rules, skip="norm")) == {
         "head.weight": "e4m3fn",

@@ -172,7 +172,7 @@ def test_zero_points_of_activations_go_with_their_scales(tmp_path):
     np.testing.assert_array_equal(values(src, tmp_path / "values")[WEIGHT], INT8 * SCALE)
 
 
-def test_a_weight_that_is_rounded_when_the_model_runs_is_refused(tmp_path):
+def test_a_weight_that_is_rounded_at_run_time_is_refused(tmp_path):
     """compressed-tensors with quantization_status "frozen": the weight itself, and its scale."""
     tensors = {WEIGHT: np.ones((128, 256), BF16), f"{WEIGHT}_scale": SCALE}
     config = {"quant_method": "compressed-tensors", "quantization_status": "frozen"}
@@ -184,7 +184,7 @@ def test_a_weight_that_is_rounded_when_the_model_runs_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dense/kernel", "dense.kernel", "w"])
-def test_scales_of_a_square_that_may_be_of_rows_or_columns_are_refused(tmp_path, name):
+def test_ambiguous_scales_of_a_square_are_refused(tmp_path, name):
     codes, scale = INT8[:, :128], SCALE[:, 0]
     np.savez(tmp_path / "f.npz", **{name: codes, f"{name}_scale": scale})
     message = r"_scale: .128. of .128, 128., expected .128, 1., of rows, or .1, 128., of columns"
@@ -265,7 +265,7 @@ def test_integers_of_quark_are_refused(tmp_path, codes):
 
 
 @pytest.mark.parametrize("shape", [(4, 64, 1), (4, 1, 256), (4, 1, 1), (4,)])
-def test_experts_of_any_width_have_a_scale_for_each_row_column_or_expert(tmp_path, shape):
+def test_experts_with_a_scale_for_each_row_column_or_expert(tmp_path, shape):
     codes = rng.uniform(-448, 448, (4, 64, 256)).astype(E4M3)
     scale = rng.uniform(0.001, 0.01, shape).astype(np.float32)
     name = "model.layers.0.mlp.experts.gate_up_proj"

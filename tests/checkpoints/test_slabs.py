@@ -122,15 +122,24 @@ CASES = {
     "groups": (MXFP4, (9, 128)),
     "groups with a tail": (MXFP4, (9, 130)),
     "groups along the rows": (MXFP4.along(-2), (100, 18)),
-    "groups with a second scale": (NVFP4, (3, 10, 48)),
+    "groups with a tensor scale": (NVFP4, (3, 10, 48)),
     "groups of 128": (spec("int4_group128"), (10, 200)),
-    "tiles": (spec("deepseek_128x128"), (140, 257)),
-    "tiles of experts": (BlockFormat(element="e4m3fn", block=(16, 16)), (3, 24, 40)),
+    "blocks": (spec("deepseek_128x128"), (140, 257)),
+    "blocks of experts": (BlockFormat(element="e4m3fn", block=(16, 16)), (3, 24, 40)),
     "no scale": (BlockFormat.tensor("bfloat16", scale=None), (33, 100)),
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(
+    "a scale for the tensor-float32-1024",
+    "for each output-bfloat16-1024",
+    "for each input of experts-float16-1024",
+    "of a convolution-float32-1024",
+    "groups with a tail-bfloat16-1024",
+    "groups with a tensor scale-float16-1024",
+    "groups of 128-float16-1024",
+    "blocks of experts-float32-1024",
+)
 @pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("fmt", "shape"), CASES.values(), ids=CASES)
@@ -259,7 +268,7 @@ def test_threads_are_started_once_for_all_tensors(monkeypatch, tmp_path):
     assert 2 <= len(started) <= 4
 
 
-def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monkeypatch):
+def test_a_conversion_does_not_depend_on_batches(tmp_path, monkeypatch):
     shapes = {"a.weight": (16, 16), "b.weight": (300, 200), "c.weight": (12, 3, 3), "d": (7,)}
     tensors = {
         f"{i}.{name}": np.random.default_rng(i).normal(size=shape).astype(dtype)
