@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._formats import safetensors_dtype
+from qtoolkit.checkpoints._load import dequantize, load, save
 from qtoolkit.checkpoints._plan import make_plan
-from qtoolkit.checkpoints._pytrees import dequantize, load, save
 from qtoolkit.checkpoints._report import (
     Comparison,
     Plan,
