@@ -19,7 +19,7 @@ from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 
 def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison:
-    """Compares the numbers of two checkpoints, quantized weights with their scales.
+    """Compare the numbers of two checkpoints; quantized weights are dequantized.
 
     Args:
       a, b: Folders or files of any kind that `convert` reads.
@@ -38,8 +38,8 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       >>> x = jax.random.normal(jax.random.key(0), (64, 32))
       >>> qt.checkpoints.save("model.safetensors", {"w": x})
       >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
-      >>> found = qt.checkpoints.compare("model.safetensors", "fp8.safetensors")
-      >>> for tensor in found.tensors:
+      >>> comparison = qt.checkpoints.compare("model.safetensors", "fp8.safetensors")
+      >>> for tensor in comparison.tensors:
       ...     print(tensor.name, tensor.format, tensor.equal, f"{tensor.sqnr_db:.1f} dB")
       w e4m3fn by tensor False 31.6 dB
     """

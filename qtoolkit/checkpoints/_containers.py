@@ -44,7 +44,7 @@ ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in fold
 
 
 def open_source(path: Path) -> Checkpoint:
-    """Opens a checkpoint of any kind that is read. The content tells the kind, not the name.
+    """Open a checkpoint in any container. The content tells the container, not the name.
 
     Args:
       path: A folder of Hugging Face's or of orbax, a safetensors file, GGUF, npz, or Flax's

@@ -1,4 +1,4 @@
-"""`convert` and `dequantize_checkpoint`: a source planned, quantized as a stream, written."""
+"""`convert` and `dequantize_checkpoint`: open a source, plan, quantize, write."""
 
 import contextlib
 import dataclasses
@@ -55,50 +55,51 @@ def convert(
     max_memory: int | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantizes the weights of a checkpoint into another one, streaming.
+    """Quantize the weights of a checkpoint and write them to another one, slab by slab.
 
     A folder becomes a folder, with index, config.json and the other files in it (`Report.left`
-    names what is not copied); a file or a checkpoint of orbax becomes a safetensors file. With
+    names what is not copied). A file or a checkpoint of orbax becomes a safetensors file. With
     `to="orbax"` each becomes a checkpoint of orbax. Codes and scales are those of
-    `qtoolkit.quantize`, rounded to nearest even, saturating. What is quantized in the source is
-    dequantized first. The same arguments give the same bytes.
+    `qtoolkit.quantize`, rounded to nearest even, saturating. Weights that are quantized in the
+    source are dequantized first. The same arguments give the same bytes.
 
     Args:
       src: A folder as Hugging Face's or orbax's, or a file: safetensors, npz, Flax's msgpack, GGUF.
         Folders of the first kind and safetensors files may also be URLs, such as
         "s3://bucket/model", which fsspec reads.
-      dst: The folder or file to write, or a URL; not `src`. It appears when it is whole. In a
-        folder behind a URL each file does, config.json last.
+      dst: The folder or file to write, or a URL; not `src`. It appears when it is complete. In a
+        folder behind a URL each file appears when it is complete, config.json last.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes,
         allow_split, keep_unfitting: As in `make_plan`.
-      to: "safetensors", or "orbax": the plain layout in a tree, that of the source or of the names
-        split at their dots. `load(dst, like=...)` and orbax read it. What it holds is the same in
-        every run, its bytes are not: orbax chooses names of files at random.
-      max_shard_size: Bytes of a file of a folder, or such as "5GB", which None stands for.
-      allow_nonfinite: Whether weights with NaN or Inf are quantized and cast; what is copied may
-        have them, as masks do, and is named in the report. Inf saturates, but stays in
-        float16 and bfloat16. NaN stays NaN where the format has one; in int8 and FP4 its scale,
-        hence its whole block, becomes NaN.
+      to: "safetensors", or "orbax": the plain layout in the tree of the source, or in a tree of the
+        names, split at their dots. `load(dst, like=...)` and orbax read it. Every run writes the
+        same arrays, but not the same bytes, because orbax chooses names of files at random.
+      max_shard_size: The most bytes of a file of a folder, a number or text; None: "5GB".
+      allow_nonfinite: Whether weights with NaN or Inf may be quantized and cast. Tensors that are
+        copied may always have them, as masks do. Inf saturates, but stays Inf in float16 and
+        bfloat16. NaN stays NaN where the format has one; in int8 and FP4 its scale, hence its
+        whole block, becomes NaN.
       overwrite: Whether `dst` may be replaced.
       shard: (index, count), index from 0 on: which part of the files of a folder is written, for
         instance `(jax.process_index(), jax.process_count())`. Each process is given the same other
         arguments; then `finalize(dst)` makes the checkpoint. A rerun writes missing files alone.
-      workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
-        most 4. The bytes are the same whatever their number.
-      max_memory: Bytes, or such as "400MB", that the process may take: fewer workers are started,
-        by an estimate, on CPU, of 340 MiB for Python, JAX and compiled programs and 20 for each
-        worker; hence at least "360MiB". Add to this what is read whole: the largest array of orbax
-        or npz, the largest array of GGUF's blocks as float32, the whole file of msgpack.
+      workers: Threads that read and quantize, each with some 20 MiB; None: one for each core, at
+        most 4. The bytes do not depend on their number.
+      max_memory: Bytes that the process may take, a number or text such as "400MB". Fewer workers
+        are started where an estimate is larger: 340 MiB for Python, JAX and compiled programs on a
+        CPU, and 20 MiB for each worker; hence at least "360MiB". Arrays that are read whole come on
+        top: the largest array of orbax or npz, the largest array of GGUF's blocks as float32, the
+        whole file of msgpack.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
-      What was done, tensor by tensor.
+      What was done to each tensor.
 
     Raises:
       CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights that are
-        not copied have NaN or Inf, there is a shard or a size of files for something that is no
-        folder of files, orbax cannot hold a tensor, or `make_plan` raises it. Nothing is written,
-        of shards no file that is not whole.
+        quantized or cast have NaN or Inf, `shard` or `max_shard_size` is given for a target that is
+        no folder of files, orbax cannot hold a tensor, or `make_plan` raises it. Nothing is written
+        then; of a shard only complete files.
       OSError: A file cannot be opened, read or written; it names the file.
       TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
         is out of range.
@@ -153,7 +154,7 @@ def dequantize_checkpoint(
     max_memory: int | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Writes the weights that a quantized checkpoint stands for, streaming.
+    """Dequantize a checkpoint and write its weights to another one, slab by slab.
 
     Args:
       src, dst: As in `convert`. GGUF is quantized, too.
@@ -163,7 +164,7 @@ def dequantize_checkpoint(
         the one that config.json names, else float32; the others are not cast.
 
     Returns:
-      What was done, tensor by tensor.
+      What was done to each tensor.
 
     Raises:
       CheckpointError: Nothing in `src` is quantized; or as `convert`.

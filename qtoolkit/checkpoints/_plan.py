@@ -73,10 +73,10 @@ def make_plan(
     allow_split: bool = False,
     keep_unfitting: bool = False,
 ) -> Plan:
-    """Decides what `convert` does with every tensor of `source`.
+    """Decide what `convert` does with every tensor of `source`.
 
-    One format quantizes the float32, float16 and bfloat16 tensors of two or more dimensions whose
-    names match neither `DEFAULT_SKIP` nor `skip`. With `Rules`, `skip` still comes first, but
+    A single format quantizes the float32, float16 and bfloat16 tensors of two or more dimensions
+    whose names match neither `DEFAULT_SKIP` nor `skip`. With `Rules`, `skip` still comes first, but
     `DEFAULT_SKIP` and the number of dimensions do not count. A tensor that no rule matches gets the
     default of the rules if it is float32, float16 or bfloat16.
 
@@ -85,8 +85,8 @@ def make_plan(
         the float weights that it stands for.
       format: An element format or a published block format, in any spelling, that the layout holds,
         or the name of one of its schemes, such as "W4A16".
-        Or `Rules` that give such a format, or None to keep a tensor, by its name. None instead of a
-        format: nothing is quantized.
+        Or `Rules`, which give such a format, or None, for the name of a tensor; a tensor with None
+        is not quantized. None instead of a format: nothing is quantized.
       scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
         elements, but one for each output in convolutions [O, I, kh, kw]. None: what the layout
         has first for the format. Formats without scales, bfloat16 and float16, and block formats
@@ -94,9 +94,9 @@ def make_plan(
       layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
         that layout holds the format and the model is not of diffusers; else the only one that holds
         the format, if weights are named NAME.weight; else "plain".
-      skip: Regular expressions; a tensor is kept if one is found in its name.
+      skip: Regular expressions; a tensor is not quantized if one is found in its name.
       keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
-        are not quantized; None leaves them as they are.
+        are not quantized; None: they are copied.
       channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
         decides by architecture, names and biases.
       input_scales: Static activation scales by module, or one for all, if the layout asks for them.
@@ -105,7 +105,8 @@ def make_plan(
         name them allow them, too.
       allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
         of a layer, may have several schemes, or some of them none.
-      keep_unfitting: Whether weights of which the format's blocks are no even parts are kept.
+      keep_unfitting: Whether weights that whole blocks do not fill are not quantized. Otherwise
+        they are an error.
 
     Raises:
       CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input

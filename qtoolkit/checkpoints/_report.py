@@ -1,4 +1,4 @@
-"""What a conversion will do, `Plan`, has done, `Report`, and cost, `Comparison`. Data, no JAX."""
+"""`Plan`: what a conversion will do. `Report`: what it did. `Comparison`: the error. No JAX."""
 
 import dataclasses
 import functools

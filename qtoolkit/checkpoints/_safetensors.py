@@ -267,7 +267,7 @@ def _brief(value: Any) -> str:
 
 
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
-    """Places (name, dtype, shape) triples as the reference does: aligned, without holes.
+    """Place (name, dtype, shape) triples in a file as the reference does: aligned, without holes.
 
     Args:
       tensors: In any order; dtypes as safetensors spells them, "F8_E4M3".
@@ -311,9 +311,9 @@ def write_safetensors(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Writes a safetensors file from chunks as they are produced.
+    """Write a safetensors file from chunks as they are produced.
 
-    The file appears under its name once it is complete and on the disk. Until then its data is in a
+    The file appears under its name when it is complete and on the disk. Until then its data is in a
     partial file in the same folder. A failure or interrupt removes that file; if the process is
     killed, the next run does. Of two runs with the same target the one that began first fails. For
     a URL the data is first written to a local temporary file.

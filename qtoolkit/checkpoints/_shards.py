@@ -270,11 +270,11 @@ def _write(
 
 
 def finalize(dst: Path, *, overwrite: bool = False) -> Report:
-    """Completes a checkpoint whose files several calls of `convert(shard=...)` have written.
+    """Complete a checkpoint whose files several calls of `convert(shard=...)` have written.
 
-    The result is byte for byte what one process would have written. Neither the source nor JAX is
-    needed: each shard has recorded samples of its source, so shards of different sources are
-    noticed.
+    The result has the bytes that one process would have written. Neither the source nor JAX is
+    needed. Each shard has recorded samples of its source, so shards of different sources are
+    refused.
 
     Args:
       dst: The `dst` that was given to all shards.
@@ -303,7 +303,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
 
 
 def discard(dst: Path) -> None:
-    """Removes the files that shards have written, if they have not been finalized.
+    """Remove the files that shards have written, if they have not been finalized.
 
     Args:
       dst: The `dst` that was given to the shards, a folder or its URL.

@@ -51,16 +51,16 @@ class Verification:
 
 
 def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> Verification:
-    """Quantizes `src` again as `converted` is quantized, and compares every code and scale.
+    """Quantize `src` again as `converted` is quantized, and compare every code and scale.
 
-    Headers and index are checked as they are opened. Each tensor of `src` must be there: unchanged,
+    Headers and index are checked when the two are opened. Each tensor of `src` must be there: unchanged,
     rounded to another dtype of high precision, or quantized, its codes and scales being those of
     `qtoolkit.quantize`, in layout compressed-tensors by that package's rules of scales. Static
-    input scales must be there if the config says so, and be finite and above 0; what numbers the
-    calibration gave cannot be checked. If `convert` wrote the checkpoint, config.json and
+    input scales must be there if the config says so, and be finite and above 0; whether they are those of
+    the calibration cannot be checked. If `convert` wrote the checkpoint, config.json and
     hf_quant_config.json must say of quantization what it writes for these weights. If another
     program did, config.json must only say that weights are quantized. Other files are not compared.
-    Nothing is written; memory is a few chunks.
+    Nothing is written; memory is a few slabs.
 
     Args:
       src: The checkpoint that was converted: a folder or a file.
