@@ -263,4 +263,8 @@ def _not_written(source: Checkpoint, plan: Plan, to: ContainerName) -> tuple[str
     if folder is None:
         return tuple(scales)
     config = [CONFIG] if folder.has_config else []
-    return (*folder.left, *(() if to == "safetensors" else (*config, *folder.copied)), *scales)
+    return (
+        *folder.not_copied,
+        *(() if to == "safetensors" else (*config, *folder.copied)),
+        *scales,
+    )

@@ -6,21 +6,19 @@ slab by slab, float32 numbers (`_values.py`). Finding out how needs no JAX.
 
 import dataclasses
 import functools
-import json
 import threading
 from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
-import numpy as np
-
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._tensors import (
-    NUMPY_DTYPES,
     Checkpoint,
     CheckpointError,
     Entry,
     Tensor,
+    configs_in,
+    json_object,
     shown,
     statistics,
 )
@@ -168,9 +166,7 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
     folder = checkpoint.folder
     if folder is None:
         return {}
-    config = checkpoint.config
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
+    for part in configs_in(checkpoint.config):
         for key in ("quantization_config", "compression_config"):
             about = part.get(key)
             if isinstance(about, dict) and {"quant_method", *_WITHOUT_METHOD} & about.keys():
@@ -196,13 +192,11 @@ def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) 
         remedy = "dequantize the checkpoint with the program that made it"
     for encoding in encodings.values():
         for entry, expected in encoding.constants:
-            data = bytearray(len(expected))
-            checkpoint.tensors[entry.name].read_into(0, memoryview(data))
-            if data != expected:
-                says = np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).tolist()
+            stated = checkpoint.read(entry.name)
+            if stated.tobytes() != expected:
                 raise CheckpointError(
                     f"{checkpoint.path}: tensor {shown(entry.name)}: it says that the weight is "
-                    f"{says}, and {encoding.spec.name} of that many words is "
+                    f"{stated.tolist()}, and {encoding.spec.name} of that many words is "
                     f"{list(encoding.shape)}; {remedy}"
                 )
 
@@ -236,8 +230,8 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     """
     marks = {name for name in checkpoint.tensors if name.endswith(_COMFY_MARK)}
     texts = {n.removesuffix(_COMFY_MARK): checkpoint.read(n).tobytes() for n in marks}
-    layers: Any = {module: _json_object(text) for module, text in texts.items()}
-    of_all = _json_object(checkpoint.metadata.get(_COMFY_METADATA, "{}")).get("layers")
+    layers: Any = {module: json_object(text) for module, text in texts.items()}
+    of_all = json_object(checkpoint.metadata.get(_COMFY_METADATA, "{}")).get("layers")
     layers |= of_all if isinstance(of_all, dict) else {}
     for module, about in layers.items():
         weight, about = f"{module}.weight", about if isinstance(about, dict) else {}
@@ -248,15 +242,6 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     return marks
 
 
-def _json_object(text: str | bytes) -> dict[str, Any]:
-    """What the text holds; {} if that is no object of JSON."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def own_layout(checkpoint: Checkpoint) -> str:
     """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
     return str(own_metadata(checkpoint).get("layout", ""))
@@ -264,4 +249,4 @@ def own_layout(checkpoint: Checkpoint) -> str:
 
 def own_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `convert` has written under "qtoolkit" in the metadata of a file."""
-    return _json_object(checkpoint.metadata.get("qtoolkit", "{}"))
+    return json_object(checkpoint.metadata.get("qtoolkit", "{}"))

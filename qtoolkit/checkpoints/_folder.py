@@ -47,7 +47,7 @@ class FolderFiles:
       weights: Names of the files with its weights.
       copied: Names of the files that go with the weights, also in folders below ("1_Pooling/
         config.json"): tokenizer, generation config and so on.
-      left: Names of what is not copied: hidden files, weights of other kinds.
+      not_copied: Names of what is not copied: hidden files, weights of other kinds.
       is_adapter: Whether the weights are those of an adapter (LoRA), as PEFT loads them.
     """
 
@@ -56,7 +56,7 @@ class FolderFiles:
     weights_name: str
     weights: list[str]
     copied: list[str]
-    left: list[str]
+    not_copied: list[str]
     is_adapter: bool
 
 
@@ -77,7 +77,7 @@ def open_folder(path: Path) -> Checkpoint:
     is_one = index is None and len(weights) == 1 and not _SHARD.match(weights[0])
     named = weights[0] if is_one else index_name.removesuffix(".index.json")
     made = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
-    copied, left = _others(path, inside, _modules(path, names))
+    copied, not_copied = _others(path, inside, _modules(path, names))
     with contextlib.ExitStack() as opening:
         files = {name: opening.enter_context(SafetensorsFile(join(path, name))) for name in weights}
         tensors = _tensors(path, files, index, join(path, index_name))
@@ -93,7 +93,7 @@ def open_folder(path: Path) -> Checkpoint:
             weights_name=named.removesuffix(".safetensors"),
             weights=weights,
             copied=[name for name in copied if name not in made],
-            left=[name for name in left if name not in made],
+            not_copied=[name for name in not_copied if name not in made],
             is_adapter=ADAPTER_CONFIG in names,
         ),
         opened=opened,
@@ -158,7 +158,7 @@ def _others(
     If nothing is copied from a folder below, the second list has the folder instead of its files.
     Of folders in `modules`, as seen from `path`, weights are copied, too.
     """
-    copied, left = [], []
+    copied, not_copied = [], []
     for name, is_folder in inside.items():
         relative, where = prefix + name, join(path, *(prefix + name).split("/"))
         # A linked folder may contain itself; reading a pipe could wait for ever.
@@ -166,16 +166,16 @@ def _others(
             os.path.islink(where) if is_folder else not os.path.isfile(where)
         )
         if is_odd or name.startswith("."):
-            left.append(relative)
+            not_copied.append(relative)
         elif is_folder:
             more, without = _others(path, entries(where), modules, f"{relative}/")
             copied += more
-            left += without if more else [relative]
+            not_copied += without if more else [relative]
         elif _WEIGHTS.search(name) and prefix.rstrip("/") not in modules:
-            left.append(relative)
+            not_copied.append(relative)
         else:
             copied.append(relative)
-    return copied, left
+    return copied, not_copied
 
 
 def _index_in(names: list[str]) -> str | None:

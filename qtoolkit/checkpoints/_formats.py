@@ -18,6 +18,7 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     MisuseError,
     Tensor,
+    configs_in,
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
@@ -144,8 +145,7 @@ def formats_of(rules: Rules[Any]) -> list[Any]:
 
 def model_dtype(config: Mapping[str, Any]) -> str | None:
     """The dtype that config.json names, as safetensors spells it; None where it names none."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
+    for part in configs_in(config):
         for key in ("dtype", "torch_dtype"):
             name = part.get(key)
             if isinstance(name, str) and name in ("float32", "float16", "bfloat16"):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, Tensor, configs_in, shown
 
 AxisChoice = Literal["auto", "first", "last"]
 AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
@@ -201,9 +201,7 @@ class Roles:
         """
         if len(info.shape) != 3:
             return None
-        text = self._config.get("text_config")
-        configs = (text if isinstance(text, Mapping) else {}, self._config)
-        sizes = (config.get("hidden_size") for config in configs)
+        sizes = (part.get("hidden_size") for part in reversed(configs_in(self._config)))
         hidden = next((size for size in sizes if isinstance(size, int)), None)
         _, first, last = info.shape
         is_down = re.search(r"(down_proj|w2)$", info.name) is not None

@@ -99,7 +99,7 @@ class _Unfinished:
     def record(self, name: str) -> dict[str, Any] | None:
         """The record of a file, if the file is there and has the size that the record says."""
         record = json_in(join(self.partial, f"{name}.json"))
-        if record is None or kind_at(self.inside(name)) != "file":
+        if not record or kind_at(self.inside(name)) != "file":
             return None
         return record if file_size(self.inside(name)) == record["bytes"] else None
 

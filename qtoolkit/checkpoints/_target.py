@@ -4,6 +4,7 @@ Targets by whose names something would be lost are refused.
 """
 
 import concurrent.futures
+import copy
 import dataclasses
 import errno
 import hashlib
@@ -39,6 +40,7 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     MisuseError,
     Tensor,
+    configs_in,
     listed,
     shown,
 )
@@ -68,7 +70,7 @@ _SAMPLED = 1024  # tensors of a source
 _SAMPLE = 1024  # bytes at the start, in the middle and at the end of each
 _MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
 _READERS = 16  # threads that wait for a source behind a URL
-_CONFIGS = ("quantization_config", "compression_config")
+_CONFIGS = {"quantization_config", "compression_config"}
 
 
 def layout_in(to: ContainerName, layout: str | None) -> str | None:
@@ -330,9 +332,6 @@ def modified_at(source: Checkpoint) -> int:
 
 def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """config.json of the target: that of the source, changed to describe the planned weights."""
-    new = {key: value for key, value in config.items() if key not in _CONFIGS}
-    if isinstance(new.get("text_config"), dict):
-        new["text_config"] = {k: v for k, v in new["text_config"].items() if k not in _CONFIGS}
     # Loaders build the model in the dtype that the config names, so it must be that of the
     # unquantized weights. If all weights are dequantized, those that have it already count as well.
     all_plain = plan.dequantizes and all(t.action != "quantize" for t in plan.tensors)
@@ -341,9 +340,13 @@ def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         for tensor in plan.tensors
         if tensor.action == "cast" or (all_plain and tensor.dtype in HIGH_PRECISION)
     }
-    for part in (new, new.get("text_config")):
+    new = copy.deepcopy(dict(config))
+    part: Any
+    for part in configs_in(new):
+        for key in _CONFIGS & part.keys():
+            del part[key]
         for key in ("dtype", "torch_dtype"):
-            if len(dtypes) == 1 and isinstance(part, dict) and isinstance(part.get(key), str):
+            if len(dtypes) == 1 and isinstance(part.get(key), str):
                 part[key] = HIGH_PRECISION[next(iter(dtypes))].name
     if plan.quantization_config:
         new["quantization_config"] = dict(plan.quantization_config)

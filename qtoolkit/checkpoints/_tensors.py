@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -85,6 +86,21 @@ def listed(texts: Iterable[str], most: int = 5) -> str:
     texts = [*texts]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a text; {} if there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def configs_in(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The content of config.json, and what it says of the language model in a larger model."""
+    text = config.get("text_config")
+    return [config, *([text] if isinstance(text, dict) else [])]
 
 
 class Entry(NamedTuple):

@@ -53,14 +53,14 @@ class Verification:
 def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> Verification:
     """Quantize `src` again as `converted` is quantized, and compare every code and scale.
 
-    Headers and index are checked when the two are opened. Each tensor of `src` must be there: unchanged,
-    rounded to another dtype of high precision, or quantized, its codes and scales being those of
-    `qtoolkit.quantize`, in layout compressed-tensors by that package's rules of scales. Static
-    input scales must be there if the config says so, and be finite and above 0; whether they are those of
-    the calibration cannot be checked. If `convert` wrote the checkpoint, config.json and
-    hf_quant_config.json must say of quantization what it writes for these weights. If another
-    program did, config.json must only say that weights are quantized. Other files are not compared.
-    Nothing is written; memory is a few slabs.
+    Headers and index are checked when the two are opened. Each tensor of `src` must be there:
+    unchanged, rounded to another dtype of high precision, or quantized. Its codes and scales must
+    then be those of `qtoolkit.quantize`; in layout compressed-tensors scales follow that package's
+    rules. Static input scales must be there if the config says so, and be finite and above 0;
+    whether they are those of the calibration cannot be checked. If `convert` wrote the checkpoint,
+    config.json and hf_quant_config.json must say of quantization what it writes for these weights.
+    If another program did, config.json must only say that weights are quantized. Other files are
+    not compared. Nothing is written; memory is a few slabs.
 
     Args:
       src: The checkpoint that was converted: a folder or a file.

@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -27,7 +26,7 @@ from qtoolkit.checkpoints._paths import (
     read_file,
     remove,
 )
-from qtoolkit.checkpoints._tensors import CheckpointError
+from qtoolkit.checkpoints._tensors import CheckpointError, json_object
 
 CONTENT = "checkpoint"
 OLD = "old"
@@ -122,16 +121,15 @@ def rename_folder(target: str, path: Path) -> None:
 def plan_in(partial: Path) -> dict[str, Any] | None:
     """The plan in the folder of a checkpoint that grows; None if there is none that we know."""
     plan = json_in(join(partial, PLAN))
-    return plan if plan is not None and plan.keys() >= _PLAN_KEYS else None
+    return plan if plan.keys() >= _PLAN_KEYS else None
 
 
-def json_in(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file of ours; None where there is none, or half of one."""
+def json_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of ours; {} where there is none, or half of one."""
     try:
-        value = json.loads(read_file(path, _MAX_JSON))
+        return json_object(read_file(path, _MAX_JSON))
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
 
 
 def clear_partial(target: str, path: Path, overwrite: bool) -> None:

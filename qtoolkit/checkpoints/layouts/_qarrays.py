@@ -10,9 +10,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Container, Mapping
-from typing import Any
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, merged_matrices
 from qtoolkit.formats import BlockFormat
 
@@ -68,7 +67,7 @@ def undecoded_parts(
     Neither has a meaning without the other.
     """
     found: set[str] = set()
-    for name in _described(metadata) or ():
+    for name in json_object(metadata.get(ARRAYS_KEY, "")):
         parts = {f"{name}_{part}" for part in FIELDS} & set(names)
         if name not in stored and parts:
             found |= {name, *parts}
@@ -77,9 +76,7 @@ def undecoded_parts(
 
 def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
     """The metadata without the descriptions of arrays of which a tensor has changed."""
-    about = _described(metadata)
-    if about is None:
-        return dict(metadata)
+    about = json_object(metadata.get(ARRAYS_KEY, ""))
     unchanged = {
         name: one
         for name, one in about.items()
@@ -87,15 +84,6 @@ def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> d
     }
     others = {key: text for key, text in metadata.items() if key != ARRAYS_KEY}
     return others | ({ARRAYS_KEY: json.dumps(unchanged, sort_keys=True)} if unchanged else {})
-
-
-def _described(metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    """The description of each array by name; None if there is none that can be read."""
-    try:
-        about = json.loads(metadata.get(ARRAYS_KEY, "null"))
-    except (ValueError, RecursionError):
-        return None
-    return about if isinstance(about, dict) else None
 
 
 def not_described(where: object, error: Exception) -> CheckpointError:
