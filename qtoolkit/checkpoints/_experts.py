@@ -31,7 +31,7 @@ def split_for(source: Checkpoint, layout: str) -> Checkpoint:
 
 
 def split_alike(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Two checkpoints, of which neither has in one tensor what the other has one by one."""
+    """Two checkpoints; stacks of experts are split where the other has a weight for each expert."""
     return _split_like(a, b), _split_like(b, a)
 
 

@@ -117,8 +117,8 @@ def target_names() -> tuple[str, ...]:
 
 
 def default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    """The layout that is meant without one: compressed-tensors for folders, plain, or, of a format
-    that neither holds, the only one that does.
+    """The layout if none is given: compressed-tensors for folders, else plain; for a format that
+    neither holds, the only one that does.
     """
     if format is None:
         return "plain"

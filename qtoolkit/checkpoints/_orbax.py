@@ -175,7 +175,7 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what orbax logs: what goes wrong is raised."""
+    """Silences orbax: it logs errors that it raises, too."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -186,7 +186,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _of_one_item(path: Path) -> Path:
-    """The folder with the tree: itself, or that of the only item of a manager's step."""
+    """The folder with the tree: the path itself, or the only item in a step of a manager."""
     if is_url(path):
         raise CheckpointError(
             f"{path}: an orbax checkpoint, which is not read from a URL; fetch it and give the "
@@ -390,7 +390,7 @@ def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
 
 
 def _split(name: str) -> TreePath:
-    """The keys in a name; what it cannot be told from when it is read again stays one key."""
+    """The keys of a name, split at its dots unless reading the tree would give another name."""
     parts = name.split(".")
     if "" in parts:
         return TreePath((DictKey(name),))

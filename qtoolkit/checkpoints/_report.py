@@ -176,7 +176,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def followed(tensors: Iterable[Tensor], progress: Progress | None) -> Iterator[Tensor]:
-    """Yields tensors; when the next one is asked for, it says that one is done."""
+    """Yields tensors, and reports after each that it is done."""
     tensors = list(tensors)
     done, total = 0, sum(tensor.nbytes for tensor in tensors)
     for tensor in tensors:

@@ -1,6 +1,7 @@
-"""What is written, and where, as data: files and their contents, a fingerprint. No JAX here.
+"""Says which files a target has and what is in them; refuses targets that would lose files.
 
-Targets by whose names something would be lost are refused.
+Here are also the size of files, the number of threads, and the fingerprint by which a rerun
+recognizes files of the same conversion. No JAX here.
 """
 
 import concurrent.futures
@@ -74,7 +75,7 @@ _CONFIGS = {"quantization_config", "compression_config"}
 
 
 def layout_in(to: ContainerName, layout: str | None) -> str | None:
-    """The layout in a container: that of a folder's loaders only where they find their files."""
+    """The layout that is written in a container: orbax holds the plain one only."""
     if to == "orbax" and layout not in (None, "plain"):
         raise MisuseError(
             f"--to orbax: layout {layout!r}, expected 'plain': loaders of others read safetensors; "

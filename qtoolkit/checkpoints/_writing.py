@@ -1,8 +1,8 @@
 """Writes under a temporary name, next to the target, and renames what is whole. No JAX here.
 
-The name is the same in every run, so that a run finds what a killed one has left: a file that is
-not whole, or a folder with `checkpoint`, the files of a checkpoint that grows, `plan.json` (see
-`_shards`) and `old`, what the checkpoint replaces, between two renames.
+The name is the same in every run, so that a run finds what a killed run has left. That is a file
+that is not complete, or a folder with `checkpoint` (the files that are written), `plan.json` (see
+`_shards`) and `old` (the checkpoint that is replaced, between two renames).
 """
 
 import collections
@@ -87,7 +87,7 @@ def partial_name(target: str) -> str:
 
 
 def old_name(target: str) -> str:
-    """Where an old folder is from its own rename until that of the new one to `target`."""
+    """Where the folder that is replaced is, between the two renames."""
     return os.path.join(partial_name(target), OLD)
 
 
@@ -119,7 +119,7 @@ def rename_folder(target: str, path: Path) -> None:
 
 
 def plan_in(partial: Path) -> dict[str, Any] | None:
-    """The plan in the folder of a checkpoint that grows; None if there is none that we know."""
+    """The plan.json of a checkpoint that is being written; None if there is none that we know."""
     plan = json_in(join(partial, PLAN))
     return plan if plan.keys() >= _PLAN_KEYS else None
 

@@ -207,11 +207,11 @@ def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
 
 
 def _word(packing: Packing, bits: int) -> tuple[int, int]:
-    """Bytes and codes of a word; words of codes that fill bytes are these bytes."""
+    """Bytes and codes of a word. Where codes fill bytes, each byte is read as a word."""
     word = 8 if not packing.order and 8 % bits == 0 else packing.word
     return word // 8, word // bits
 
 
 def _filled(x: np.ndarray, missing: int) -> np.ndarray:
-    """With zeros at the end of the last axis."""
+    """Pads the last axis with zeros."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
