@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
-from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import engine_group, experts_of, module_of
+from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
 from qtoolkit.checkpoints.layouts import Scheme
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._experts import split_alike
-from qtoolkit.checkpoints._paths import Path, check_path
 from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, CheckpointError, Tensor, shown
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.formats import BlockFormat, FloatFormat, IntFormat
@@ -43,8 +44,8 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       ...     print(tensor.name, tensor.format, tensor.equal, f"{tensor.sqnr_db:.1f} dB")
       w e4m3fn by tensor False 31.6 dB
     """
-    check_path(a, "a")
-    check_path(b, "b")
+    storage.check_path(a, "a")
+    storage.check_path(b, "b")
     with opened(a) as first, opened(b) as second:
         first, second = split_alike(first, second)
         all_a, all_b = first.everything, second.everything

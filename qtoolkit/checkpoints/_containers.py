@@ -17,19 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._folder import PICKLE, open_folder
-from qtoolkit.checkpoints._paths import (
-    File,
-    Path,
-    check_path,
-    entries,
-    fill,
-    is_url,
-    kind_at,
-    naming,
-    read_file,
-)
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._storage import Path, is_url
 from qtoolkit.checkpoints._tensors import (
     DTYPE_OF,
     NUMPY_DTYPES,
@@ -90,10 +81,10 @@ def container_of(path: Path, argument: str = "path") -> str:
 
     Raises where there is something else, or nothing, and says what it is and what to do.
     """
-    check_path(path, argument)
-    kind = kind_at(path)
+    storage.check_path(path, argument)
+    kind = storage.kind_at(path)
     if kind == "folder":
-        return "folder" if ORBAX_FILES.isdisjoint(entries(path)) else "orbax"
+        return "folder" if ORBAX_FILES.isdisjoint(storage.entries(path)) else "orbax"
     if not kind and not is_url(path) and os.path.isdir(old := old_name(os.path.realpath(path))):
         raise CheckpointError(
             f"{path}: a run that was to replace it was killed, and it is {old} now; run that "
@@ -101,7 +92,7 @@ def container_of(path: Path, argument: str = "path") -> str:
         )
     start = b""
     with contextlib.suppress(PermissionError):
-        start = read_file(path, 512, cut=True) if kind == "file" else b""
+        start = storage.read_file(path, 512, cut=True) if kind == "file" else b""
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 2**32:
         return "safetensors"
     if start[:4] == b"GGUF":
@@ -200,7 +191,7 @@ def check_unique(path: Path, names: Iterable[str]) -> None:
 def _damages(path: Path, what: str) -> Iterator[None]:
     """Raise CheckpointError for the errors of zipfile, its decompressors and NumPy on bad data."""
     try:
-        with naming(path):
+        with storage.naming(path):
             yield
     except Exception as error:
         # Bad data, too, raise OSErrors: bz2 without an errno; a seek before the start of the file
@@ -283,7 +274,7 @@ def open_msgpack(path: Path) -> Checkpoint:
     """Opens a file of `flax.serialization.to_bytes`, which Flax reads whole; names are paths."""
     from flax.serialization import msgpack_restore
 
-    with naming(path), open(path, "rb") as file:
+    with storage.naming(path), open(path, "rb") as file:
         data = file.read()
     try:
         tree = msgpack_restore(data)
@@ -322,14 +313,14 @@ def open_gguf(path: Path) -> Checkpoint:
     reader, dequantize = _gguf_reader(path)
     in_file = {tensor.name: tensor for tensor in reader.tensors}
     opened = contextlib.ExitStack()
-    file = File(path)
+    file = storage.File(path)
     opened.callback(file.close)
 
     def raw(name: str, start: int, buffer: memoryview) -> None:
         # The package maps the file, and mapped pages count as memory in use.
-        with naming(path):
+        with storage.naming(path):
             where = f"{path}: tensor {shown(name)}"
-            fill(file, int(in_file[name].data_offset) + start, buffer, where)
+            storage.fill(file, int(in_file[name].data_offset) + start, buffer, where)
 
     def values(name: str) -> np.ndarray:
         tensor = in_file[name]

@@ -11,13 +11,13 @@ from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import CONFIG
 from qtoolkit.checkpoints._formats import InputScales
-from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import ContainerName, Plan, Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
 from qtoolkit.checkpoints._shards import write_folder
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._target import (
     Destination,
     Shard,

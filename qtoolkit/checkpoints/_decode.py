@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
-from qtoolkit.checkpoints._paths import join
+from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import (
     Checkpoint,
     CheckpointError,

@@ -10,8 +10,9 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._paths import Path, entries, is_url, join, read_file
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
 from qtoolkit.checkpoints._writing import plan_in
 
@@ -62,7 +63,7 @@ class FolderFiles:
 
 def open_folder(path: Path) -> Checkpoint:
     """Opens a folder of Hugging Face's. `metadata` is that of the first file."""
-    inside = entries(path)
+    inside = storage.entries(path)
     if is_under_way(path, inside):
         raise CheckpointError(
             f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
@@ -135,7 +136,7 @@ def _tensors(
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file."""
-    data = read_file(path, _MAX_JSON)
+    data = storage.read_file(path, _MAX_JSON)
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -168,7 +169,7 @@ def _others(
         if is_odd or name.startswith("."):
             not_copied.append(relative)
         elif is_folder:
-            more, without = _others(path, entries(where), modules, f"{relative}/")
+            more, without = _others(path, storage.entries(where), modules, f"{relative}/")
             copied += more
             not_copied += without if more else [relative]
         elif _WEIGHTS.search(name) and prefix.rstrip("/") not in modules:
@@ -190,7 +191,7 @@ def _modules(path: Path, names: list[str]) -> set[str]:
     """The folders of a model of sentence-transformers, whose modules have weights of their own."""
     if "modules.json" in names:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            modules = json.loads(read_file(join(path, "modules.json"), _MAX_JSON))
+            modules = json.loads(storage.read_file(join(path, "modules.json"), _MAX_JSON))
             return {str(module["path"]) for module in modules if module["path"]}
     return set()
 

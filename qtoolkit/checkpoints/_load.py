@@ -17,9 +17,9 @@ import numpy as np
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import array_checkpoint, container_of, open_source
 from qtoolkit.checkpoints._decode import comfy_marks, dequantized
-from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._pytrees import differs, filled, is_qarray, named_arrays
 from qtoolkit.checkpoints._safetensors import write_arrays
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import (
     DTYPE_OF,
     FLOATS,

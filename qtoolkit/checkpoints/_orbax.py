@@ -21,10 +21,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import DictKey, SequenceKey
 
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._containers import array_checkpoint, check_unique
-from qtoolkit.checkpoints._paths import Path, entries, is_url, join, naming
 from qtoolkit.checkpoints._report import Plan
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._target import check_folder
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Checkpoint, CheckpointError, Entry, shown
 from qtoolkit.checkpoints._writing import (
@@ -192,13 +193,13 @@ def _of_one_item(path: Path) -> Path:
             f"{path}: an orbax checkpoint, which is not read from a URL; fetch it and give the "
             "folder"
         )
-    inside = entries(path)
+    inside = storage.entries(path)
     if _METADATA in inside:
         return path
     items = [
         name
         for name, is_folder in inside.items()
-        if is_folder and _METADATA in entries(join(path, name))
+        if is_folder and _METADATA in storage.entries(join(path, name))
     ]
     if len(items) != 1:
         some = ", ".join(map(shown, items)) or "none"
@@ -277,7 +278,7 @@ def write_orbax(
         metadata[_LISTS] = json.dumps(lists)
     target = os.path.realpath(path)
     partial = partial_name(target)
-    with naming(path, PARTIAL):
+    with storage.naming(path, PARTIAL):
         clear_partial(target, path, overwrite)
         os.mkdir(partial)
         try:

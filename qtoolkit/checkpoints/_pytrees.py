@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._paths import Path
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import CheckpointError, listed, shown
 
 

@@ -16,7 +16,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from qtoolkit.checkpoints._paths import Path, check_path, fill, is_url, naming, open_file, upload
+from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._storage import Path, is_url
 from qtoolkit.checkpoints._tensors import (
     DTYPE_BITS,
     DTYPE_OF,
@@ -96,14 +97,14 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        check_path(path, "path")
+        storage.check_path(path, "path")
         self.path = path
-        self._file = open_file(path)
+        self._file = storage.open_file(path)
         size = self._file.size
         start = bytearray(min(8, size))
         try:
-            with naming(path):
-                fill(self._file, 0, memoryview(start), f"{path}: header")
+            with storage.naming(path):
+                storage.fill(self._file, 0, memoryview(start), f"{path}: header")
                 length = int.from_bytes(start, "little")
                 if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                     raise CheckpointError(
@@ -111,7 +112,7 @@ class SafetensorsFile:
                         f"{MAX_HEADER_BYTES} and 8 less than the file; {_DAMAGED}"
                     )
                 text = bytearray(length)
-                fill(self._file, 8, memoryview(text), f"{path}: header")
+                storage.fill(self._file, 8, memoryview(text), f"{path}: header")
             self._data = 8 + length
             self.tensors, self.metadata = _parsed(path, text, self._file.size - self._data)
         except BaseException:
@@ -180,9 +181,9 @@ class SafetensorsFile:
             raise IndexError(
                 f"tensor {shown(name)}: bytes {start}:{start + len(buffer)} of {info.nbytes}"
             )
-        with naming(self.path):
+        with storage.naming(self.path):
             where = f"{self.path}: tensor {shown(name)}"
-            fill(self._file, self._data + info.start + start, memoryview(buffer), where)
+            storage.fill(self._file, self._data + info.start + start, memoryview(buffer), where)
 
 
 def _parsed(
@@ -343,12 +344,12 @@ def write_safetensors(
     if is_url(path):
         # A file without a name: nothing is left of it if the process is killed.
         with tempfile.TemporaryFile() as scratch:
-            with naming(tempfile.gettempdir()):
+            with storage.naming(tempfile.gettempdir()):
                 _write_all(scratch.fileno(), path, tensors, chunks, metadata)
             check_target(path, overwrite)
-            upload(scratch, path)
+            storage.upload(scratch, path)
         return
-    with naming(path, PARTIAL):
+    with storage.naming(path, PARTIAL):
         clear_partial(target, path, overwrite)
         with temporary_file(target, path) as file:
             _write_all(file, path, tensors, chunks, metadata)

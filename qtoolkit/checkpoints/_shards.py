@@ -19,25 +19,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
-from qtoolkit.checkpoints._paths import (
-    Path,
-    check_path,
-    check_writable,
-    copy,
-    entries,
-    file_size,
-    is_url,
-    join,
-    kind_at,
-    naming,
-    remove,
-    remove_folder,
-    write_file,
-)
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._safetensors import layout as placed
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._target import (
     Destination,
     check_folder,
@@ -99,9 +86,9 @@ class _Unfinished:
     def record(self, name: str) -> dict[str, Any] | None:
         """The record of a file, if the file is there and has the size that the record says."""
         record = json_in(join(self.partial, f"{name}.json"))
-        if not record or kind_at(self.inside(name)) != "file":
+        if not record or storage.kind_at(self.inside(name)) != "file":
             return None
-        return record if file_size(self.inside(name)) == record["bytes"] else None
+        return record if storage.file_size(self.inside(name)) == record["bytes"] else None
 
     def reports(self, name: str, made: Mapping[str, Any]) -> list[TensorReport] | None:
         """The reports of the tensors in a finished file of this plan; None without such a file."""
@@ -114,14 +101,14 @@ class _Unfinished:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         # A file name that is no UTF-8 has lone surrogates. "backslashreplace" writes them as
         # \udcXX, which is how JSON escapes them, too.
-        write_file(join(folder, name), text.encode(errors="backslashreplace"))
+        storage.write_file(join(folder, name), text.encode(errors="backslashreplace"))
 
     def remove(self, shared: Mapping[str, Any]) -> None:
         """Removes all files of a conversion that is not complete."""
         if is_url(self.path):
             for name in (*shared["files"], *shared["copied"], *shared["json"]):
-                remove(self.inside(name))
-        remove_folder(self.partial)
+                storage.remove(self.inside(name))
+        storage.remove_folder(self.partial)
 
 
 def write_folder(
@@ -147,7 +134,7 @@ def write_folder(
     if not is_url(path):
         restore(unfinished.target)
     check_folder(path, overwrite, _own_names(shared))
-    with naming(path, unfinished.partial):
+    with storage.naming(path, unfinished.partial):
         is_new = _begin(unfinished, shared, overwrite)
         try:
             resumed = _write(unfinished, source, plan, shared, mine, production, error_of)
@@ -196,11 +183,11 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
         )
     if not is_url(path):
         # Not a folder of shards: another one may have made it just now.
-        if not shared["shards"] or kind_at(unfinished.partial) == "file":
+        if not shared["shards"] or storage.kind_at(unfinished.partial) == "file":
             clear_partial(unfinished.target, path, overwrite)
         os.makedirs(unfinished.content, exist_ok=True)
     elif shared["shards"]:
-        existing = entries(unfinished.target)
+        existing = storage.entries(unfinished.target)
         if existing and not is_under_way(path, existing):
             raise CheckpointError(
                 f"{path}: exists already, and shards cannot replace what lies behind a URL; "
@@ -209,7 +196,7 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
     elif there is not None:
         unfinished.remove(there)
     elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
-        remove_folder(unfinished.target)
+        storage.remove_folder(unfinished.target)
     unfinished.write(unfinished.partial, PLAN, shared)
     return True
 
@@ -237,15 +224,15 @@ def _write(
     assert source.folder is not None
     first = shared["files"][0]
     for name in source.folder.copied if first in mine else ():  # by the process of the first file
-        if first not in resumed or kind_at(unfinished.inside(name)) != "file":
-            copy(join(source.path, *name.split("/")), unfinished.inside(name))
+        if first not in resumed or storage.kind_at(unfinished.inside(name)) != "file":
+            storage.copy(join(source.path, *name.split("/")), unfinished.inside(name))
     for name, tensors in mine.items():
         done = len(production.reports)
         if name in resumed:
             production.reports += resumed[name]
             continue
         # The old record goes first, so that no record describes a file that is half-written.
-        remove(join(unfinished.partial, f"{name}.json"))
+        storage.remove(join(unfinished.partial, f"{name}.json"))
         outputs = placed(entry for tensor in tensors for entry in tensor.entries)
         file = unfinished.inside(name)
         write_safetensors(file, outputs, production.chunks(tensors), plan.metadata, overwrite=True)
@@ -256,11 +243,11 @@ def _write(
                 "meanwhile; nothing more was written"
             )
         if error_of(reports):  # raised when all others are written
-            remove(file)
+            storage.remove(file)
             continue
         record = {
             "made": shared["made"],
-            "bytes": file_size(file),
+            "bytes": storage.file_size(file),
             "tensors": [dataclasses.asdict(report) for report in reports],
         }
         unfinished.write(unfinished.partial, f"{name}.json", record)
@@ -298,7 +285,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       ('model.safetensors',)
     """
     unfinished, shared = _begun_by_shards(dst)
-    with naming(dst, unfinished.partial):
+    with storage.naming(dst, unfinished.partial):
         return _finalized(unfinished, shared, overwrite)
 
 
@@ -326,13 +313,13 @@ def discard(dst: Path) -> None:
 
 def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
     """A folder that shards have begun, and its plan."""
-    check_path(dst, "dst")
-    check_writable(dst)
+    storage.check_path(dst, "dst")
+    storage.check_writable(dst)
     unfinished = _Unfinished.of(dst)
     shared = plan_in(unfinished.partial)
-    if shared is not None and kind_at(unfinished.content) == "folder":
+    if shared is not None and storage.kind_at(unfinished.content) == "folder":
         return unfinished, shared
-    there = kind_at(unfinished.target) == "folder"
+    there = storage.kind_at(unfinished.target) == "folder"
     raise CheckpointError(
         f"{dst}: no parts of a conversion"
         + (", but the folder itself: it is finalized already" if there else "")
@@ -356,12 +343,12 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
         unfinished.write(unfinished.content, name, index if value is None else value)
     if is_url(path):
         with whole(str(path)):
-            remove_folder(unfinished.partial)
+            storage.remove_folder(unfinished.partial)
     else:
-        for name, is_folder in entries(unfinished.content).items():
+        for name, is_folder in storage.entries(unfinished.content).items():
             if name not in own:  # half-written, by a process that was killed
                 stray = unfinished.inside(name)
-                shutil.rmtree(stray) if is_folder else remove(stray)
+                shutil.rmtree(stray) if is_folder else storage.remove(stray)
         check_folder(path, overwrite, own)  # somebody may have written it meanwhile
         rename_folder(unfinished.target, path)
     files = sorted((*shared["files"], *shared["copied"], *shared["json"]))
@@ -376,7 +363,7 @@ def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[Ten
     by_name = {name: unfinished.record(name) for name in shared["files"]}
     records = {name: record for name, record in by_name.items() if record is not None}
     missing = [name for name in by_name if name not in records]
-    if not all(kind_at(unfinished.inside(name)) == "file" for name in shared["copied"]):
+    if not all(storage.kind_at(unfinished.inside(name)) == "file" for name in shared["copied"]):
         missing = [*dict.fromkeys((shared["files"][0], *missing))]
     if missing:
         count = shared["shards"] or 1

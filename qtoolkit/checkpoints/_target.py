@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._containers import ORBAX_FILES, container_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
@@ -24,18 +25,8 @@ from qtoolkit.checkpoints._folder import (
     is_under_way,
     weight_files,
 )
-from qtoolkit.checkpoints._paths import (
-    Path,
-    check_path,
-    check_writable,
-    entries,
-    identity,
-    is_url,
-    join,
-    kind_at,
-    read_file,
-)
 from qtoolkit.checkpoints._report import ContainerName, Plan, Report, TensorPlan
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import (
     Checkpoint,
     CheckpointError,
@@ -105,16 +96,16 @@ class Destination:
             self._check_unsharded("--to orbax: orbax cuts its files itself")
         elif not is_folder:
             self._check_unsharded(f"{self.src}: is a file, which becomes one file")
-        check_path(self.dst, "dst")
-        check_writable(self.dst)
-        source, target = identity(self.src), identity(self.dst)
+        storage.check_path(self.dst, "dst")
+        storage.check_writable(self.dst)
+        source, target = storage.identity(self.src), storage.identity(self.dst)
         if source == target:
             raise CheckpointError(
                 f"{self.dst}: is the source itself; choose another name, so that nothing is lost "
                 "if the result is not what you want"
             )
         inner, outer = (target, source) if len(target) > len(source) else (source, target)
-        if inner.startswith(outer + "/") and kind_at(self.src) == "folder":
+        if inner.startswith(outer + "/") and storage.kind_at(self.src) == "folder":
             raise CheckpointError(
                 f"{self.dst}: the source and the target lie in each other; choose another"
             )
@@ -128,7 +119,7 @@ class Destination:
                 "expected the name of one; remove .safetensors, or give one file of the source"
             )
         else:
-            visible = {name for name in entries(self.src) if not name.startswith(".")}
+            visible = {name for name in storage.entries(self.src) if not name.startswith(".")}
             check_folder(self.dst, self.overwrite, visible)
 
     def _check_unsharded(self, why: str) -> None:
@@ -164,10 +155,10 @@ def check_folder(
     else:
         target = os.path.realpath(path)
         _check_nameable(path, target)
-    kind = kind_at(target)
+    kind = storage.kind_at(target)
     if kind not in ("folder", ""):
         raise CheckpointError(f"{path}: is a file, expected the name of a folder, which is written")
-    inside = entries(target) if kind == "folder" else {}
+    inside = storage.entries(target) if kind == "folder" else {}
     if not inside or is_under_way(path, inside):
         return
     if not overwrite:
@@ -369,7 +360,7 @@ def _source_digest(source: Checkpoint) -> str:
         samples = [*pool.map(_sample, chosen)]
     others = []
     for name in source.folder.copied:
-        data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, cut=True)
+        data = storage.read_file(join(source.path, *name.split("/")), _MAX_COPIED, cut=True)
         others.append(_digest(name, hashlib.sha256(data).hexdigest()))
     return _digest(repr([t.entry for t in source.tensors.values()]), *others, *samples)
 

@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._folder import FolderFiles
     from qtoolkit.checkpoints._orbax import Tree
-    from qtoolkit.checkpoints._paths import Path
+    from qtoolkit.checkpoints._storage import Path
     from qtoolkit.checkpoints.layouts import Encoding
 
 # Bits of an element, and NumPy's name for it, in the order in which the reference implementation

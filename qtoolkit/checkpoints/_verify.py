@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checks import unquantized_modules, used_schemes
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._decode import own_layout, quantization_config
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._folder import CONFIG, read_json
-from qtoolkit.checkpoints._paths import Path, check_path, join, kind_at
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Progress, TensorPlan, followed
 from qtoolkit.checkpoints._roles import module_of
+from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, Entry, Tensor, shown
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, Layout, Scheme
@@ -83,8 +84,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
       >>> qt.checkpoints.verify("other.safetensors", "fp8.safetensors").problems
       ('w: byte 0 is 126, expected 0; convert it again',)
     """
-    check_path(src, "src")
-    check_path(converted, "converted")
+    storage.check_path(src, "src")
+    storage.check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
         source, target = split_alike(source, target)
         problems = [*_other_problems(source, target), *_changed(source, target, progress)] + [
@@ -205,7 +206,7 @@ def _other_problems(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
     layout = LAYOUTS[own if is_ours else target.layout]
     if is_ours and not target.config.get("quantization_config"):
         config = {}  # loaders may not find it where it is in config.json
-    has_file = is_folder and kind_at(join(target.path, CONFIG)) == "file"
+    has_file = is_folder and storage.kind_at(join(target.path, CONFIG)) == "file"
     if is_folder and not config and (layout.linear_only or has_file):
         # transformers then takes the codes for weights: SmolLM2-135M in E4M3 has a perplexity of 17
         # million instead of 18.
@@ -266,7 +267,7 @@ def _config_problems(
     expected = layout.config(used, unquantized) if used else {}
     yield from _differences(config, expected, f"{CONFIG}: quantization_config.")
     for name, content in (layout.files(used, unquantized) if used else {}).items():
-        if kind_at(join(target.path, name)) == "file":
+        if storage.kind_at(join(target.path, name)) == "file":
             yield from _differences(read_json(join(target.path, name)), content, f"{name}: ")
         else:
             yield f"{name}: is missing, expected what layout {layout.name} has; {_AGAIN}"

@@ -16,16 +16,8 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, Self
 
-from qtoolkit.checkpoints._paths import (
-    Path,
-    check_path,
-    check_writable,
-    is_url,
-    join,
-    kind_at,
-    read_file,
-    remove,
-)
+from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, json_object
 
 CONTENT = "checkpoint"
@@ -50,10 +42,10 @@ class OvertakenError(CheckpointError):
 
 def check_target(path: Path, overwrite: bool) -> str:
     """The real path of a file to write; raises where that cannot work or would lose a file."""
-    check_path(path, "path")
-    check_writable(path)
+    storage.check_path(path, "path")
+    storage.check_writable(path)
     target = str(path) if is_url(path) else os.path.realpath(path)
-    kind = kind_at(target)
+    kind = storage.kind_at(target)
     stem, ending = os.path.splitext(str(path))
     if kind == "folder":
         raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
@@ -127,7 +119,7 @@ def plan_in(partial: Path) -> dict[str, Any] | None:
 def json_in(path: Path) -> dict[str, Any]:
     """The JSON object in a file of ours; {} where there is none, or half of one."""
     try:
-        return json_object(read_file(path, _MAX_JSON))
+        return json_object(storage.read_file(path, _MAX_JSON))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
 
@@ -144,7 +136,7 @@ def clear_partial(target: str, path: Path, overwrite: bool) -> None:
                 f"qtoolkit finalize --discard {shlex.quote(str(path))}"
             )
         shutil.rmtree(partial)
-    remove(partial)
+    storage.remove(partial)
 
 
 @contextlib.contextmanager
@@ -161,7 +153,7 @@ def whole(what: str) -> Iterator[None]:
 def temporary_file(target: str, path: Path) -> Iterator[int]:
     """A new file, as its descriptor, that is renamed to `target` if the block ends well."""
     name = partial_name(target)
-    remove(name)
+    storage.remove(name)
     # Not tempfile: its files are private, these get the mode that the umask says.
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -176,7 +168,7 @@ def temporary_file(target: str, path: Path) -> Iterator[int]:
         os.replace(name, target)
     except BaseException:
         if _is_at(file, name):
-            remove(name)
+            storage.remove(name)
         raise
     finally:
         os.close(file)

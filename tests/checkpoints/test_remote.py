@@ -26,7 +26,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints import _paths as storage_module
+from qtoolkit.checkpoints import _storage as storage_module
 from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file
