@@ -225,6 +225,8 @@ def _written(
     production.total = sum(tensor.nbytes for tensor in plan.tensors)
 
     def chunks() -> Iterator[tuple[str, Any]]:
+        # The error comes after the last chunk, when all bad tensors are known, and before the file
+        # gets its name.
         yield from production.chunks(plan.tensors)
         if error := error_of(production.reports):
             raise error

@@ -91,9 +91,7 @@ def test_formats_of_16_bits_get_no_scale(tmp_path):
     plan = plan_of(tmp_path, {"w": MATRIX}, format="float16")
     assert [(output.name, output.dtype) for output in plan.outputs] == [("w", "F16")]
     assert plan.scaling == "none"
-    with pytest.raises(
-        CheckpointError, match=r"^--scaling channel: float16 has no .*omit it$"
-    ):
+    with pytest.raises(CheckpointError, match=r"^--scaling channel: float16 has no .*omit it$"):
         plan_of(tmp_path, {"w": MATRIX}, format="float16", scaling="channel")
     rules = Rules({"w": "bfloat16"})
     with pytest.raises(CheckpointError, match=r"^--scaling tensor: bfloat16 has no scales"):

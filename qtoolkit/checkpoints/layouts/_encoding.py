@@ -184,11 +184,11 @@ def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.
     """The codes, uint8 [rows, columns], of bytes [rows, bytes of a row] of whole words."""
     size, count = _word(packing, bits)
     words = _filled(data, -data.shape[1] % size)
-    if size > 1:
+    if size > 1:  # NumPy shifts no integers of 3, 5 or 7 bytes: words are padded to 8
         words = _filled(words.reshape(len(data), -1, size), 8 - size).view("<u8")[..., 0]
     codes = np.empty((*words.shape, count), np.uint8)
     for place, at in enumerate(packing.order or range(count)):
-        codes[..., place] = words >> words.dtype.type(at * bits)
+        codes[..., place] = words >> words.dtype.type(at * bits)  # the low byte of the shifted word
     codes = codes.reshape(len(data), -1)[:, :columns] & np.uint8((1 << bits) - 1)
     return codes ^ np.uint8(1 << (bits - 1)) if packing.biased else codes
 
