@@ -3,21 +3,23 @@
 The way of a weight, file by file:
 
   _containers   opens a checkpoint; with `_safetensors`, `_folder` and `_orbax` it yields a
-                `Checkpoint` of `Tensor`s, which are read in parts (`_tensors`)
+                `Checkpoint` of `Tensor`s, of which any elements can be read (`_tensors`)
   _decode       asks the layouts which weights are quantized, and how: an `Encoding` each; `_values`
-                makes a `QArray`, or float32 numbers, of what an encoding describes
+                makes a `QArray`, or float32 numbers, of what an encoding describes; `_codes`
+                refuses codes that no layout explains
   _experts      makes a weight of each expert where a tensor has all of a layer, and loaders of the
                 target read them one by one
-  _plan         decides what becomes of each tensor, by its name (`_roles`) and header: a `Plan`;
-                `_checks` refuses what loaders of the target would misread
+  _plan         decides what becomes of each tensor, by its name (`_roles`), header and format
+                (`_formats`): a `Plan`; `_checks` refuses what loaders of the target would misread
   _target       says which files a target has, and refuses names by which something would be lost
-  _produce      yields the bytes of planned tensors, slab by slab (`_slabs`), codes and scales by
-                `_quantize`, packed as the encoding of the target says
+  _produce      yields the bytes of planned tensors, slab by slab (`_slabs`): `_quantize` makes
+                codes and scales, which are packed as the encoding of the target says
   _safetensors  writes them under a temporary name (`_writing`) and renames what is whole;
   _shards       does so for the files of a folder, in one process or many
 
-`convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row, `verify` the middle
-ones, with the bytes compared, `compare` and `load` the first two. A layout knows headers only.
+`convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` plans and
+quantizes again and compares the bytes. `compare` and `load` (`_load`, `_pytrees`) open and decode.
+A layout knows headers only.
 """
 
 import importlib
@@ -25,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._formats import safetensors_dtype
+from qtoolkit.checkpoints._load import dequantize, load, save
 from qtoolkit.checkpoints._plan import make_plan
-from qtoolkit.checkpoints._pytrees import dequantize, load, save
 from qtoolkit.checkpoints._report import (
     Comparison,
     Plan,

@@ -4,12 +4,12 @@ import re
 import reprlib
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
-from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import engine_group, experts_of, module_of
+from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
 from qtoolkit.checkpoints.layouts import Scheme
 
@@ -51,21 +51,16 @@ def check_loads(source: Checkpoint, plan: Plan) -> None:
         raise CheckpointError(f"{path}: {problem}{itself}")
 
 
-class Misfit(NamedTuple):
-    """A matrix of which a format's blocks are no even parts."""
-
-    info: Tensor
-    scheme: Scheme
-    layout: str
-    reason: str
-
-
-def check_fit(source: Checkpoint, misfits: Sequence[Misfit]) -> None:
-    """Raises if there are any, and names all of them, those of many layers in one."""
+def check_fit(
+    source: Checkpoint, layout: str, misfits: Sequence[tuple[Tensor, Scheme, str]]
+) -> None:
+    """Raises where blocks are no even parts of a weight; names all of these, a line for each layer
+    of many. `misfits` are weights with the scheme and the reason.
+    """
     if not misfits:
         return
     alike: dict[tuple[str, str], list[str]] = {}
-    for info, scheme, layout, reason in misfits:
+    for info, scheme, reason in misfits:
         pattern = re.sub(r"(?<![^./])\d+(?=[./])", "*", info.name)
         what = f"{list(info.shape)}: {reason} for {scheme.spec.name} in layout {layout}"
         alike.setdefault((pattern, what), []).append(info.name)
@@ -75,7 +70,7 @@ def check_fit(source: Checkpoint, misfits: Sequence[Misfit]) -> None:
         else f"{len(names)} tensors {shown(pattern)}, {what}"
         for (pattern, what), names in alike.items()
     )
-    _, scheme, layout, _ = misfits[0]
+    scheme = misfits[0][1]
     other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
     channel = "" if scheme.scaling is None else f", or use {other}--scaling channel"
     raise CheckpointError(
@@ -85,11 +80,9 @@ def check_fit(source: Checkpoint, misfits: Sequence[Misfit]) -> None:
 
 
 def check_split(source: Checkpoint, plan: Plan) -> None:
-    """Raises where parts of a layer that engines join have several schemes, or some have none.
-
-    Engines look up the scheme of the joined layer by the names of its parts; vLLM fails where these
-    differ.
-    """
+    """Raises where parts of a layer that engines join have several schemes, or some have none."""
+    # Engines look up the scheme of the joined layer by the names of its parts; vLLM fails where
+    # these differ.
     if not plan.quantization_config:
         return
     groups: dict[str, list[TensorPlan]] = {}
@@ -99,22 +92,19 @@ def check_split(source: Checkpoint, plan: Plan) -> None:
         if is_weight or (group.endswith("experts") and len(tensor.source.shape) == 3):
             groups.setdefault(group, []).append(tensor)
     split = {name: ts for name, ts in groups.items() if len({t.scheme for t in ts}) > 1}
-    if split:
-        raise CheckpointError(f"{source.path}: {_split_message(split)}")
-
-
-def _split_message(split: Mapping[str, Sequence[TensorPlan]]) -> str:
+    if not split:
+        return
     group, parts = next(iter(split.items()))
     by_state: dict[str, list[str]] = {}
     for part in parts:
-        state = part.scheme.spelling if part.scheme else f"kept: {part.reason}"
+        state = part.scheme.spelling if part.scheme else f"not quantized: {part.reason}"
         by_state.setdefault(state, []).append(part.name)
     said = "; ".join(f"{listed(map(shown, ns), 2)} ({state})" for state, ns in by_state.items())
     others = f", and so for {len(split) - 1} more" if len(split) > 1 else ""
-    return (
-        f"one layer for engines, {shown(group)}, would have parts in several schemes: {said}"
-        f"{others}; expected one for all parts: vLLM and SGLang join them. Write "
-        f"--skip {shlex.quote(_pattern(split))} to keep all of them, give them one format in "
+    raise CheckpointError(
+        f"{source.path}: one layer for engines, {shown(group)}, would have parts in several "
+        f"schemes: {said}{others}; expected one for all parts: vLLM and SGLang join them. Write "
+        f"--skip {shlex.quote(_pattern(split))} to quantize none of them, give them one format in "
         "--rules, or --allow-split for loaders that do not join them"
     )
 
@@ -140,41 +130,30 @@ def used_schemes(tensors: Iterable[TensorPlan]) -> dict[Scheme, list[str]]:
     return used
 
 
-def kept_modules(tensors: Sequence[TensorPlan]) -> list[str]:
+def unquantized_modules(tensors: Sequence[TensorPlan]) -> list[str]:
     """Modules with a matrix that is not quantized, and `lm_head`, which may have no tensor."""
-    kept = [
-        module_of(tensor.name)
-        for tensor in tensors
-        if tensor.action != "quantize"
-        and len(tensor.source.shape) == 2
-        and tensor.name.endswith(".weight")
-    ]
     quantized = {module_of(t.name) for t in tensors if t.action == "quantize"}
-    kept += [name for name in _kept_experts(tensors) if name not in kept]
-    if "lm_head" not in quantized and "lm_head" not in kept:
-        kept.append("lm_head")
-    return kept
-
-
-def _kept_experts(tensors: Sequence[TensorPlan]) -> list[str]:
-    """Experts of layers in which none is quantized, as loaders call them.
-
-    vLLM asks for the projections of expert 0, whatever they are called in the file; transformers
-    for their module, if it has all experts in one tensor.
-    """
-    quantized = {experts_of(t.name, len(t.source.shape)) for t in tensors if t.encoding is not None}
-    kept: dict[str, None] = {}
+    with_experts = {experts_of(t.name, len(t.source.shape)) for t in tensors if t.encoding}
+    modules, experts = [], dict[str, None]()
     for tensor in tensors:
-        rank = len(tensor.source.shape)
+        rank, is_weight = len(tensor.source.shape), tensor.name.endswith(".weight")
+        if tensor.action != "quantize" and rank == 2 and is_weight:
+            modules.append(module_of(tensor.name))
+        # Experts of layers in which none is quantized. vLLM asks for the projections of expert 0,
+        # whatever they are called in the file; transformers for their module, if it has all experts
+        # in one tensor.
         module = experts_of(tensor.name, rank)
-        if not module or module in quantized or rank not in (2, 3):
+        if not module or module in with_experts:
             continue
         if rank == 3:
-            kept[module] = None
-        if rank == 3 or tensor.name.endswith(".weight"):
-            parts = ("gate_proj", "up_proj", "down_proj")
-            kept |= dict.fromkeys(f"{module}.0.{part}" for part in parts)
-    return list(kept)
+            experts[module] = None
+        if rank == 3 or (rank == 2 and is_weight):
+            names = ("gate_proj", "up_proj", "down_proj")
+            experts |= dict.fromkeys(f"{module}.0.{name}" for name in names)
+    modules += [name for name in experts if name not in modules]
+    if "lm_head" not in quantized and "lm_head" not in modules:
+        modules.append("lm_head")
+    return modules
 
 
 def check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:
@@ -185,21 +164,21 @@ def check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:
             if entry.name in taken or (entry.name != tensor.name and entry.name in source.tensors):
                 raise CheckpointError(
                     f"{source.path}: tensor {shown(tensor.name)}: its scale would be named "
-                    f"{shown(entry.name)}, which the file has already, expected a free name; leave "
-                    "the tensor out with --skip or rename it"
+                    f"{shown(entry.name)}, which the file has already, expected a free name; "
+                    "exclude the tensor with --skip or rename it"
                 )
             taken[entry.name] = tensor.name
 
 
 def skip_patterns(skip: Any, names: Collection[str]) -> list[re.Pattern[str]]:
     """The regular expressions of `skip`; raises where one is none, invalid or matches nothing."""
-    given = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else [*skip]
-    if not all(isinstance(getattr(one, "pattern", one), str) for one in given):  # or compiled
+    texts = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else [*skip]
+    if not all(isinstance(getattr(one, "pattern", one), str) for one in texts):  # or compiled
         raise TypeError(
             f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
             "skip=['lm_head']"
         )
-    patterns = [compiled(pattern) for pattern in given]
+    patterns = [compiled(pattern) for pattern in texts]
     for pattern in patterns:
         if not any(map(pattern.search, names)):
             raise CheckpointError(

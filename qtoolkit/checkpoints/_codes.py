@@ -22,7 +22,7 @@ from qtoolkit.checkpoints._tensors import (
     listed,
     shown,
 )
-from qtoolkit.checkpoints.layouts._qarrays import copied_parts
+from qtoolkit.checkpoints.layouts._qarrays import undecoded_parts
 
 _NARROW = {dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8 and dtype[0] == "F"}
 _INTEGERS = {dtype for dtype in DTYPE_BITS if dtype[0] in "IU"}
@@ -36,7 +36,7 @@ _TABLE = re.compile(r"(indices|tables?|buckets)$")  # of 64 bits; narrower ones 
 _SCALE = re.compile(
     r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros)$"
 )
-# Endings of entries beside codes, and the program that writes them.
+# Endings of names of codes and what belongs to them, and the program that writes such.
 _PROGRAMS = {
     "SCB": "bitsandbytes",
     "absmax": "bitsandbytes",
@@ -62,14 +62,9 @@ def check_explained(
 ) -> bool:
     """Raises where tensors may be codes that no layout explains, or scales have no weight.
 
-    Args:
-      source: The checkpoint as `dequantized` gives it.
-      is_allowed: Whether a tensor may be there all the same, by its name; None: none may of a
-        folder whose config names a layout, all may of others.
-      remedy: What else to write in order to keep them.
-
-    Returns:
-      Whether there are such tensors that are allowed.
+    Says whether there are such tensors that are allowed. `is_allowed` tells it by the name of a
+    tensor; None: none is in a folder whose config names a layout, all are in others. `remedy` says
+    what to write in order to copy them.
     """
     if own_metadata(source).get("keeps_codes"):  # `convert` was told to
         return True
@@ -79,7 +74,7 @@ def check_explained(
     is_allowed = is_allowed or (lambda name: False)
     method = str(config.get("quant_method", "compressed-tensors"))
     layout = LAYOUT_OF[method].name if config else ""
-    described = copied_parts(source.metadata, source.tensors, source.encodings)
+    described = undecoded_parts(source.metadata, source.tensors, source.encodings)
     names = source.stored or source.tensors
     scales, codes = [], []
     for tensor in source.tensors.values():
@@ -106,7 +101,7 @@ def check_quantized(opened: Checkpoint) -> Checkpoint:
     if any(tensor.is_dequantized for tensor in checkpoint.tensors.values()):
         return checkpoint
     check_explained(checkpoint, lambda name: False)
-    if copied := copied_parts(opened.metadata, opened.tensors, ()):
+    if copied := undecoded_parts(opened.metadata, opened.tensors, ()):
         raise CheckpointError(
             f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
             "do not read: of more than 8 bits, or packed with zero points, a last axis of one "
@@ -132,10 +127,10 @@ def _may_be_codes(entry: Entry) -> bool:
 
 
 def _weight_is_gone(name: str, names: Iterable[str]) -> bool:
-    found = _SCALE.match(name)
-    if found is None:
+    match = _SCALE.match(name)
+    if match is None:
         return False
-    base = found["weight"]
+    base = match["weight"]
     stems = (base, f"{base}weight", f"{base}_weight", f"{base}weight_packed")
     return not any(stem in names for stem in stems)
 
@@ -145,14 +140,15 @@ def _unexplained(
 ) -> CheckpointError:
     first = codes[0].name
     module = first.rpartition(".")[0] or None
-    beside = [
+    others = [
         tensor.entry
         for name, tensor in source.tensors.items()
         if (name.rpartition(".")[0] == module or name.startswith((f"{first}.", f"{first}_")))
         and name != first
         and not name.endswith("bias")
     ]
-    program = _program(codes[0], *beside)
+    endings = ((entry.name, end) for entry in (codes[0], *others) for end in _PROGRAMS)
+    program = next((_PROGRAMS[end] for name, end in endings if name.endswith(end)), "")
     what = "without a scale of a layout that is read, so that these may be codes"
     if layout:
         what = f"without the scales that layout {layout} has, as config.json says"
@@ -161,19 +157,13 @@ def _unexplained(
             f"by the names of its entries it is of {program}, which is not read; dequantize it "
         )
         advice += f"with {program}"
-    elif layout and not beside:
+    elif layout and not others:
         advice = "fetch the checkpoint again"
     else:
         advice = "dequantize the checkpoint with the program that made it"
-        if beside:
-            what += f" (beside it: {listed((f'{shown(e.name)} {e}' for e in beside), 2)})"
+        if others:
+            what += f" (with it: {listed((f'{shown(e.name)} {e}' for e in others), 2)})"
     return CheckpointError(f"{source.path}: tensor {_named(codes)}, {what}; {advice}{remedy}")
-
-
-def _program(*entries: Entry) -> str:
-    """The program that writes entries of such names; "" where none is known."""
-    by = (by for entry in entries for end, by in _PROGRAMS.items() if entry.name.endswith(end))
-    return next(by, "")
 
 
 def _named(entries: list[Entry]) -> str:

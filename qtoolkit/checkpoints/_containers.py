@@ -17,19 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._folder import PICKLE, open_folder
-from qtoolkit.checkpoints._paths import (
-    File,
-    Path,
-    check_path,
-    entries,
-    fill,
-    is_url,
-    kind_at,
-    naming,
-    read_file,
-)
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._storage import Path, is_url
 from qtoolkit.checkpoints._tensors import (
     DTYPE_OF,
     NUMPY_DTYPES,
@@ -44,7 +35,7 @@ ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in fold
 
 
 def open_source(path: Path) -> Checkpoint:
-    """Opens a checkpoint of any kind that is read. The content tells the kind, not the name.
+    """Open a checkpoint in any container. The content tells the container, not the name.
 
     Args:
       path: A folder of Hugging Face's or of orbax, a safetensors file, GGUF, npz, or Flax's
@@ -88,15 +79,12 @@ def open_source(path: Path) -> Checkpoint:
 def container_of(path: Path, argument: str = "path") -> str:
     """The container at a path: "folder", "orbax", "gguf", "npz", "msgpack", or else "safetensors".
 
-    Raises:
-      CheckpointError: It holds weights or text of another kind, such as a pickle; or nothing is
-        there, because a run was killed while it replaced the target.
-      TypeError: It is no path; the message gives the name `argument`.
+    Raises where there is something else, or nothing, and says what it is and what to do.
     """
-    check_path(path, argument)
-    kind = kind_at(path)
+    storage.check_path(path, argument)
+    kind = storage.kind_at(path)
     if kind == "folder":
-        return "folder" if ORBAX_FILES.isdisjoint(entries(path)) else "orbax"
+        return "folder" if ORBAX_FILES.isdisjoint(storage.entries(path)) else "orbax"
     if not kind and not is_url(path) and os.path.isdir(old := old_name(os.path.realpath(path))):
         raise CheckpointError(
             f"{path}: a run that was to replace it was killed, and it is {old} now; run that "
@@ -104,7 +92,7 @@ def container_of(path: Path, argument: str = "path") -> str:
         )
     start = b""
     with contextlib.suppress(PermissionError):
-        start = read_file(path, 512, cut=True) if kind == "file" else b""
+        start = storage.read_file(path, 512, cut=True) if kind == "file" else b""
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 2**32:
         return "safetensors"
     if start[:4] == b"GGUF":
@@ -157,12 +145,7 @@ def array_checkpoint(
     read: Callable[[str], np.ndarray],
     opened: contextlib.ExitStack | None = None,
 ) -> Checkpoint:
-    """A checkpoint of arrays that are read whole; only the last one stays in memory.
-
-    Args:
-      headers: dtype and shape of each, by name.
-      read: Returns the array with a given name.
-    """
+    """A checkpoint of arrays that are read whole, by name; only the last one stays in memory."""
     last: dict[str, np.ndarray] = {}
     lock = threading.Lock()
     opened = opened or contextlib.ExitStack()
@@ -187,7 +170,7 @@ def array_checkpoint(
             opened.close()
             raise CheckpointError(
                 f"{path}: tensor {shown(name)}: dtype {dtype}, expected one of "
-                f"{', '.join(DTYPE_OF)}; leave it out of the file, or convert it first"
+                f"{', '.join(DTYPE_OF)}; remove it from the file, or convert it first"
             )
         sizes = tuple(map(int, shape))
         read_this = functools.partial(read_into, name)
@@ -208,7 +191,7 @@ def check_unique(path: Path, names: Iterable[str]) -> None:
 def _damages(path: Path, what: str) -> Iterator[None]:
     """Raise CheckpointError for the errors of zipfile, its decompressors and NumPy on bad data."""
     try:
-        with naming(path):
+        with storage.naming(path):
             yield
     except Exception as error:
         # Bad data, too, raise OSErrors: bz2 without an errno; a seek before the start of the file
@@ -222,18 +205,29 @@ def _damages(path: Path, what: str) -> Iterator[None]:
 
 
 def open_npz(path: Path) -> Checkpoint:
-    """Opens a file of `numpy.savez`.
-
-    Raises:
-      CheckpointError: It is another archive, damaged, or holds pickled objects.
-    """
+    """Opens a file of `numpy.savez`; raises for other archives and for pickled objects."""
     opened = contextlib.ExitStack()
     with contextlib.ExitStack() as failing:
         failing.callback(opened.close)
         with _damages(path, "a zip archive"):
             archive = opened.enter_context(zipfile.ZipFile(path))
         members = archive.namelist()
-        _check_members(path, members)
+        others = [name for name in members if not name.endswith(".npy")]
+        twice = [name for name, count in Counter(members).items() if count > 1]
+        problem = ""
+        if not members:
+            problem = (
+                "no tensors: an empty zip archive, expected arrays; write them with "
+                "numpy.savez(FILE, name=array)"
+            )
+        elif twice:
+            problem = f"member {shown(twice[0])} is there twice, expected each once; write it again"
+        elif any(os.path.basename(name) == "data.pkl" for name in others):
+            problem = PICKLE
+        elif others:
+            problem = f"a zip archive with {shown(others[0])}, expected npz: only .npy members"
+        if problem:
+            raise CheckpointError(f"{path}: {problem}")
         headers = {
             member.removesuffix(".npy"): _npy_header(path, archive, member) for member in members
         }
@@ -247,26 +241,6 @@ def open_npz(path: Path) -> Checkpoint:
         return array.astype(array.dtype.newbyteorder("="), copy=False)
 
     return array_checkpoint(path, headers, read, opened)
-
-
-def _check_members(path: Path, members: list[str]) -> None:
-    if not members:
-        raise CheckpointError(
-            f"{path}: no tensors: an empty zip archive, expected arrays; write them with "
-            "numpy.savez(FILE, name=array)"
-        )
-    twice = [name for name, count in Counter(members).items() if count > 1]
-    if twice:
-        raise CheckpointError(
-            f"{path}: member {shown(twice[0])} is there twice, expected each once; write it again"
-        )
-    others = [name for name in members if not name.endswith(".npy")]
-    if any(os.path.basename(name) == "data.pkl" for name in others):
-        raise CheckpointError(f"{path}: {PICKLE}")
-    if others:
-        raise CheckpointError(
-            f"{path}: a zip archive with {shown(others[0])}, expected npz: nothing but .npy members"
-        )
 
 
 def _npy_header(
@@ -297,16 +271,10 @@ def _npy_header(
 
 
 def open_msgpack(path: Path) -> Checkpoint:
-    """Opens a file of `flax.serialization.to_bytes`; names are paths, joined by ".".
-
-    Flax reads it whole: all of the file is in memory.
-
-    Raises:
-      CheckpointError: It is damaged, or no tree of arrays.
-    """
+    """Opens a file of `flax.serialization.to_bytes`, which Flax reads whole; names are paths."""
     from flax.serialization import msgpack_restore
 
-    with naming(path), open(path, "rb") as file:
+    with storage.naming(path), open(path, "rb") as file:
         data = file.read()
     try:
         tree = msgpack_restore(data)
@@ -341,26 +309,21 @@ def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens a GGUF file: llama.cpp's blocks become float32. Names are those of the file.
-
-    Raises:
-      CheckpointError: The package is missing, the file is damaged, or it has blocks, or an order
-        of bytes, that the package does not read.
-    """
+    """Opens a GGUF file: llama.cpp's blocks become float32. Names are those of the file."""
     reader, dequantize = _gguf_reader(path)
-    found = {tensor.name: tensor for tensor in reader.tensors}
+    in_file = {tensor.name: tensor for tensor in reader.tensors}
     opened = contextlib.ExitStack()
-    file = File(path)
+    file = storage.File(path)
     opened.callback(file.close)
 
     def raw(name: str, start: int, buffer: memoryview) -> None:
         # The package maps the file, and mapped pages count as memory in use.
-        with naming(path):
+        with storage.naming(path):
             where = f"{path}: tensor {shown(name)}"
-            fill(file, int(found[name].data_offset) + start, buffer, where)
+            storage.fill(file, int(in_file[name].data_offset) + start, buffer, where)
 
     def values(name: str) -> np.ndarray:
-        tensor = found[name]
+        tensor = in_file[name]
         if (dtype := _plain_dtype(tensor)) is not None:
             return tensor.data.view(dtype)
         blocks = np.empty(tensor.data.shape, np.uint8)
@@ -376,11 +339,11 @@ def open_gguf(path: Path) -> Checkpoint:
     # GGUF counts axes from the innermost one.
     headers = {
         name: (_plain_dtype(t) or np.dtype("float32"), tuple(int(n) for n in reversed(t.shape)))
-        for name, t in found.items()
+        for name, t in in_file.items()
     }
     checkpoint = array_checkpoint(path, headers, values, opened)
     for name, tensor in checkpoint.tensors.items():
-        gguf = found[name]
+        gguf = in_file[name]
         if _plain_dtype(gguf) is None:
             stored = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": int(gguf.n_bytes)}
             checkpoint.tensors[name] = dataclasses.replace(tensor, **stored)

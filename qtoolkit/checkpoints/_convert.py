@@ -1,4 +1,4 @@
-"""`convert` and `dequantize_checkpoint`: a source planned, quantized as a stream, written."""
+"""`convert` and `dequantize_checkpoint`: open a source, plan, quantize, write."""
 
 import contextlib
 import dataclasses
@@ -11,13 +11,13 @@ from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import CONFIG
 from qtoolkit.checkpoints._formats import InputScales
-from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import ContainerName, Plan, Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
 from qtoolkit.checkpoints._shards import write_folder
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._target import (
     Destination,
     Shard,
@@ -55,50 +55,51 @@ def convert(
     max_memory: int | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantizes the weights of a checkpoint into another one, streaming.
+    """Quantize the weights of a checkpoint and write them to another one, slab by slab.
 
     A folder becomes a folder, with index, config.json and the other files in it (`Report.left`
-    names what is not copied); a file or a checkpoint of orbax becomes a safetensors file. With
+    names what is not copied). A file or a checkpoint of orbax becomes a safetensors file. With
     `to="orbax"` each becomes a checkpoint of orbax. Codes and scales are those of
-    `qtoolkit.quantize`, rounded to nearest even, saturating. What is quantized in the source is
-    dequantized first. The same arguments give the same bytes.
+    `qtoolkit.quantize`, rounded to nearest even, saturating. Weights that are quantized in the
+    source are dequantized first. The same arguments give the same bytes.
 
     Args:
       src: A folder as Hugging Face's or orbax's, or a file: safetensors, npz, Flax's msgpack, GGUF.
         Folders of the first kind and safetensors files may also be URLs, such as
         "s3://bucket/model", which fsspec reads.
-      dst: The folder or file to write, or a URL; not `src`. It appears when it is whole. In a
-        folder behind a URL each file does, config.json last.
+      dst: The folder or file to write, or a URL; not `src`. It appears when it is complete. In a
+        folder behind a URL each file appears when it is complete, config.json last.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes,
         allow_split, keep_unfitting: As in `make_plan`.
-      to: "safetensors", or "orbax": the plain layout in a tree, that of the source or of the names
-        split at their dots. `load(dst, like=...)` and orbax read it. What it holds is the same in
-        every run, its bytes are not: orbax chooses names of files at random.
-      max_shard_size: Bytes of a file of a folder, or such as "5GB", which None stands for.
-      allow_nonfinite: Whether weights with NaN or Inf are quantized and cast; what is copied may
-        have them, as masks do, and is named in the report. Inf saturates, but stays in
-        float16 and bfloat16. NaN stays NaN where the format has one; in int8 and FP4 its scale,
-        hence its whole block, becomes NaN.
+      to: "safetensors", or "orbax": the plain layout in the tree of the source, or in a tree of the
+        names, split at their dots. `load(dst, like=...)` and orbax read it. Every run writes the
+        same arrays, but not the same bytes, because orbax chooses names of files at random.
+      max_shard_size: The most bytes of a file of a folder, a number or text; None: "5GB".
+      allow_nonfinite: Whether weights with NaN or Inf may be quantized and cast. Tensors that are
+        copied may always have them, as masks do. Inf saturates, but stays Inf in float16 and
+        bfloat16. NaN stays NaN where the format has one; in int8 and FP4 its scale, hence its
+        whole block, becomes NaN.
       overwrite: Whether `dst` may be replaced.
       shard: (index, count), index from 0 on: which part of the files of a folder is written, for
         instance `(jax.process_index(), jax.process_count())`. Each process is given the same other
-        arguments; then `finalize(dst)` makes the checkpoint. Files that are there are kept.
-      workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
-        most 4. The bytes are the same whatever their number.
-      max_memory: Bytes, or such as "400MB", that the process may take: fewer workers are started,
-        by an estimate, on CPU, of 340 MiB for Python, JAX and compiled programs and 20 for each
-        worker; hence at least "360MiB". Add to this what is read whole: the largest array of orbax
-        or npz, the largest array of GGUF's blocks as float32, the whole file of msgpack.
+        arguments; then `finalize(dst)` makes the checkpoint. A rerun writes missing files alone.
+      workers: Threads that read and quantize, each with some 20 MiB; None: one for each core, at
+        most 4. The bytes do not depend on their number.
+      max_memory: Bytes that the process may take, a number or text such as "400MB". Fewer workers
+        are started where an estimate is larger: 340 MiB for Python, JAX and compiled programs on a
+        CPU, and 20 MiB for each worker; hence at least "360MiB". Arrays that are read whole come on
+        top: the largest array of orbax or npz, the largest array of GGUF's blocks as float32, the
+        whole file of msgpack.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
-      What was done, tensor by tensor.
+      What was done to each tensor.
 
     Raises:
       CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights that are
-        not copied have NaN or Inf, there is a shard or a size of files for something that is no
-        folder of files, orbax cannot hold a tensor, or `make_plan` raises it. Nothing is written,
-        of shards no file that is not whole.
+        quantized or cast have NaN or Inf, `shard` or `max_shard_size` is given for a target that is
+        no folder of files, orbax cannot hold a tensor, or `make_plan` raises it. Nothing is written
+        then; of a shard only complete files.
       OSError: A file cannot be opened, read or written; it names the file.
       TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
         is out of range.
@@ -116,7 +117,7 @@ def convert(
     if format is None:  # of `make_plan` it asks to quantize nothing: a copy would look converted
         raise TypeError(
             "convert: format=None, expected a format such as 'e4m3fn', or Rules; "
-            "dequantize_checkpoint writes wide weights"
+            "dequantize_checkpoint writes unquantized weights"
         )
     destination = Destination(
         src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
@@ -153,17 +154,17 @@ def dequantize_checkpoint(
     max_memory: int | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Writes the weights that a quantized checkpoint stands for, streaming.
+    """Dequantize a checkpoint and write its weights to another one, slab by slab.
 
     Args:
       src, dst: As in `convert`. GGUF is quantized, too.
       to, max_shard_size, allow_codes, overwrite, shard, workers, max_memory, progress: As in
         `convert`.
       dtype: float32, float16 or bfloat16, for all weights. None: for those that were quantized
-        the one that config.json names, else float32; the others keep theirs.
+        the one that config.json names, else float32; the others are not cast.
 
     Returns:
-      What was done, tensor by tensor.
+      What was done to each tensor.
 
     Raises:
       CheckpointError: Nothing in `src` is quantized; or as `convert`.
@@ -172,8 +173,8 @@ def dequantize_checkpoint(
     Examples:
       >>> qt.checkpoints.save("model.safetensors", {"w": jnp.asarray([[896.0, 0.3]])})
       >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
-      >>> report = qt.checkpoints.dequantize_checkpoint("fp8.safetensors", "wide.safetensors")
-      >>> qt.checkpoints.load("wide.safetensors")
+      >>> report = qt.checkpoints.dequantize_checkpoint("fp8.safetensors", "f32.safetensors")
+      >>> qt.checkpoints.load("f32.safetensors")
       {'w': array([[8.960e+02, 3.125e-01]], dtype=float32)}
     """
     destination = Destination(
@@ -216,7 +217,7 @@ def _written(
 ) -> Report:
     dst, to, overwrite = destination.dst, destination.to, destination.overwrite
     report = plan.report(source.path, dst, to)
-    report = dataclasses.replace(report, left=_left(source, plan, to), tensors=())
+    report = dataclasses.replace(report, left=_not_written(source, plan, to), tensors=())
     production = Production(plan.tensors, threads, progress, source.stored)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
     if source.folder is not None and to == "safetensors":
@@ -224,6 +225,8 @@ def _written(
     production.total = sum(tensor.nbytes for tensor in plan.tensors)
 
     def chunks() -> Iterator[tuple[str, Any]]:
+        # The error comes after the last chunk, when all bad tensors are known, and before the file
+        # gets its name.
         yield from production.chunks(plan.tensors)
         if error := error_of(production.reports):
             raise error
@@ -252,7 +255,7 @@ def _nonfinite_error(
     )
 
 
-def _left(source: Checkpoint, plan: Plan, to: ContainerName) -> tuple[str, ...]:
+def _not_written(source: Checkpoint, plan: Plan, to: ContainerName) -> tuple[str, ...]:
     """What of a source does not go with the weights: files of a folder, and scales of activations
     and caches, which belonged to the codes that are gone.
     """
@@ -262,4 +265,8 @@ def _left(source: Checkpoint, plan: Plan, to: ContainerName) -> tuple[str, ...]:
     if folder is None:
         return tuple(scales)
     config = [CONFIG] if folder.has_config else []
-    return (*folder.left, *(() if to == "safetensors" else (*config, *folder.copied)), *scales)
+    return (
+        *folder.not_copied,
+        *(() if to == "safetensors" else (*config, *folder.copied)),
+        *scales,
+    )

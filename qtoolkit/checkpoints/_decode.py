@@ -6,21 +6,19 @@ slab by slab, float32 numbers (`_values.py`). Finding out how needs no JAX.
 
 import dataclasses
 import functools
-import json
 import threading
 from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
-import numpy as np
-
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
-from qtoolkit.checkpoints._paths import join
+from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import (
-    NUMPY_DTYPES,
     Checkpoint,
     CheckpointError,
     Entry,
     Tensor,
+    configs_in,
+    json_object,
     shown,
     statistics,
 )
@@ -31,7 +29,7 @@ from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
 # The scales of a KV cache may belong to the attention module, above its projections.
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
-# Suffixes of entries that loaders keep beside a quantized weight. Without codes they mean nothing.
+# Suffixes of entries that loaders have for a quantized weight. Without codes they mean nothing.
 _AUXILIARY = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
     *("input_zero_point", "output_zero_point", "input_scale_ub"),
@@ -39,7 +37,7 @@ _AUXILIARY = (
 )
 # A config without a method is of compressed-tensors where it has one of these. MLX's has none.
 _WITHOUT_METHOD = ("config_groups", "sparsity_config", "format")
-# What ComfyUI says of each layer, in JSON: in a tensor beside its weight, or in the metadata.
+# What ComfyUI says of each layer, in JSON: in a tensor of its own, or in the metadata.
 _COMFY_MARK, _COMFY_METADATA = ".comfy_quant", "_quantization_metadata"
 _COMFY_READ = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # a code times its scale
 _COMFY_ASIDE = {"format", "per_row", "full_precision_matrix_mult"}
@@ -48,9 +46,7 @@ _COMFY_ASIDE = {"format", "per_row", "full_precision_matrix_mult"}
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with float32 weights for quantized ones; itself if nothing is quantized.
 
-    Raises:
-      CheckpointError: It is quantized in a way that cannot be read here, or otherwise than its
-        config says.
+    Raises where it is quantized in a way that is not read, or not as its config says.
     """
     config = quantization_config(checkpoint)
     headers = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
@@ -66,16 +62,22 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         layout = LAYOUT_OF[method].name
         encodings = LAYOUTS[layout].decode(config, headers, where)
     else:
-        layout, encodings = _found_by_names(checkpoint, headers)
+        layout, encodings = _decoded_by_names(checkpoint, headers)
     if not encodings:
         return checkpoint
-    _check_once(where, headers, encodings)
+    for encoding in encodings.values():
+        if encoding.codes.name != encoding.name and encoding.name in headers:
+            raise CheckpointError(
+                f"{where}: tensor {shown(encoding.name)}: it is there in addition to its codes, "
+                f"{shown(encoding.codes.name)}, expected one of them: loaders differ in which they "
+                "take; write the checkpoint again without the other"
+            )
     _check_constants(checkpoint, encodings)
     dropped = comfy_marks(checkpoint, encodings) | _zero_parts(checkpoint, encodings)
     return _opened_as_float32(checkpoint, layout, encodings, dropped)
 
 
-def _found_by_names(
+def _decoded_by_names(
     checkpoint: Checkpoint, headers: Mapping[str, Entry]
 ) -> tuple[str, dict[str, Encoding]]:
     """What is quantized without a config that says so: by metadata of `save`, or by names."""
@@ -93,8 +95,9 @@ def _found_by_names(
 def _opened_as_float32(
     checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding], dropped: set[str]
 ) -> Checkpoint:
+    """The checkpoint with a tensor for each encoding; the tensors in `dropped` are auxiliary."""
     read = _reader_of(encodings, checkpoint.tensors)
-    parts = {entry.name for encoding in encodings.values() for entry in encoding.entries}
+    stored_in = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     by_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
     names = dropped | (set() if layout == "plain" else _auxiliary_names(encodings))
     metadata = {k: v for k, v in checkpoint.metadata.items() if k != _COMFY_METADATA}
@@ -108,7 +111,7 @@ def _opened_as_float32(
             tensors[encoding.name] = Tensor(
                 encoding.name, "F32", encoding.shape, read_into, *stored
             )
-        elif name not in parts:
+        elif name not in stored_in:
             is_cache = layout != "plain" and _is_of_cache(name, checkpoint.tensors)
             (auxiliary if name in names or is_cache else tensors)[name] = tensor
     changes: Any = {"tensors": tensors, "auxiliary": auxiliary, "stored": checkpoint.tensors}
@@ -159,50 +162,27 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The quantization config of a folder; empty if there is none.
 
     It is in config.json, or, in many folders of NVIDIA's modelopt, only in hf_quant_config.json.
-
-    Raises:
-      CheckpointError: That file does not say how weights are quantized.
     """
-    if checkpoint.folder is None:
+    folder = checkpoint.folder
+    if folder is None:
         return {}
-    config = checkpoint.config
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
+    for part in configs_in(checkpoint.config):
         for key in ("quantization_config", "compression_config"):
             about = part.get(key)
             if isinstance(about, dict) and {"quant_method", *_WITHOUT_METHOD} & about.keys():
                 return about
-    return _modelopt_config(checkpoint) if checkpoint.folder.modelopt_config else {}
-
-
-def _modelopt_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """hf_quant_config.json as the quantization_config that modelopt writes today.
-
-    Beside unquantized weights it may name no algorithm, but be about the attention cache alone.
-    """
-    assert checkpoint.folder is not None
-    about = checkpoint.folder.modelopt_config.get("quantization")
+    if not folder.modelopt_config:
+        return {}
+    about = folder.modelopt_config.get("quantization")
     if isinstance(about, dict) and "quant_algo" in about:
         return {"quant_method": "modelopt", "ignore": about.get("exclude_modules"), **about}
+    # Of unquantized weights it may name no algorithm, but be about the attention cache alone.
     if not any(tensor.dtype in ("F8_E4M3", "U8") for tensor in checkpoint.tensors.values()):
         return {}
     raise CheckpointError(
         f"{join(checkpoint.path, MODELOPT_CONFIG)}: {shown(str(about)[:80])} under 'quantization', "
         'expected {"quant_algo": "FP8", ...}; dequantize the checkpoint with modelopt'
     )
-
-
-def _check_once(
-    where: str, headers: Mapping[str, Entry], encodings: Mapping[str, Encoding]
-) -> None:
-    """Raises where a weight is there quantized and, under its own name, once more."""
-    for encoding in encodings.values():
-        if encoding.codes.name != encoding.name and encoding.name in headers:
-            raise CheckpointError(
-                f"{where}: tensor {shown(encoding.name)}: it is there beside its codes, "
-                f"{shown(encoding.codes.name)}, expected one of them: loaders differ in which they "
-                "take; write the checkpoint again without the other"
-            )
 
 
 def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> None:
@@ -212,49 +192,46 @@ def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) 
         remedy = "dequantize the checkpoint with the program that made it"
     for encoding in encodings.values():
         for entry, expected in encoding.constants:
-            data = bytearray(len(expected))
-            checkpoint.tensors[entry.name].read_into(0, memoryview(data))
-            if data != expected:
-                says = np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).tolist()
+            stated = checkpoint.read(entry.name)
+            if stated.tobytes() != expected:
                 raise CheckpointError(
                     f"{checkpoint.path}: tensor {shown(entry.name)}: it says that the weight is "
-                    f"{says}, and {encoding.spec.name} of that many words is "
+                    f"{stated.tolist()}, and {encoding.spec.name} of that many words is "
                     f"{list(encoding.shape)}; {remedy}"
                 )
 
 
 def _zero_parts(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> set[str]:
-    """The entries NAME.weight_* beside codes that the layout has not, if they are 0: offsets.
+    """The entries NAME.weight_* of quantized weights that the layout lacks, if all are 0: offsets.
 
-    Raises:
-      CheckpointError: One is not 0, so that the numbers are others than those that are read.
+    Raises where one is not 0, so that the numbers are others than those that are read.
     """
     known = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     known |= encodings.keys() | _auxiliary_names(encodings)
-    found = set()
+    zeros = set()
     for name, tensor in checkpoint.tensors.items():
         module, dot, last = name.rpartition(".")
         if name in known or f"{module}{dot}weight" not in encodings:
             continue
         if last.startswith("weight_") and statistics(tensor).zeros == tensor.size:
-            found.add(name)
+            zeros.add(name)
         elif last.startswith("weight_") or last == "quant_bias":
-            what = f"{tensor.entry}, beside codes, expected no such entry: it changes what is read"
+            what = f"{tensor.entry} of a quantized weight, expected no such entry: it changes what "
+            what += "is read"
             raise unread(str(checkpoint.path), name, what)
-    return found
+    return zeros
 
 
 def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     """The tensors in which ComfyUI says how layers are quantized, those of `weights` among them.
 
-    Raises:
-      CheckpointError: It is in one of the ways that have the entries of others and not the numbers:
-        weights are rotated, or, in NVFP4, scales lie in tiles and the first code is the high one.
+    Raises for the ways that have the entries of other programs and not the numbers: weights are
+    rotated, or, in NVFP4, scales lie in tiles and the first code is the high one.
     """
     marks = {name for name in checkpoint.tensors if name.endswith(_COMFY_MARK)}
     texts = {n.removesuffix(_COMFY_MARK): checkpoint.read(n).tobytes() for n in marks}
-    layers: Any = {module: _json_object(text) for module, text in texts.items()}
-    of_all = _json_object(checkpoint.metadata.get(_COMFY_METADATA, "{}")).get("layers")
+    layers: Any = {module: json_object(text) for module, text in texts.items()}
+    of_all = json_object(checkpoint.metadata.get(_COMFY_METADATA, "{}")).get("layers")
     layers |= of_all if isinstance(of_all, dict) else {}
     for module, about in layers.items():
         weight, about = f"{module}.weight", about if isinstance(about, dict) else {}
@@ -265,15 +242,6 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     return marks
 
 
-def _json_object(text: str | bytes) -> dict[str, Any]:
-    """What the text holds; {} if that is no object of JSON."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def own_layout(checkpoint: Checkpoint) -> str:
     """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
     return str(own_metadata(checkpoint).get("layout", ""))
@@ -281,4 +249,4 @@ def own_layout(checkpoint: Checkpoint) -> str:
 
 def own_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `convert` has written under "qtoolkit" in the metadata of a file."""
-    return _json_object(checkpoint.metadata.get("qtoolkit", "{}"))
+    return json_object(checkpoint.metadata.get("qtoolkit", "{}"))

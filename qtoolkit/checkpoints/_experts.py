@@ -31,12 +31,13 @@ def split_for(source: Checkpoint, layout: str) -> Checkpoint:
 
 
 def split_alike(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Two checkpoints, of which neither has in one tensor what the other has one by one."""
+    """Two checkpoints; stacks of experts are split where the other has a weight for each expert."""
     return _split_like(a, b), _split_like(b, a)
 
 
 def _split_like(a: Checkpoint, b: Checkpoint) -> Checkpoint:
-    return _split(a, {name for name in a.tensors if _name(name, 0, _parts(name)[0]) in b.tensors})
+    """`a` with those stacks split of which `b` has the first expert on its own."""
+    return _split(a, {n for n in a.tensors if _name(n, 0, _projections(n)[0]) in b.tensors})
 
 
 def _split(source: Checkpoint, names: Container[str]) -> Checkpoint:
@@ -51,29 +52,30 @@ def _split(source: Checkpoint, names: Container[str]) -> Checkpoint:
 
 def _experts(stack: Tensor, outputs_last: bool | None, turning: Turning) -> Iterator[Tensor]:
     """The weights, [outputs, inputs]; nothing if they cannot be told apart."""
-    parts = _parts(stack.name)
+    projections = _projections(stack.name)
     data = turning.transposed(stack) if outputs_last else stack
     count, rows, columns = data.shape
-    if outputs_last is None or rows % len(parts):
+    if outputs_last is None or rows % len(projections):
         return
-    pieces, shape = count * len(parts), (rows // len(parts), columns)
-    stored = stack.stored_nbytes
-    for piece in range(pieces):
-        expert, part = divmod(piece, len(parts))
+    weights = count * len(projections)
+    nbytes, stored = data.nbytes // weights, stack.stored_nbytes
+
+    def read_into(index: int, start: int, buffer: memoryview) -> None:
+        data.read_into(index * nbytes + start, buffer)
+
+    for index in range(weights):  # gate and up of an expert are halves of its rows
+        expert, place = divmod(index, len(projections))
         yield dataclasses.replace(
             stack,
-            name=_name(stack.name, expert, parts[part]),
-            shape=shape,
-            read_into=functools.partial(_read, data, piece * (data.nbytes // pieces)),
-            stored_nbytes=stored * (piece + 1) // pieces - stored * piece // pieces,
+            name=_name(stack.name, expert, projections[place]),
+            shape=(rows // len(projections), columns),
+            read_into=functools.partial(read_into, index),
+            # Rounded so that the weights of a stack together have all of its bytes.
+            stored_nbytes=stored * (index + 1) // weights - stored * index // weights,
         )
 
 
-def _read(data: Tensor, offset: int, start: int, buffer: memoryview) -> None:
-    data.read_into(offset + start, buffer)
-
-
-def _parts(name: str) -> tuple[str, ...]:
+def _projections(name: str) -> tuple[str, ...]:
     last = name.rpartition(".")[2]
     return ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
 

@@ -10,14 +10,15 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._paths import Path, entries, is_url, join, read_file
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
 from qtoolkit.checkpoints._writing import plan_in
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-# The name that config.json gets beside weights that no loader can read, so that none opens them:
+# The name that config.json gets in a folder of weights that no loader can read, so that none does:
 # transformers would take codes for weights without an error.
 PARKED_CONFIG = "qtoolkit_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -36,7 +37,7 @@ _WEIGHTS = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderFiles:
-    """What a folder holds beside tensors.
+    """What a folder holds in addition to tensors.
 
     Attributes:
       has_config: Whether there is a `config.json`, or a `qtoolkit_config.json`.
@@ -47,7 +48,7 @@ class FolderFiles:
       weights: Names of the files with its weights.
       copied: Names of the files that go with the weights, also in folders below ("1_Pooling/
         config.json"): tokenizer, generation config and so on.
-      left: Names of what is not copied: hidden files, weights of other kinds.
+      not_copied: Names of what is not copied: hidden files, weights of other kinds.
       is_adapter: Whether the weights are those of an adapter (LoRA), as PEFT loads them.
     """
 
@@ -56,13 +57,13 @@ class FolderFiles:
     weights_name: str
     weights: list[str]
     copied: list[str]
-    left: list[str]
+    not_copied: list[str]
     is_adapter: bool
 
 
 def open_folder(path: Path) -> Checkpoint:
     """Opens a folder of Hugging Face's. `metadata` is that of the first file."""
-    inside = entries(path)
+    inside = storage.entries(path)
     if is_under_way(path, inside):
         raise CheckpointError(
             f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
@@ -77,7 +78,7 @@ def open_folder(path: Path) -> Checkpoint:
     is_one = index is None and len(weights) == 1 and not _SHARD.match(weights[0])
     named = weights[0] if is_one else index_name.removesuffix(".index.json")
     made = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
-    copied, left = _others(path, inside, _modules(path, names))
+    copied, not_copied = _others(path, inside, _modules(path, names))
     with contextlib.ExitStack() as opening:
         files = {name: opening.enter_context(SafetensorsFile(join(path, name))) for name in weights}
         tensors = _tensors(path, files, index, join(path, index_name))
@@ -93,7 +94,7 @@ def open_folder(path: Path) -> Checkpoint:
             weights_name=named.removesuffix(".safetensors"),
             weights=weights,
             copied=[name for name in copied if name not in made],
-            left=[name for name in left if name not in made],
+            not_copied=[name for name in not_copied if name not in made],
             is_adapter=ADAPTER_CONFIG in names,
         ),
         opened=opened,
@@ -135,7 +136,7 @@ def _tensors(
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file."""
-    data = read_file(path, _MAX_JSON)
+    data = storage.read_file(path, _MAX_JSON)
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -156,12 +157,9 @@ def _others(
     """Two lists of files in a folder and below: those to copy with the weights, and the others.
 
     If nothing is copied from a folder below, the second list has the folder instead of its files.
-
-    Args:
-      inside: The names in the folder `path`/`prefix`, and whether each is a folder.
-      modules: Folders below, as seen from `path`, that are copied with their weights.
+    Of folders in `modules`, as seen from `path`, weights are copied, too.
     """
-    copied, left = [], []
+    copied, not_copied = [], []
     for name, is_folder in inside.items():
         relative, where = prefix + name, join(path, *(prefix + name).split("/"))
         # A linked folder may contain itself; reading a pipe could wait for ever.
@@ -169,16 +167,16 @@ def _others(
             os.path.islink(where) if is_folder else not os.path.isfile(where)
         )
         if is_odd or name.startswith("."):
-            left.append(relative)
+            not_copied.append(relative)
         elif is_folder:
-            more, without = _others(path, entries(where), modules, f"{relative}/")
+            more, without = _others(path, storage.entries(where), modules, f"{relative}/")
             copied += more
-            left += without if more else [relative]
+            not_copied += without if more else [relative]
         elif _WEIGHTS.search(name) and prefix.rstrip("/") not in modules:
-            left.append(relative)
+            not_copied.append(relative)
         else:
             copied.append(relative)
-    return copied, left
+    return copied, not_copied
 
 
 def _index_in(names: list[str]) -> str | None:
@@ -193,7 +191,7 @@ def _modules(path: Path, names: list[str]) -> set[str]:
     """The folders of a model of sentence-transformers, whose modules have weights of their own."""
     if "modules.json" in names:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            modules = json.loads(read_file(join(path, "modules.json"), _MAX_JSON))
+            modules = json.loads(storage.read_file(join(path, "modules.json"), _MAX_JSON))
             return {str(module["path"]) for module in modules if module["path"]}
     return set()
 

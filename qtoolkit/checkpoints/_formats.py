@@ -18,10 +18,11 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     MisuseError,
     Tensor,
+    configs_in,
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, WIDE
+from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, HIGH_PRECISION
 from qtoolkit.formats import (
     BFLOAT16,
     BLOCK_FORMATS,
@@ -49,15 +50,11 @@ TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
 
 
 def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> Scheme:
-    """The scheme of a layout for a format and a value of `--scaling`.
-
-    Raises:
-      CheckpointError: The layout has none; the message names the layouts that have one.
-    """
+    """The scheme of a layout for a format and a value of `--scaling`; raises where it has none."""
     if isinstance(of, BlockFormat) and scaling is not None:
         raise MisuseError(
             f"--scaling {scaling}: {of.name} is a block format, whose scales are its own, expected "
-            "no --scaling; leave it out"
+            "no --scaling; omit it"
         )
     needs = isinstance(of, BlockFormat) or of.needs_scale
     try:
@@ -68,9 +65,8 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
         others = [
             other.name
             for other in LAYOUTS.values()
-            if other is not layout
-            and not other.experts_of
-            and any(_holds(s.spec, of) for s in other.schemes)
+            if other is not layout and not other.experts_of
+            if any(of in (scheme.spec, scheme.spec.element) for scheme in other.schemes)
         ]
         if not others:
             raise
@@ -85,16 +81,8 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
         ) from error
 
 
-def _holds(spec: BlockFormat, of: Format | BlockFormat) -> bool:
-    return spec == of if isinstance(of, BlockFormat) else spec.element == of
-
-
 def resolve_target(of: SpecLike) -> Format | BlockFormat:
-    """The format or published block format that `of` spells, or that of the scheme it names.
-
-    Raises:
-      ValueError, TypeError: As `qtoolkit.format`.
-    """
+    """The format or published block format that `of` spells, or that of the scheme it names."""
     if isinstance(of, BlockFormat):
         return of
     if isinstance(of, str) and of.lower() in _BLOCKS:
@@ -117,8 +105,7 @@ def by_scheme(of: Any, scaling: str | None) -> tuple[Any, str | None]:
         return of, scaling
     if scaling not in (None, scheme.scaling):
         raise MisuseError(
-            f"--scaling {scaling}: {of} is {scheme.spelling}, expected no other --scaling; leave "
-            "it out"
+            f"--scaling {scaling}: {of} is {scheme.spelling}, expected no other --scaling; omit it"
         )
     return scheme.format, scheme.scaling
 
@@ -130,8 +117,8 @@ def target_names() -> tuple[str, ...]:
 
 
 def default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    """The layout that is meant without one: compressed-tensors for folders, plain, or, of a format
-    that neither holds, the only one that does.
+    """The layout if none is given: compressed-tensors for folders, else plain; for a format that
+    neither holds, the only one that does.
     """
     if format is None:
         return "plain"
@@ -158,8 +145,7 @@ def formats_of(rules: Rules[Any]) -> list[Any]:
 
 def model_dtype(config: Mapping[str, Any]) -> str | None:
     """The dtype that config.json names, as safetensors spells it; None where it names none."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
+    for part in configs_in(config):
         for key in ("dtype", "torch_dtype"):
             name = part.get(key)
             if isinstance(name, str) and name in ("float32", "float16", "bfloat16"):
@@ -198,10 +184,10 @@ def safetensors_dtype(fmt: FormatLike) -> str:
     )
 
 
-def wide_dtype(fmt: FormatLike) -> str:
-    """The dtype of one of the wide formats, as safetensors spells it."""
+def high_precision_dtype(fmt: FormatLike) -> str:
+    """The dtype of float32, float16 or bfloat16 as safetensors spells it; raises for others."""
     resolved = resolve(fmt)
-    for dtype, known in WIDE.items():
+    for dtype, known in HIGH_PRECISION.items():
         if known == resolved:
             return dtype
     raise CheckpointError(
@@ -216,59 +202,53 @@ def dtype_of(fmt: Format | BlockFormat) -> str | None:
 
 
 def input_scale(
-    given: InputScales | None, info: Tensor, scheme: Scheme, layout: Layout
+    scales: InputScales | None, info: Tensor, scheme: Scheme, layout: Layout
 ) -> float | None:
-    """The activation scale of a tensor's module; None if its scheme has no activation scales.
-
-    Raises:
-      CheckpointError: The scheme needs a scale and none was given, or it is no number above 0.
-    """
-    if isinstance(given, Mapping):
-        given = given.get(module_of(info.name), given.get(info.name))
-    if given is None and scheme.needs_input_scale:
+    """The activation scale of a tensor's module; None if its scheme has no activation scales."""
+    scale: Any = scales
+    if isinstance(scales, Mapping):
+        scale = scales.get(module_of(info.name), scales.get(info.name))
+    if scale is None and scheme.needs_input_scale:
+        remedy = "use --scaling channel or --layout compressed-tensors, which need none"
+        if scheme in layout.static.values():
+            remedy = "omit --input-scales"
+        elif scheme.scaling is None:
+            remedy = "use --layout compressed-tensors, which needs none"
         raise CheckpointError(
             f"tensor {shown(info.name)}: {scheme.name} in layout {layout.name} has static "
             "activation scales, expected one for "
             f"{shown(module_of(info.name))}; give --input-scales FILE from a calibration, or "
-            + _without_them(scheme, layout)
+            f"{remedy}"
         )
-    return None if given is None else _number(given, info)
-
-
-def _number(given: Any, info: Tensor) -> float:
-    """The number, as float32 has it: files hold that, in which 1e-50 is 0."""
-    if not isinstance(given, bool) and isinstance(given, numbers.Real):
+    if scale is None:
+        return None
+    if not isinstance(scale, bool) and isinstance(scale, numbers.Real):
+        # As float32 has it: files hold that, in which 1e-50 is 0.
         with np.errstate(over="ignore", under="ignore"), contextlib.suppress(OverflowError):
-            number = float(np.float32(float(given)))
+            number = float(np.float32(float(scale)))
             if 0 < number < math.inf:
                 return number
     raise CheckpointError(
-        f"tensor {shown(info.name)}: input scale {reprlib.repr(given)}, expected a number above 0 "
+        f"tensor {shown(info.name)}: input scale {reprlib.repr(scale)}, expected a number above 0 "
         "that float32 has; correct it in --input-scales"
     )
 
 
-def _without_them(scheme: Scheme, layout: Layout) -> str:
-    if scheme in layout.static.values():
-        return "leave --input-scales out"
-    if scheme.scaling is None:
-        return "use --layout compressed-tensors, which needs none"
-    return "use --scaling channel or --layout compressed-tensors, which need none"
-
-
-def check_used(given: InputScales | None, tensors: Sequence[TensorPlan], layout: Layout) -> None:
+def check_used(scales: InputScales | None, tensors: Sequence[TensorPlan], layout: Layout) -> None:
     """Raises if input scales were given that nothing uses, or that name no module."""
-    if given is None:
+    if scales is None:
         return
     if not any(t.scheme is not None and t.scheme.needs_input_scale for t in tensors):
         raise MisuseError(
             f"--input-scales: nothing in layout {layout.name} with this format and "
-            "scaling takes static activation scales, expected one that does; leave "
-            "--input-scales out, or use --scaling tensor with --layout modelopt or "
+            "scaling takes static activation scales, expected one that does; omit "
+            "--input-scales, or use --scaling tensor with --layout modelopt or "
             "compressed-tensors"
         )
     names = {name for info in tensors for name in (info.name, module_of(info.name))}
-    unknown = [name for name in (given if isinstance(given, Mapping) else {}) if name not in names]
+    unknown = [
+        name for name in (scales if isinstance(scales, Mapping) else {}) if name not in names
+    ]
     if unknown:
         some = ", ".join(shown(module_of(t.name)) for t in tensors if t.scheme is not None)
         raise CheckpointError(

@@ -21,10 +21,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import DictKey, SequenceKey
 
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._containers import array_checkpoint, check_unique
-from qtoolkit.checkpoints._paths import Path, entries, is_url, join, naming
 from qtoolkit.checkpoints._report import Plan
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._target import check_folder
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Checkpoint, CheckpointError, Entry, shown
 from qtoolkit.checkpoints._writing import (
@@ -35,7 +36,7 @@ from qtoolkit.checkpoints._writing import (
     rename_folder,
 )
 
-_METADATA = "_METADATA"  # beside the arrays of a tree
+_METADATA = "_METADATA"  # the file of a tree that describes its arrays
 # In the custom metadata of what `convert` writes: the names of lists that became dictionaries.
 _LISTS = "qtoolkit_lists"
 _TOGETHER = 2**24  # bytes that are read at a time: each reading looks at the metadata of all arrays
@@ -145,10 +146,10 @@ class _Arrays:
                 stop += 1
                 if stop == len(self._names):
                     break
-            self._restore(first, stop)
+            self.ready |= self._restored(first, stop)
         return self.ready[name]
 
-    def _restore(self, first: int, stop: int) -> None:
+    def _restored(self, first: int, stop: int) -> dict[str, np.ndarray]:
         count = self._structure.num_leaves
         wanted = [0 if first <= i < stop else ocp.PLACEHOLDER for i in range(count)]
         how = [ocp.RestoreArgs(restore_type=np.ndarray)] * count
@@ -162,8 +163,7 @@ class _Arrays:
             where = f"{self._path}: tensor {shown(self._names[first])}"
             raise _damaged(where, error) from error
         leaves = jax.tree.leaves(restored, is_leaf=lambda leaf: leaf is ocp.PLACEHOLDER)
-        for i in range(first, stop):
-            self.ready[self._names[i]] = np.asarray(leaves[i])
+        return {self._names[i]: np.asarray(leaves[i]) for i in range(first, stop)}
 
 
 def _damaged(where: Path, error: Exception) -> CheckpointError:
@@ -176,7 +176,7 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what orbax logs: what goes wrong is raised."""
+    """Silences orbax: it logs errors that it raises, too."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -187,19 +187,19 @@ def _quiet() -> Iterator[None]:
 
 
 def _of_one_item(path: Path) -> Path:
-    """The folder with the tree: itself, or that of the only item of a manager's step."""
+    """The folder with the tree: the path itself, or the only item in a step of a manager."""
     if is_url(path):
         raise CheckpointError(
             f"{path}: an orbax checkpoint, which is not read from a URL; fetch it and give the "
             "folder"
         )
-    inside = entries(path)
+    inside = storage.entries(path)
     if _METADATA in inside:
         return path
     items = [
         name
         for name, is_folder in inside.items()
-        if is_folder and _METADATA in entries(join(path, name))
+        if is_folder and _METADATA in storage.entries(join(path, name))
     ]
     if len(items) != 1:
         some = ", ".join(map(shown, items)) or "none"
@@ -264,7 +264,7 @@ def write_orbax(
     """Writes a checkpoint of orbax, which appears when it is whole.
 
     Codes and scales are produced in pieces and interleaved, but orbax asks for whole arrays, in an
-    order of its own. So a safetensors file is written beside the target first, from which orbax
+    order of its own. So a safetensors file is written next to the target first, from which orbax
     then gets one array at a time. `tree` is the source's; names of tensors that are not in it are
     split at their dots.
     """
@@ -278,7 +278,7 @@ def write_orbax(
         metadata[_LISTS] = json.dumps(lists)
     target = os.path.realpath(path)
     partial = partial_name(target)
-    with naming(path, PARTIAL):
+    with storage.naming(path, PARTIAL):
         clear_partial(target, path, overwrite)
         os.mkdir(partial)
         try:
@@ -349,19 +349,15 @@ def _save(
         except (OSError, CheckpointError):
             raise
         except Exception as error:  # whatever orbax and tensorstore raise
-            raise _failed(path, error) from error
+            # The number of the system's own error, such as that of a full disk.
+            if number := re.search(r"os_error_code='(\d+)'", str(error)):
+                code = int(number[1])
+                raise OSError(code, os.strerror(code), str(path)) from error
+            raise CheckpointError(
+                f"{path}: orbax did not write it: {_line(error)}; write safetensors instead"
+            ) from error
         finally:
             stopped.set()
-
-
-def _failed(path: Path, error: Exception) -> Exception:
-    """The system's own error where tensorstore names its number, such as that of a full disk."""
-    number = re.search(r"os_error_code='(\d+)'", str(error))
-    if number:
-        return OSError(int(number[1]), os.strerror(int(number[1])), str(path))
-    return CheckpointError(
-        f"{path}: orbax did not write it: {_line(error)}; write safetensors instead"
-    )
 
 
 def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
@@ -388,14 +384,14 @@ def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
         if read.name != leaf.name:
             raise CheckpointError(
                 f"{path}: tensor {shown(leaf.name)}: it would be read as {shown(read.name)}, for "
-                "the tree has other keys beside it; write safetensors, without --to orbax"
+                "the tree has other keys next to it; write safetensors, without --to orbax"
             )
     lists: list[str] = []
     return _nested(path, [*leaves, *tree.empty], tree.lists, lists), lists
 
 
 def _split(name: str) -> TreePath:
-    """The keys in a name; what it cannot be told from when it is read again stays one key."""
+    """The keys of a name, split at its dots unless reading the tree would give another name."""
     parts = name.split(".")
     if "" in parts:
         return TreePath((DictKey(name),))

@@ -9,13 +9,12 @@ from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._checks import (
-    Misfit,
     check_fit,
     check_loads,
     check_names,
     check_split,
-    kept_modules,
     skip_patterns,
+    unquantized_modules,
     used_schemes,
 )
 from qtoolkit.checkpoints._codes import check_explained
@@ -27,12 +26,12 @@ from qtoolkit.checkpoints._formats import (
     default_layout,
     dtype_of,
     formats_of,
+    high_precision_dtype,
     input_scale,
     model_dtype,
     resolve_target,
     safetensors_dtype,
     scheme_of,
-    wide_dtype,
 )
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import (
@@ -52,9 +51,9 @@ from qtoolkit.checkpoints._tensors import (
     Tensor,
     shown,
 )
-from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Encoding, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
-from qtoolkit.checkpoints.layouts._qarrays import copied_parts, remaining_arrays
+from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
+from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION, SCALINGS
+from qtoolkit.checkpoints.layouts._qarrays import remaining_arrays, undecoded_parts
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
 METADATA_KEY = "qtoolkit"
@@ -74,10 +73,10 @@ def make_plan(
     allow_split: bool = False,
     keep_unfitting: bool = False,
 ) -> Plan:
-    """Decides what `convert` does with every tensor of `source`.
+    """Decide what `convert` does with every tensor of `source`.
 
-    One format quantizes the float32, float16 and bfloat16 tensors of two or more dimensions whose
-    names match neither `DEFAULT_SKIP` nor `skip`. With `Rules`, `skip` still comes first, but
+    A single format quantizes the float32, float16 and bfloat16 tensors of two or more dimensions
+    whose names match neither `DEFAULT_SKIP` nor `skip`. With `Rules`, `skip` still comes first, but
     `DEFAULT_SKIP` and the number of dimensions do not count. A tensor that no rule matches gets the
     default of the rules if it is float32, float16 or bfloat16.
 
@@ -86,8 +85,8 @@ def make_plan(
         the float weights that it stands for.
       format: An element format or a published block format, in any spelling, that the layout holds,
         or the name of one of its schemes, such as "W4A16".
-        Or `Rules` that give such a format, or None to keep a tensor, by its name. None instead of a
-        format: nothing is quantized.
+        Or `Rules`, which give such a format, or None, for the name of a tensor; a tensor with None
+        is not quantized. None instead of a format: nothing is quantized.
       scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
         elements, but one for each output in convolutions [O, I, kh, kw]. None: what the layout
         has first for the format. Formats without scales, bfloat16 and float16, and block formats
@@ -95,9 +94,9 @@ def make_plan(
       layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
         that layout holds the format and the model is not of diffusers; else the only one that holds
         the format, if weights are named NAME.weight; else "plain".
-      skip: Regular expressions; a tensor is kept if one is found in its name.
+      skip: Regular expressions; a tensor is not quantized if one is found in its name.
       keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
-        are not quantized; None leaves them as they are.
+        are not quantized; None: they are copied.
       channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
         decides by architecture, names and biases.
       input_scales: Static activation scales by module, or one for all, if the layout asks for them.
@@ -106,7 +105,8 @@ def make_plan(
         name them allow them, too.
       allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
         of a layer, may have several schemes, or some of them none.
-      keep_unfitting: Whether weights of which the format's blocks are no even parts are kept.
+      keep_unfitting: Whether weights that whole blocks do not fill are not quantized. Otherwise
+        they are an error.
 
     Raises:
       CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input
@@ -150,14 +150,13 @@ def make_plan(
         source=source,
         layout=chosen,
         scaling=scaling,
-        keep_dtype=None if keep_dtype is None else wide_dtype(keep_dtype),
+        keep_dtype=None if keep_dtype is None else high_precision_dtype(keep_dtype),
         roles=Roles(source.tensors, source.config, channel_axis),
         input_scales=input_scales,
         keep_unfitting=keep_unfitting,
-        copied=copied_parts(source.metadata, source.tensors, source.encodings),
-        allow_codes=allow_codes,
+        copied=undecoded_parts(source.metadata, source.tensors, source.encodings),
     )
-    plan = planner.plan(format, skip)
+    plan = planner.plan(format, skip, allow_codes)
     if not allow_split:
         check_split(source, plan)
     check_loads(source, plan)
@@ -178,27 +177,35 @@ class _Planner:
     input_scales: InputScales | None
     keep_unfitting: bool
     copied: set[str]
-    allow_codes: bool
-    misfits: list[Misfit] = dataclasses.field(default_factory=list)
+    misfits: list[tuple[Tensor, Scheme, str]] = dataclasses.field(default_factory=list)
 
-    def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
-        given, rules = self._rules(format)
+    def plan(
+        self, format: SpecLike | Rules[Any] | None, skip: Sequence[str], allow_codes: bool
+    ) -> Plan:
+        chosen, rules = self._rules(format)
         has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in formats_of(rules))
         if self.scaling is not None and not has_scales:
             names = ", ".join(dict.fromkeys(f.name for f in formats_of(rules)))
             raise MisuseError(
                 f"--scaling {self.scaling}: {names or 'what no rule quantizes'} has no scales, "
-                "expected no --scaling; leave it out"
+                "expected no --scaling; omit it"
             )
-        is_one_format = not isinstance(given, Rules)
+        is_one_format = not isinstance(chosen, Rules)
         patterns = skip_patterns(skip, self.source.tensors)
-        keeps_codes = self._check_codes(given is None, rules, patterns)
+
+        def may_be_codes(name: str) -> bool:
+            is_named = any(p.search(name) for p in patterns) or rules.match_index(name) is not None
+            return allow_codes or is_named
+
+        ways = "--allow-codes" if chosen is None else "--skip PATTERN or --allow-codes"
+        remedy = f"; if it is what the model has, copy it as it is with {ways}"
+        keeps_codes = check_explained(self.source, may_be_codes, remedy)
         tensors = tuple(
             self._tensor(info, *self._choice(info, rules, is_one_format, patterns))
             for info in self.source.tensors.values()
         )
         if not self.keep_unfitting:
-            check_fit(self.source, self.misfits)
+            check_fit(self.source, self.layout.name, self.misfits)
         check_names(self.source, tensors)
         check_used(self.input_scales, tensors, self.layout)
         used = used_schemes(tensors)
@@ -207,34 +214,21 @@ class _Planner:
         words = dict.fromkeys(scheme.scaling or "none" for scheme in used)
         # Without any scheme in use, what was asked for.
         word = ", ".join(words) or ((self.scaling or "tensor") if has_scales else "none")
-        kept = kept_modules(tensors) if used else []
+        unquantized = unquantized_modules(tensors) if used else []
         for tensor, (pattern, reason) in itertools.product(tensors, self.layout.refused.items()):
             if used and re.search(pattern, tensor.name):
                 raise self._error(tensor.source, reason)
         return Plan(
             layout=self.layout.name,
-            format=given,
+            format=chosen,
             scaling=word,
             tensors=tensors,
-            metadata=self._metadata(given, word, tensors, keeps_codes),
-            quantization_config=self.layout.config(used, kept) if used else {},
-            files=self.layout.files(used, kept) if used else {},
+            metadata=self._metadata(chosen, word, tensors, keeps_codes),
+            quantization_config=self.layout.config(used, unquantized) if used else {},
+            files=self.layout.files(used, unquantized) if used else {},
             dequantizes=self.source.layout,
-            caution=self.layout.caution(used, kept) if used else "",
+            caution=self.layout.caution(used, unquantized) if used else "",
         )
-
-    def _check_codes(
-        self, only_dequantizes: bool, rules: Rules[Any], skip: Sequence[re.Pattern[str]]
-    ) -> bool:
-        """Whether codes are kept that no layout explains; raises unless they may be."""
-
-        def is_allowed(name: str) -> bool:
-            named = any(p.search(name) for p in skip) or rules.match_index(name) is not None
-            return self.allow_codes or named
-
-        ways = "--allow-codes" if only_dequantizes else "--skip PATTERN or --allow-codes"
-        remedy = f"; if it is what the model has, copy it as it is with {ways}"
-        return check_explained(self.source, is_allowed, remedy)
 
     def _check_schemes(
         self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]
@@ -286,7 +280,7 @@ class _Planner:
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
         if info.name in self.copied and (is_one_format or fmt is None):
             return None, "of a quantized array that is copied"
-        if position is None and info.dtype not in (*WIDE, "F64"):
+        if position is None and info.dtype not in (*HIGH_PRECISION, "F64"):
             return None, f"dtype {info.dtype}"
         if fmt is not None and dtype_of(fmt) == info.dtype:
             return None, f"{info.dtype} already"
@@ -319,57 +313,42 @@ class _Planner:
 
     def _tensor(self, info: Tensor, fmt: Format | BlockFormat | None, reason: str) -> TensorPlan:
         if fmt is None:
-            return self._kept(info, reason)
+            return self._unquantized(info, reason)
         if info.name in self.copied:
             raise self._error(
-                info, "of a quantized array, which rules cannot quantize again; leave it out"
+                info, "of a quantized array, which rules cannot quantize again; exclude it"
             )
-        if info.dtype not in WIDE:
+        if info.dtype not in HIGH_PRECISION:
             raise self._error(
-                info, f"dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
+                info, f"dtype {info.dtype}, expected F32, F16 or BF16; exclude it with --skip"
             )
         if isinstance(fmt, Format) and not fmt.needs_scale:
             dtype = safetensors_dtype(fmt)
             spec = BlockFormat.tensor(fmt, scale=None)
             return TensorPlan(source=info, action="quantize", dtype=dtype, spec=spec)
-        scheme = self._scheme(info, fmt)
-        if self.input_scales is not None:
-            scheme = self.layout.static.get(scheme, scheme)
-        encoding = self._encoding(info, scheme)
-        if encoding is None:
-            return self._kept(info, self.misfits[-1].reason)
-        shares = encoding.spec.tensor_scale is not None
-        group = fused_group(info.name) if shares else ""
-        return TensorPlan.quantized(info, encoding, scheme, group)
-
-    def _scheme(self, info: Tensor, fmt: Format | BlockFormat) -> Scheme:
-        """The scheme of the layout, with "channel" for "block" in a convolution [O, I, kh, kw].
-
-        Blocks lie in the last two axes, which have kh * kw elements: a 1x1 convolution would get a
-        float32 scale for every element.
-        """
         scheme = scheme_of(self.layout, fmt, self.scaling)
+        # Blocks lie in the last two axes, which in a convolution [O, I, kh, kw] have kh * kw
+        # elements: a 1x1 convolution would get a float32 scale for every element.
         is_by_block = scheme.scaling == "block" and len(info.shape) > 3
         if is_by_block and self.roles.outputs_last(info) is False:
-            return scheme_of(self.layout, fmt, "channel")
-        return scheme
-
-    def _encoding(self, info: Tensor, scheme: Scheme) -> Encoding | None:
-        """What the layout writes for a tensor; None, and a misfit more, where blocks do not fill
-        it. Raises where the layout cannot hold it.
-        """
-        by_channel = scheme.scaling == "channel" and len(info.shape) > 1
+            scheme = scheme_of(self.layout, fmt, "channel")
+        if self.input_scales is not None:
+            scheme = self.layout.static.get(scheme, scheme)
         try:
             if self.layout.linear_only:
                 self._check_linear(info)
             if reason := self.layout.misfit(info.shape, scheme.spec):
-                self.misfits.append(Misfit(info, scheme, self.layout.name, reason))
-                return None
+                self.misfits.append((info, scheme, reason))
+                return self._unquantized(info, reason)
+            by_channel = scheme.scaling == "channel" and len(info.shape) > 1
             axes = self.roles.axes(info) if by_channel else ()
             scale = input_scale(self.input_scales, info, scheme, self.layout)
-            return self.layout.encode(info.entry, scheme, axes, scale)
+            encoding = self.layout.encode(info.entry, scheme, axes, scale)
         except CheckpointError as error:
             raise CheckpointError(f"{self.source.path}: {error}") from error
+        shares = encoding.spec.tensor_scale is not None
+        group = fused_group(info.name) if shares else ""
+        return TensorPlan.quantized(info, encoding, scheme, group)
 
     def _check_linear(self, info: Tensor) -> None:
         if self.layout.experts_of:
@@ -377,21 +356,21 @@ class _Planner:
                 raise CheckpointError(
                     f"tensor {shown(info.name)}, {list(info.shape)}: expected all experts of a "
                     f"layer, [experts, inputs, outputs], as layout {self.layout.name} holds them; "
-                    "keep it by a rule or with --skip, or use another --layout"
+                    "exclude it by a rule or with --skip, or use another --layout"
                 )
             return
         # Not "/weight": other entries replace what follows the last dot of the name.
         if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "
-                f"NAME.weight, as layout {self.layout.name} holds them; leave it out with --skip, "
-                "or use --layout plain"
+                f"NAME.weight, as layout {self.layout.name} holds them; exclude it with --skip, or "
+                "use --layout plain"
             )
         if EMBEDDING.search(info.name):
             raise CheckpointError(
                 f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of "
-                f"layout {self.layout.name} take quantized weights of linear layers only; keep it "
-                "by a rule or with --skip, or use --layout plain"
+                f"layout {self.layout.name} take quantized weights of linear layers only; exclude "
+                "it by a rule or with --skip, or use --layout plain"
             )
         if self.roles.outputs_last(info):
             raise CheckpointError(
@@ -400,9 +379,9 @@ class _Planner:
                 "[outputs, inputs] only; use --layout plain"
             )
 
-    def _kept(self, info: Tensor, reason: str) -> TensorPlan:
-        """A tensor that is not quantized: copied, or cast to another wide dtype."""
-        is_cast = info.dtype in WIDE and info.name not in self.copied
+    def _unquantized(self, info: Tensor, reason: str) -> TensorPlan:
+        """A tensor that is copied, or cast to another dtype of high precision."""
+        is_cast = info.dtype in HIGH_PRECISION and info.name not in self.copied
         wanted = self.keep_dtype if is_cast else None
         if wanted is None and info.encoding is not None:
             wanted = model_dtype(self.source.config)
@@ -412,16 +391,16 @@ class _Planner:
         return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
 
     def _metadata(
-        self, given: Any, word: str, tensors: Sequence[TensorPlan], keeps_codes: bool
+        self, chosen: Any, word: str, tensors: Sequence[TensorPlan], keeps_codes: bool
     ) -> dict[str, str]:
         about: dict[str, Any] = {"scaling": word, "version": __version__}
         if keeps_codes:
             about["keeps_codes"] = True
-        if isinstance(given, Rules):
-            named = given.map(lambda fmt: fmt.name)
+        if isinstance(chosen, Rules):
+            named = chosen.map(lambda fmt: fmt.name)
             about["rules"] = {"rules": named.rules, "default": named.default}
-        elif given is not None:
-            about["format"] = given.name
+        elif chosen is not None:
+            about["format"] = chosen.name
         if self.layout.name != "plain":
             about["layout"] = self.layout.name
         changed = {t.name for t in tensors if t.action != "keep"}
@@ -429,7 +408,7 @@ class _Planner:
         metadata = remaining_arrays(self.source.metadata, changed)
         if self.layout.linear_only:
             metadata["format"] = "pt"  # transformers asks for it
-        if given is None:
+        if chosen is None:
             metadata.pop(METADATA_KEY, None)
             return metadata
         return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}

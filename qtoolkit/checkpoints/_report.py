@@ -1,4 +1,4 @@
-"""What a conversion will do, `Plan`, has done, `Report`, and cost, `Comparison`. Data, no JAX."""
+"""`Plan`: what a conversion will do. `Report`: what it did. `Comparison`: the error. No JAX."""
 
 import dataclasses
 import functools
@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._safetensors import TensorInfo, layout
+from qtoolkit.checkpoints._safetensors import TensorInfo
+from qtoolkit.checkpoints._safetensors import layout as placed
 from qtoolkit.checkpoints._tensors import Entry, Tensor, shown
 from qtoolkit.checkpoints.layouts import Encoding, Scheme
-from qtoolkit.checkpoints.layouts._layout import WIDE
+from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules
 
 _PUBLISHED = {fmt.name for fmt in BLOCK_FORMATS}
@@ -23,10 +24,10 @@ class TensorPlan:
 
     Attributes:
       source: The tensor in the source, dequantized if the source is quantized.
-      action: "quantize"; "cast", rounded to another wide dtype; or "keep", copied unchanged.
+      action: "quantize"; "cast", rounded to another dtype of high precision; or "keep", copied.
       reason: Why it is not quantized; empty if it is.
       dtype: The dtype of its codes, or else of the tensor, in the target, as safetensors spells it.
-      spec: The format to which it is quantized or cast; None if it is kept.
+      spec: The format to which it is quantized or cast; None if it is copied.
       encoding: How it is stored; None if it is not quantized or has no scale.
       scheme: The scheme of the layout; None in the same cases.
       group: A key that tensors with a common tensor scale share; "" if it has its own scale.
@@ -58,10 +59,10 @@ class TensorPlan:
 
     @classmethod
     def unquantized(cls, source: Tensor, dtype: str, reason: str = "") -> "TensorPlan":
-        """A tensor that is kept; or cast, if the dtype is another one."""
+        """A tensor that is copied; or cast, if the dtype is another one."""
         if dtype == source.dtype:
             return cls(source=source, action="keep", reason=reason, dtype=dtype)
-        spec = BlockFormat.tensor(WIDE[dtype], scale=None)
+        spec = BlockFormat.tensor(HIGH_PRECISION[dtype], scale=None)
         return cls(source=source, action="cast", reason=reason, dtype=dtype, spec=spec)
 
     @property
@@ -70,7 +71,7 @@ class TensorPlan:
 
     @property
     def format(self) -> Format | None:
-        """The element format; None where it is kept."""
+        """The element format; None where it is copied."""
         return None if self.spec is None else self.spec.element
 
     @functools.cached_property
@@ -129,7 +130,7 @@ class Plan:
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
         """Every tensor of the target, placed in one file."""
-        return layout(entry for tensor in self.tensors for entry in tensor.entries)
+        return placed(entry for tensor in self.tensors for entry in tensor.entries)
 
     def report(self, source: object, target: object, container: ContainerName) -> "Report":
         """The report of the conversion; nothing of it is measured yet."""
@@ -175,7 +176,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def followed(tensors: Iterable[Tensor], progress: Progress | None) -> Iterator[Tensor]:
-    """Yields tensors; when the next one is asked for, it says that one is done."""
+    """Yields tensors, and reports after each that it is done."""
     tensors = list(tensors)
     done, total = 0, sum(tensor.nbytes for tensor in tensors)
     for tensor in tensors:
@@ -191,14 +192,14 @@ class TensorReport:
 
     Attributes:
       name: The name of the tensor in the source.
-      action: "quantize"; "cast", rounded to another wide dtype; or "keep".
+      action: "quantize"; "cast", rounded to another dtype of high precision; or "keep", copied.
       reason: Why it was not quantized; empty if it was.
       dtype: Its dtype in the target, as safetensors spells it.
       format: The format to which it was quantized; empty if it was not.
       bytes_before, bytes_after: The size of its data; after the conversion with its scales.
       max_scale: The largest of its scales; None if it has none.
       sqnr_db: 10 log10(sum x^2 / sum (x - value)^2) over its finite elements, value being what
-        `dequantize` gives; infinite if exact; None if it was kept, is empty or all zero.
+        `dequantize` gives; infinite if exact; None if it was copied, is empty or all zero.
       nonfinite: How many elements are NaN or infinite; counted in float64, float32, float16 and
         bfloat16.
       overflowed: How many finite elements exceeded the largest number of the float16 or bfloat16 to

@@ -1,14 +1,14 @@
 """Guesses the roles of a model's tensors from their names and shapes. No JAX here.
 
-It tells which weights stay wide, which axis of a weight holds its outputs, and which weights
-loaders merge into one.
+It tells which weights are not quantized, which axis of a weight holds its outputs, and which
+weights loaders merge into one.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, Tensor, configs_in, shown
 
 AxisChoice = Literal["auto", "first", "last"]
 AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
@@ -199,9 +199,10 @@ class Roles:
         """Whether the weights of all experts in one tensor are [E, in, out], as Llama 4 and GPT-OSS
         have them, or [E, out, in]; None if nothing says it.
         """
-        hidden = _hidden_size(self._config)
         if len(info.shape) != 3:
             return None
+        sizes = (part.get("hidden_size") for part in reversed(configs_in(self._config)))
+        hidden = next((size for size in sizes if isinstance(size, int)), None)
         _, first, last = info.shape
         is_down = re.search(r"(down_proj|w2)$", info.name) is not None
         if hidden is not None and first != last and hidden in (first, last):
@@ -218,11 +219,3 @@ class Roles:
             return None if in_out == out_in else in_out
         pair = self._tensors.get(info.name.replace("down_proj", "gate_up_proj"))
         return self._experts_outputs_last(pair) if pair and pair.name != info.name else None
-
-
-def _hidden_size(config: Mapping[str, Any]) -> int | None:
-    text = config.get("text_config")
-    for part in (text if isinstance(text, Mapping) else {}, config):
-        if isinstance(part.get("hidden_size"), int):
-            return part["hidden_size"]
-    return None

@@ -16,7 +16,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from qtoolkit.checkpoints._paths import Path, check_path, fill, is_url, naming, open_file, upload
+from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._storage import Path, is_url
 from qtoolkit.checkpoints._tensors import (
     DTYPE_BITS,
     DTYPE_OF,
@@ -96,31 +97,27 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        check_path(path, "path")
+        storage.check_path(path, "path")
         self.path = path
-        self._file = open_file(path)
+        self._file = storage.open_file(path)
+        size = self._file.size
+        start = bytearray(min(8, size))
         try:
-            text = self._header()
-            self._data = 8 + len(text)
+            with storage.naming(path):
+                storage.fill(self._file, 0, memoryview(start), f"{path}: header")
+                length = int.from_bytes(start, "little")
+                if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                    raise CheckpointError(
+                        f"{path}: header length {length} of {size} bytes, expected at most "
+                        f"{MAX_HEADER_BYTES} and 8 less than the file; {_DAMAGED}"
+                    )
+                text = bytearray(length)
+                storage.fill(self._file, 8, memoryview(text), f"{path}: header")
+            self._data = 8 + length
             self.tensors, self.metadata = _parsed(path, text, self._file.size - self._data)
         except BaseException:
             self._file.close()
             raise
-
-    def _header(self) -> bytearray:
-        size = self._file.size
-        start = bytearray(min(8, size))
-        with naming(self.path):
-            fill(self._file, 0, memoryview(start), f"{self.path}: header")
-            length = int.from_bytes(start, "little")
-            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(
-                    f"{self.path}: header length {length} of {size} bytes, expected at most "
-                    f"{MAX_HEADER_BYTES} and 8 less than the file; {_DAMAGED}"
-                )
-            text = bytearray(length)
-            fill(self._file, 8, memoryview(text), f"{self.path}: header")
-        return text
 
     def __enter__(self) -> Self:
         return self
@@ -184,18 +181,15 @@ class SafetensorsFile:
             raise IndexError(
                 f"tensor {shown(name)}: bytes {start}:{start + len(buffer)} of {info.nbytes}"
             )
-        with naming(self.path):
+        with storage.naming(self.path):
             where = f"{self.path}: tensor {shown(name)}"
-            fill(self._file, self._data + info.start + start, memoryview(buffer), where)
+            storage.fill(self._file, self._data + info.start + start, memoryview(buffer), where)
 
 
 def _parsed(
     path: Path, text: bytearray, data_bytes: int
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The tensors that a header describes, in the order of their data, and the metadata.
-
-    They have to cover the `data_bytes` that follow exactly.
-    """
+    """The tensors that a header describes, in the order of their data, and the metadata."""
     try:
         if text[:1] != b"{":
             raise ValueError(f"starts with {bytes(text[:1])!r}, expected b'{{'")
@@ -223,12 +217,12 @@ def _parsed(
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found or not _is_text(key):
+        if key in unique or not _is_text(key):
             raise ValueError(f"key {key!a} is given twice or no valid text")
-        found[key] = value
-    return found
+        unique[key] = value
+    return unique
 
 
 def _info(name: str, entry: Any) -> TensorInfo:
@@ -242,7 +236,7 @@ def _info(name: str, entry: Any) -> TensorInfo:
     elif not _are_counts(shape) or len(shape) > 32 or math.prod(n or 1 for n in shape) >= 2**60:
         wrong = (
             f"shape {_brief(shape)}, expected a list of at most 32 integers >= 0 whose product is "
-            "below 2**60, lengths of 0 left out"
+            "below 2**60, without lengths of 0"
         )
     elif not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         wrong = f"data_offsets {_brief(offsets)}, expected [start, stop] with 0 <= start <= stop"
@@ -274,13 +268,13 @@ def _brief(value: Any) -> str:
 
 
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
-    """Places (name, dtype, shape) triples as the reference does: aligned, without holes.
+    """Place (name, dtype, shape) triples in a file as the reference does: aligned, without holes.
 
     Args:
       tensors: In any order; dtypes as safetensors spells them, "F8_E4M3".
 
     Returns:
-      One `TensorInfo` for each, in the order of the data: wide elements first, then by name.
+      One `TensorInfo` for each, in the order of the data: large elements first, then by name.
 
     Raises:
       CheckpointError: A dtype is none of safetensors', or a tensor ends within a byte.
@@ -318,9 +312,9 @@ def write_safetensors(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Writes a safetensors file from chunks as they are produced.
+    """Write a safetensors file from chunks as they are produced.
 
-    The file appears under its name once it is complete and on the disk. Until then its data is in a
+    The file appears under its name when it is complete and on the disk. Until then its data is in a
     partial file in the same folder. A failure or interrupt removes that file; if the process is
     killed, the next run does. Of two runs with the same target the one that began first fails. For
     a URL the data is first written to a local temporary file.
@@ -350,12 +344,12 @@ def write_safetensors(
     if is_url(path):
         # A file without a name: nothing is left of it if the process is killed.
         with tempfile.TemporaryFile() as scratch:
-            with naming(tempfile.gettempdir()):
+            with storage.naming(tempfile.gettempdir()):
                 _write_all(scratch.fileno(), path, tensors, chunks, metadata)
             check_target(path, overwrite)
-            upload(scratch, path)
+            storage.upload(scratch, path)
         return
-    with naming(path, PARTIAL):
+    with storage.naming(path, PARTIAL):
         clear_partial(target, path, overwrite)
         with temporary_file(target, path) as file:
             _write_all(file, path, tensors, chunks, metadata)

@@ -1,10 +1,11 @@
 """Writes a checkpoint folder file by file, in one process or in many at a time. No JAX here.
 
-Until the checkpoint is whole, its files lie in a folder beside the target, under their final names.
-There `plan.json` says what is being written, and each finished file has a record, `NAME.json`.
-Which process writes which file follows from the plan and (index, count) alone. A rerun keeps the
-files whose record is of the same plan: of the same version, options and source, of which the
-headers and samples of 1,024 tensors are compared. At the end the folder is renamed to the target.
+Until the checkpoint is whole, its files lie in a folder next to the target, under their final
+names. There `plan.json` says what is being written, and each finished file has a record,
+`NAME.json`. Which process writes which file follows from the plan and (index, count) alone. A rerun
+does not write files again whose record is of the same plan: of the same version, options and
+source, of which headers and samples of 1,024 tensors are compared. At the end the folder gets the
+name of the target.
 
 Behind a URL nothing can be renamed. There files have their final names from the start; the index
 and config.json are written last, and no loader opens a checkpoint without them.
@@ -18,24 +19,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
-from qtoolkit.checkpoints._paths import (
-    Path,
-    check_path,
-    check_writable,
-    copy,
-    entries,
-    file_size,
-    is_url,
-    join,
-    kind_at,
-    naming,
-    remove,
-    remove_folder,
-    write_file,
-)
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, layout, write_safetensors
+from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._safetensors import layout as placed
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._target import (
     Destination,
     check_folder,
@@ -97,9 +86,9 @@ class _Unfinished:
     def record(self, name: str) -> dict[str, Any] | None:
         """The record of a file, if the file is there and has the size that the record says."""
         record = json_in(join(self.partial, f"{name}.json"))
-        if record is None or kind_at(self.inside(name)) != "file":
+        if not record or storage.kind_at(self.inside(name)) != "file":
             return None
-        return record if file_size(self.inside(name)) == record["bytes"] else None
+        return record if storage.file_size(self.inside(name)) == record["bytes"] else None
 
     def reports(self, name: str, made: Mapping[str, Any]) -> list[TensorReport] | None:
         """The reports of the tensors in a finished file of this plan; None without such a file."""
@@ -112,14 +101,14 @@ class _Unfinished:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         # A file name that is no UTF-8 has lone surrogates. "backslashreplace" writes them as
         # \udcXX, which is how JSON escapes them, too.
-        write_file(join(folder, name), text.encode(errors="backslashreplace"))
+        storage.write_file(join(folder, name), text.encode(errors="backslashreplace"))
 
     def remove(self, shared: Mapping[str, Any]) -> None:
         """Removes all files of a conversion that is not complete."""
         if is_url(self.path):
             for name in (*shared["files"], *shared["copied"], *shared["json"]):
-                remove(self.inside(name))
-        remove_folder(self.partial)
+                storage.remove(self.inside(name))
+        storage.remove_folder(self.partial)
 
 
 def write_folder(
@@ -130,12 +119,11 @@ def write_folder(
     report: Report,
     error_of: ErrorOf,
 ) -> Report:
-    """Writes a converted checkpoint, or one shard of its files.
+    """Writes a converted checkpoint, or one shard of its files; `report` lacks files and tensors.
 
     The checkpoint appears only once it is complete: if there are shards, by `finalize`. After a
-    failure, finished files are kept for a rerun, and a note on the exception says so; but not after
-    a CheckpointError in a run without shards, since a rerun would raise it again. `report` is still
-    without files and tensors.
+    failure, finished files stay for a rerun, and a note on the exception says so; but not after a
+    CheckpointError in a run without shards, since a rerun would raise it again.
     """
     path, overwrite, shard = destination.dst, destination.overwrite, destination.shard
     index, count = shard or (0, 1)
@@ -146,7 +134,7 @@ def write_folder(
     if not is_url(path):
         restore(unfinished.target)
     check_folder(path, overwrite, _own_names(shared))
-    with naming(path, unfinished.partial):
+    with storage.naming(path, unfinished.partial):
         is_new = _begin(unfinished, shared, overwrite)
         try:
             resumed = _write(unfinished, source, plan, shared, mine, production, error_of)
@@ -162,7 +150,7 @@ def write_folder(
             elif complete and not isinstance(error, CheckpointError):
                 error.add_note(
                     f"{len(complete)} of {len(files)} files {'are' if len(complete) > 1 else 'is'}"
-                    " whole and kept for a rerun with the same options; to remove what is there: "
+                    " whole, and a rerun with the same options uses them; to remove what is there: "
                     f"qtoolkit finalize --discard {shlex.quote(str(path))}"
                 )
             raise
@@ -182,10 +170,8 @@ def _own_names(shared: Mapping[str, Any]) -> set[str]:
 
 
 def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) -> bool:
-    """Writes the plan, unless it is there; returns whether it was not.
-
-    Files of another plan are removed; but not by shards, and those of shards not unasked.
-    """
+    """Writes the plan, unless it is there; returns whether it was not."""
+    # Files of another plan are removed; but not by shards, and those of shards not unasked.
     path, there = unfinished.path, plan_in(unfinished.partial)
     if there is not None and there["made"] == shared["made"]:
         return False
@@ -197,11 +183,11 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
         )
     if not is_url(path):
         # Not a folder of shards: another one may have made it just now.
-        if not shared["shards"] or kind_at(unfinished.partial) == "file":
+        if not shared["shards"] or storage.kind_at(unfinished.partial) == "file":
             clear_partial(unfinished.target, path, overwrite)
         os.makedirs(unfinished.content, exist_ok=True)
     elif shared["shards"]:
-        existing = entries(unfinished.target)
+        existing = storage.entries(unfinished.target)
         if existing and not is_under_way(path, existing):
             raise CheckpointError(
                 f"{path}: exists already, and shards cannot replace what lies behind a URL; "
@@ -210,7 +196,7 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
     elif there is not None:
         unfinished.remove(there)
     elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
-        remove_folder(unfinished.target)
+        storage.remove_folder(unfinished.target)
     unfinished.write(unfinished.partial, PLAN, shared)
     return True
 
@@ -227,27 +213,27 @@ def _write(
     """Writes the files of a shard that are not there yet; returns the names of those that were."""
     # Times are compared only if one machine has written all: clocks of several may differ.
     newest = 0 if shared["shards"] or is_url(unfinished.path) else modified_at(source)
-    kept = {}
+    resumed = {}
     for name in mine:
         reports = unfinished.reports(name, shared["made"])
         if reports is not None and not error_of(reports):
             where = join(unfinished.partial, f"{name}.json")
             if not newest or os.stat(where).st_mtime_ns >= newest:
-                kept[name] = reports
-    production.total = sum(t.nbytes for name in mine if name not in kept for t in mine[name])
+                resumed[name] = reports
+    production.total = sum(t.nbytes for name in mine if name not in resumed for t in mine[name])
     assert source.folder is not None
     first = shared["files"][0]
     for name in source.folder.copied if first in mine else ():  # by the process of the first file
-        if first not in kept or kind_at(unfinished.inside(name)) != "file":
-            copy(join(source.path, *name.split("/")), unfinished.inside(name))
+        if first not in resumed or storage.kind_at(unfinished.inside(name)) != "file":
+            storage.copy(join(source.path, *name.split("/")), unfinished.inside(name))
     for name, tensors in mine.items():
         done = len(production.reports)
-        if name in kept:
-            production.reports += kept[name]
+        if name in resumed:
+            production.reports += resumed[name]
             continue
         # The old record goes first, so that no record describes a file that is half-written.
-        remove(join(unfinished.partial, f"{name}.json"))
-        outputs = layout(entry for tensor in tensors for entry in tensor.entries)
+        storage.remove(join(unfinished.partial, f"{name}.json"))
+        outputs = placed(entry for tensor in tensors for entry in tensor.entries)
         file = unfinished.inside(name)
         write_safetensors(file, outputs, production.chunks(tensors), plan.metadata, overwrite=True)
         reports = production.reports[done:]
@@ -257,25 +243,25 @@ def _write(
                 "meanwhile; nothing more was written"
             )
         if error_of(reports):  # raised when all others are written
-            remove(file)
+            storage.remove(file)
             continue
         record = {
             "made": shared["made"],
-            "bytes": file_size(file),
+            "bytes": storage.file_size(file),
             "tensors": [dataclasses.asdict(report) for report in reports],
         }
         unfinished.write(unfinished.partial, f"{name}.json", record)
     if error := error_of(production.reports):
         raise error
-    return tuple(kept)
+    return tuple(resumed)
 
 
 def finalize(dst: Path, *, overwrite: bool = False) -> Report:
-    """Completes a checkpoint whose files several calls of `convert(shard=...)` have written.
+    """Complete a checkpoint whose files several calls of `convert(shard=...)` have written.
 
-    The result is byte for byte what one process would have written. Neither the source nor JAX is
-    needed: each shard has recorded samples of its source, so shards of different sources are
-    noticed.
+    The result has the bytes that one process would have written. Neither the source nor JAX is
+    needed. Each shard has recorded samples of its source, so shards of different sources are
+    refused.
 
     Args:
       dst: The `dst` that was given to all shards.
@@ -299,12 +285,12 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       ('model.safetensors',)
     """
     unfinished, shared = _begun_by_shards(dst)
-    with naming(dst, unfinished.partial):
+    with storage.naming(dst, unfinished.partial):
         return _finalized(unfinished, shared, overwrite)
 
 
 def discard(dst: Path) -> None:
-    """Removes the files that shards have written, if they have not been finalized.
+    """Remove the files that shards have written, if they have not been finalized.
 
     Args:
       dst: The `dst` that was given to the shards, a folder or its URL.
@@ -327,13 +313,13 @@ def discard(dst: Path) -> None:
 
 def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
     """A folder that shards have begun, and its plan."""
-    check_path(dst, "dst")
-    check_writable(dst)
+    storage.check_path(dst, "dst")
+    storage.check_writable(dst)
     unfinished = _Unfinished.of(dst)
     shared = plan_in(unfinished.partial)
-    if shared is not None and kind_at(unfinished.content) == "folder":
+    if shared is not None and storage.kind_at(unfinished.content) == "folder":
         return unfinished, shared
-    there = kind_at(unfinished.target) == "folder"
+    there = storage.kind_at(unfinished.target) == "folder"
     raise CheckpointError(
         f"{dst}: no parts of a conversion"
         + (", but the folder itself: it is finalized already" if there else "")
@@ -357,12 +343,12 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
         unfinished.write(unfinished.content, name, index if value is None else value)
     if is_url(path):
         with whole(str(path)):
-            remove_folder(unfinished.partial)
+            storage.remove_folder(unfinished.partial)
     else:
-        for name, is_folder in entries(unfinished.content).items():
+        for name, is_folder in storage.entries(unfinished.content).items():
             if name not in own:  # half-written, by a process that was killed
                 stray = unfinished.inside(name)
-                shutil.rmtree(stray) if is_folder else remove(stray)
+                shutil.rmtree(stray) if is_folder else storage.remove(stray)
         check_folder(path, overwrite, own)  # somebody may have written it meanwhile
         rename_folder(unfinished.target, path)
     files = sorted((*shared["files"], *shared["copied"], *shared["json"]))
@@ -377,7 +363,7 @@ def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[Ten
     by_name = {name: unfinished.record(name) for name in shared["files"]}
     records = {name: record for name, record in by_name.items() if record is not None}
     missing = [name for name in by_name if name not in records]
-    if not all(kind_at(unfinished.inside(name)) == "file" for name in shared["copied"]):
+    if not all(storage.kind_at(unfinished.inside(name)) == "file" for name in shared["copied"]):
         missing = [*dict.fromkeys((shared["files"][0], *missing))]
     if missing:
         count = shared["shards"] or 1

@@ -1,9 +1,11 @@
-"""What is written, and where, as data: files and their contents, a fingerprint. No JAX here.
+"""Says which files a target has and what is in them; refuses targets that would lose files.
 
-Targets by whose names something would be lost are refused.
+Here are also the size of files, the number of threads, and the fingerprint by which a rerun
+recognizes files of the same conversion. No JAX here.
 """
 
 import concurrent.futures
+import copy
 import dataclasses
 import errno
 import hashlib
@@ -14,6 +16,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._containers import ORBAX_FILES, container_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
@@ -22,37 +25,28 @@ from qtoolkit.checkpoints._folder import (
     is_under_way,
     weight_files,
 )
-from qtoolkit.checkpoints._paths import (
-    Path,
-    check_path,
-    check_writable,
-    entries,
-    identity,
-    is_url,
-    join,
-    kind_at,
-    read_file,
-)
 from qtoolkit.checkpoints._report import ContainerName, Plan, Report, TensorPlan
+from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import (
     Checkpoint,
     CheckpointError,
     MisuseError,
     Tensor,
+    configs_in,
     listed,
     shown,
 )
 from qtoolkit.checkpoints._writing import check_target, exists_already
-from qtoolkit.checkpoints.layouts._layout import WIDE
+from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
-# Beside the arrays of a tree of orbax, which are in "d" and "ocdbt.process_*".
-_BESIDE_ARRAYS = re.compile(
+# In a tree of orbax in addition to its arrays, which are in "d" and "ocdbt.process_*".
+_OTHERS_OF_ORBAX = re.compile(
     r"_sharding|_strings\.json|commit_success\.txt|array_metadatas|d|ocdbt\.process_\w+"
 )
-# Files that belong to a checkpoint beside its weights. --overwrite may remove these with it, and
+# Files that belong to a checkpoint and hold no weights. --overwrite may remove these with it, and
 # refuses to remove anything else.
-_BESIDE_WEIGHTS = re.compile(
+_OTHERS_OF_A_FOLDER = re.compile(
     r"\w*config\w*\.json|(tokenizer|special_tokens_map|added_tokens|vocab|modules|params)\.json"
     r"|chat_template\.(json|jinja)|.+\.safetensors\.index\.json|(merges|vocab)\.txt"
     r"|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model|\.gitattributes"
@@ -68,15 +62,15 @@ _SAMPLED = 1024  # tensors of a source
 _SAMPLE = 1024  # bytes at the start, in the middle and at the end of each
 _MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
 _READERS = 16  # threads that wait for a source behind a URL
-_CONFIGS = ("quantization_config", "compression_config")
+_CONFIGS = {"quantization_config", "compression_config"}
 
 
 def layout_in(to: ContainerName, layout: str | None) -> str | None:
-    """The layout in a container: that of a folder's loaders only where they find their files."""
+    """The layout that is written in a container: orbax holds the plain one only."""
     if to == "orbax" and layout not in (None, "plain"):
         raise MisuseError(
             f"--to orbax: layout {layout!r}, expected 'plain': loaders of others read safetensors; "
-            "leave --to out to write them"
+            "omit --to to write them"
         )
     return "plain" if to == "orbax" else layout
 
@@ -102,9 +96,19 @@ class Destination:
             self._check_unsharded("--to orbax: orbax cuts its files itself")
         elif not is_folder:
             self._check_unsharded(f"{self.src}: is a file, which becomes one file")
-        check_path(self.dst, "dst")
-        check_writable(self.dst)
-        _check_apart(self.src, self.dst)
+        storage.check_path(self.dst, "dst")
+        storage.check_writable(self.dst)
+        source, target = storage.identity(self.src), storage.identity(self.dst)
+        if source == target:
+            raise CheckpointError(
+                f"{self.dst}: is the source itself; choose another name, so that nothing is lost "
+                "if the result is not what you want"
+            )
+        inner, outer = (target, source) if len(target) > len(source) else (source, target)
+        if inner.startswith(outer + "/") and storage.kind_at(self.src) == "folder":
+            raise CheckpointError(
+                f"{self.dst}: the source and the target lie in each other; choose another"
+            )
         if self.to == "orbax":
             check_folder(self.dst, self.overwrite, of_orbax=True)
         elif not is_folder:
@@ -112,10 +116,10 @@ class Destination:
         elif str(self.dst).rstrip("/").endswith(".safetensors"):
             raise CheckpointError(
                 f"{self.dst}: named as a file, and {self.src} is a folder, which becomes a folder, "
-                "expected the name of one; leave .safetensors out, or give one file of the source"
+                "expected the name of one; remove .safetensors, or give one file of the source"
             )
         else:
-            visible = {name for name in entries(self.src) if not name.startswith(".")}
+            visible = {name for name in storage.entries(self.src) if not name.startswith(".")}
             check_folder(self.dst, self.overwrite, visible)
 
     def _check_unsharded(self, why: str) -> None:
@@ -123,8 +127,7 @@ class Destination:
         for option, value in options.items():
             if value is not None:
                 raise MisuseError(
-                    f"{why}, and {option} is for the safetensors files of a folder; leave {option} "
-                    "out"
+                    f"{why}, and {option} is for the safetensors files of a folder; omit {option}"
                 )
 
 
@@ -137,24 +140,11 @@ def check_shard(shard: Shard | None) -> None:
         raise ValueError(f"shard={shard!r}, expected (index, count) with 0 <= index < count")
 
 
-def _check_apart(src: Path, dst: Path) -> None:
-    source, target = identity(src), identity(dst)
-    if source == target:
-        raise CheckpointError(
-            f"{dst}: is the source itself; choose another name, so that nothing is lost if the "
-            "result is not what you want"
-        )
-    inner, outer = (target, source) if len(target) > len(source) else (source, target)
-    if inner.startswith(outer + "/") and kind_at(src) == "folder":
-        raise CheckpointError(f"{dst}: the source and the target lie in each other; choose another")
-
-
 def check_folder(
     path: Path, overwrite: bool, own: Container[str] = (), *, of_orbax: bool = False
 ) -> None:
-    """Raises where a folder cannot be written, or files would be lost by it.
-
-    `own` are names in the new checkpoint: the old one may have these, too.
+    """Raises where a folder cannot be written, or files would be lost that are not in `own`, the
+    names in the new checkpoint.
     """
     if is_url(path):
         target = str(path).rstrip("/")
@@ -165,10 +155,10 @@ def check_folder(
     else:
         target = os.path.realpath(path)
         _check_nameable(path, target)
-    kind = kind_at(target)
+    kind = storage.kind_at(target)
     if kind not in ("folder", ""):
         raise CheckpointError(f"{path}: is a file, expected the name of a folder, which is written")
-    inside = entries(target) if kind == "folder" else {}
+    inside = storage.entries(target) if kind == "folder" else {}
     if not inside or is_under_way(path, inside):
         return
     if not overwrite:
@@ -176,12 +166,12 @@ def check_folder(
     what = "orbax" if of_orbax else "safetensors"
     try:
         weights = ORBAX_FILES & inside.keys() if of_orbax else weight_files(target, [*inside])[0]
-        beside = _BESIDE_ARRAYS if of_orbax else _BESIDE_WEIGHTS
+        known = _OTHERS_OF_ORBAX if of_orbax else _OTHERS_OF_A_FOLDER
         others = [
             name
             for name, is_folder in inside.items()
             if name not in weights and name not in own
-            if not beside.fullmatch(name) or (is_folder and not of_orbax)
+            if not known.fullmatch(name) or (is_folder and not of_orbax)
         ]
         reason = f"--overwrite would delete {listed(map(shown, others))}" if others else ""
     except CheckpointError as error:
@@ -224,9 +214,8 @@ def file_limit(max_shard_size: int | str | None) -> int:
 
 
 def worker_count(workers: int | None = None, max_memory: int | str | None = None) -> int:
-    """Threads of a conversion, `workers` or one for each core and at most 4.
-
-    Fewer, where 340 MiB and 20 MiB for each of them exceed `max_memory`.
+    """Threads of a conversion, `workers` or one for each core and at most 4; fewer where 340 MiB
+    and 20 MiB for each of them exceed `max_memory`.
     """
     if workers is None:
         workers = min(os.cpu_count() or 1, 4)
@@ -335,21 +324,22 @@ def modified_at(source: Checkpoint) -> int:
 
 def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """config.json of the target: that of the source, changed to describe the planned weights."""
-    new = {key: value for key, value in config.items() if key not in _CONFIGS}
-    if isinstance(new.get("text_config"), dict):
-        new["text_config"] = {k: v for k, v in new["text_config"].items() if k not in _CONFIGS}
     # Loaders build the model in the dtype that the config names, so it must be that of the
     # unquantized weights. If all weights are dequantized, those that have it already count as well.
     all_plain = plan.dequantizes and all(t.action != "quantize" for t in plan.tensors)
     dtypes = {
         tensor.dtype
         for tensor in plan.tensors
-        if tensor.action == "cast" or (all_plain and tensor.dtype in WIDE)
+        if tensor.action == "cast" or (all_plain and tensor.dtype in HIGH_PRECISION)
     }
-    for part in (new, new.get("text_config")):
+    new = copy.deepcopy(dict(config))
+    part: Any
+    for part in configs_in(new):
+        for key in _CONFIGS & part.keys():
+            del part[key]
         for key in ("dtype", "torch_dtype"):
-            if len(dtypes) == 1 and isinstance(part, dict) and isinstance(part.get(key), str):
-                part[key] = WIDE[next(iter(dtypes))].name
+            if len(dtypes) == 1 and isinstance(part.get(key), str):
+                part[key] = HIGH_PRECISION[next(iter(dtypes))].name
     if plan.quantization_config:
         new["quantization_config"] = dict(plan.quantization_config)
     return new
@@ -360,10 +350,8 @@ def _digest(*texts: str) -> str:
 
 
 def _source_digest(source: Checkpoint) -> str:
-    """A hash of the headers, of samples of the weights, and of the other files.
-
-    Modification times are left out: each process may have its own copy of the source.
-    """
+    """A hash of the headers, of samples of the weights, and of the other files."""
+    # Not of modification times: each process may have its own copy of the source.
     assert source.folder is not None
     tensors = [tensor for tensor in source.tensors.values() if tensor.nbytes]
     step = max(len(tensors) / _SAMPLED, 1)
@@ -372,7 +360,7 @@ def _source_digest(source: Checkpoint) -> str:
         samples = [*pool.map(_sample, chosen)]
     others = []
     for name in source.folder.copied:
-        data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, cut=True)
+        data = storage.read_file(join(source.path, *name.split("/")), _MAX_COPIED, cut=True)
         others.append(_digest(name, hashlib.sha256(data).hexdigest()))
     return _digest(repr([t.entry for t in source.tensors.values()]), *others, *samples)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._folder import FolderFiles
     from qtoolkit.checkpoints._orbax import Tree
-    from qtoolkit.checkpoints._paths import Path
+    from qtoolkit.checkpoints._storage import Path
     from qtoolkit.checkpoints.layouts import Encoding
 
 # Bits of an element, and NumPy's name for it, in the order in which the reference implementation
@@ -85,6 +86,21 @@ def listed(texts: Iterable[str], most: int = 5) -> str:
     texts = [*texts]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a text; {} if there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def configs_in(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The content of config.json, and what it says of the language model in a larger model."""
+    text = config.get("text_config")
+    return [config, *([text] if isinstance(text, dict) else [])]
 
 
 class Entry(NamedTuple):
@@ -219,12 +235,12 @@ class Checkpoint:
     Attributes:
       path: As given.
       tensors: Its tensors by name, in the order of the data.
-      metadata: The strings that it holds beside tensors.
+      metadata: The strings that it holds in addition to tensors.
       config: The content of its `config.json`; empty without one.
       folder: What else a folder of Hugging Face holds; None of other containers.
       tree: The tree of a checkpoint of orbax; None of other containers.
       layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
-      auxiliary: What loaders keep for quantized weights, such as input scales; no tensors of the
+      auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
         model.
       stored: The tensors as the container has them, where weights were dequantized; else empty.
       opened: What `close` closes.

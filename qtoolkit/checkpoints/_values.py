@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.checkpoints._quantize import LEAST_RATE, unit_spec
-from qtoolkit.checkpoints._slabs import Grid, Span, columns_of
+from qtoolkit.checkpoints._quantize import may_be_subnormal, unit_spec
+from qtoolkit.checkpoints._slabs import Grid, Slab, columns_of, tiles_of
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, unpacked
 from qtoolkit.formats import BlockFormat
@@ -22,45 +22,47 @@ from qtoolkit.scaling.internal import Blocks, Scales, dequantized
 ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
 
 
-def entry_reader(raw: Mapping[str, Tensor]) -> ReadEntry:
+def entry_reader(stored: Mapping[str, Tensor], index: int = 0, count: int = 1) -> ReadEntry:
+    """Reads entries of a checkpoint; of `count` equal parts of each the one at `index`."""
 
     def read(entry: Entry) -> np.ndarray:
-        data = np.empty(entry.nbytes, np.uint8)
-        raw[entry.name].read_into(0, data.data)
+        tensor = stored[entry.name]
+        data = np.empty(tensor.nbytes // count, np.uint8)
+        tensor.read_into(index * len(data), data.data)
         return data
 
     return read
 
 
 def grid_of(encoding: Encoding) -> Grid:
-    """How a weight is cut as its entries hold it.
-
-    Raises:
-      ValueError: It is no stack of matrices.
-    """
+    """How a weight is cut as its entries hold it; ValueError if it is no stack of matrices."""
     shape = encoding.matrix_shape
-    kept = set() if encoding.packing is None else {len(shape) - 1}  # rows end with whole bytes
-    second = encoding.tensor_scale
-    if second is not None and (count := math.prod(second.shape)) > 1:
-        ends = range(len(shape) + 1)
-        kept.add(next(end for end in ends if math.prod(shape[:end]) == count))
-    return Grid.of(shape, encoding.lengths, sorted(kept))
+    apart = set() if encoding.packing is None else {len(shape) - 1}  # rows end with whole bytes
+    if encoding.tensor_scale is not None:
+        count = math.prod(encoding.tensor_scale.shape)
+        if count > 1:
+            ends = range(len(shape) + 1)
+            apart.add(next(end for end in ends if math.prod(shape[:end]) == count))
+    return Grid.of(shape, encoding.lengths, sorted(apart))
 
 
 class Values:
-    """Reads the float32 values of a stored weight, in pieces where its entries allow it.
+    """Reads the float32 values of a stored weight, slab by slab where its entries allow it.
+
+    What cannot be read by rows is read by matrices: an expert of gpt-oss takes 66 MB of float32,
+    all of a layer 8 GB.
 
     Args:
       encoding: How it is stored.
-      raw: The tensors of the checkpoint, as they are.
+      stored: The tensors of the checkpoint, as they are.
     """
 
-    def __init__(self, encoding: Encoding, raw: Mapping[str, Tensor]) -> None:
+    def __init__(self, encoding: Encoding, stored: Mapping[str, Tensor]) -> None:
         self.encoding = encoding
-        self._raw = raw
-        self._read = entry_reader(raw)
+        self._stored = stored
         self._loading = threading.Lock()
-        self._made: dict[Callable[..., np.ndarray], tuple[int, np.ndarray]] = {}
+        # By the function that made them the elements of the last matrix, and its index.
+        self._matrices: dict[Callable[..., np.ndarray], tuple[int, np.ndarray]] = {}
         self._scales: tuple[np.ndarray | None, np.ndarray | None] | None = None
         self._grid: Grid | None = None
         if encoding.is_sliceable and 0 not in encoding.shape:
@@ -70,16 +72,12 @@ class Values:
         """Fills `buffer` from byte `start` of the float32 weight on; both multiples of 4."""
         out, first = np.frombuffer(buffer, np.float32), start // 4
         if self._grid is None:
-            self._copy(values_of, first, out)
+            self._copy_matrices(values_of, first, out)
             return
-        scale, second = self.scales()
-        done = 0
-        for span, some in self._grid.spans_of(first, first + len(out)):
-            codes = self.codes(span)
-            values = decoded_slab(
-                codes, self._grid, span, self.encoding.spec_as_stored, scale, second
-            )
-            part = values[some]
+        spec, done = self.encoding.spec_as_stored, 0
+        for slab, where in self._grid.slabs_between(first, first + len(out)):
+            codes = self._slab_codes(slab)
+            part = decoded_slab(codes, self._grid, slab, spec, *self.scales())[where]
             out[done : done + len(part)] = part
             done += len(part)
 
@@ -87,72 +85,62 @@ class Values:
         """The codes of elements `start` to `stop` of the weight."""
         if self._grid is None:
             codes = np.empty(stop - start, np.uint8)
-            self._copy(_codes_of, start, codes)
+            self._copy_matrices(_codes_of, start, codes)
             return codes
-        parts = [self.codes(span).reshape(-1)[s] for span, s in self._grid.spans_of(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        slabs = self._grid.slabs_between(start, stop)
+        return np.concatenate([self._slab_codes(slab).reshape(-1)[where] for slab, where in slabs])
 
-    def codes(self, span: Span) -> np.ndarray:
+    def _slab_codes(self, slab: Slab) -> np.ndarray:
         encoding, grid = self.encoding, self._grid
         assert grid is not None
         width = encoding.codes.nbytes // (grid.count * grid.rows)
         bits = 8 if encoding.packing is None else encoding.spec.element.bits
         first, end = 0, width
-        if span.columns < grid.columns:  # a piece of a long row, cut where words end
-            first = span.column * bits // 8
-            end = min(-(-(span.column + span.columns) * bits // 8), width)
-        data = np.empty((span.rows, end - first), np.uint8)
-        self._raw[encoding.codes.name].read_into(span.row * width + first, data.reshape(-1).data)
+        if slab.columns < grid.columns:  # a piece of a long row, cut where words end
+            first = slab.column * bits // 8
+            end = min(-(-(slab.column + slab.columns) * bits // 8), width)
+        data = np.empty((slab.rows, end - first), np.uint8)
+        self._stored[encoding.codes.name].read_into(slab.row * width + first, data.reshape(-1).data)
         if encoding.packing is not None:
-            return unpacked(data, encoding.packing, bits, span.columns)
+            return unpacked(data, encoding.packing, bits, slab.columns)
         _check_range(data, encoding)
         return data
 
     def scales(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Scales and tensor scales, flat, as stored."""
         if self._scales is None:
-            self._scales = _scales(self.encoding, self._read)
+            self._scales = _scales(self.encoding, entry_reader(self._stored))
         return self._scales
 
-    def _copy(
+    def _copy_matrices(
         self, make: Callable[[Encoding, ReadEntry], np.ndarray], start: int, out: np.ndarray
     ) -> None:
         """Copies elements from `start` on of what `make` makes of whole matrices, one at a time."""
-        count, matrix = stacked(self.encoding)
+        count, matrix = _stack_of(self.encoding)
         size, done = max(math.prod(matrix.shape), 1), 0
         while done < len(out):
             index, first = divmod(start + done, size)
             with self._loading:
-                if make not in self._made or self._made[make][0] != index:
-                    read = functools.partial(_read_one, self._raw, index, count)
-                    self._made[make] = index, make(matrix, read).reshape(-1)
-                part = self._made[make][1][first : first + len(out) - done]
+                if make not in self._matrices or self._matrices[make][0] != index:
+                    read = entry_reader(self._stored, index, count)
+                    self._matrices[make] = index, make(matrix, read).reshape(-1)
+                part = self._matrices[make][1][first : first + len(out) - done]
             out[done : done + len(part)] = part
             done += len(part)
 
 
-def stacked(encoding: Encoding) -> tuple[int, Encoding]:
-    """How many matrices a weight is whose entries lie one after the other, and how one is stored.
-
-    What cannot be read by rows is read by matrices then: an expert of gpt-oss takes 66 MB of
-    float32, all of a layer 8 GB.
-    """
-    shape, second = encoding.shape, encoding.tensor_scale
+def _stack_of(encoding: Encoding) -> tuple[int, Encoding]:
+    """How many matrices a weight is, if entries have one after the other, and how one is stored."""
+    shape, tensor_scale = encoding.shape, encoding.tensor_scale
     count = math.prod(shape[:-2])
     is_stack = count > 1 and all(n == 1 for n in encoding.lengths[:-2])
-    if not is_stack or encoding.scale is None or (second and math.prod(second.shape) != count):
+    is_shared = tensor_scale is not None and math.prod(tensor_scale.shape) != count
+    if not is_stack or encoding.scale is None or is_shared:
         return 1, encoding
-    one = None if second is None else second._replace(shape=())
+    one = None if tensor_scale is None else tensor_scale._replace(shape=())
     return count, dataclasses.replace(
         encoding, shape=shape[-2:], lengths=encoding.lengths[-2:], tensor_scale=one
     )
-
-
-def _read_one(raw: Mapping[str, Tensor], index: int, count: int, entry: Entry) -> np.ndarray:
-    stored = raw[entry.name]
-    size = stored.nbytes // count
-    data = np.empty(size, np.uint8)
-    stored.read_into(index * size, data.data)
-    return data
 
 
 def _codes_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
@@ -170,16 +158,12 @@ def _check_range(codes: np.ndarray, encoding: Encoding) -> None:
 
 
 def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    """The float32 values of a whole weight."""
     if 0 in encoding.shape:
         return np.zeros(encoding.shape, np.float32)
-    if encoding.group_index is not None:
-        return _reordered_values(encoding, read)
-    return np.asarray(qarray_of(encoding, read).dequantize("float32"))
-
-
-def _reordered_values(encoding: Encoding, read: ReadEntry) -> np.ndarray:
-    """Values of inputs of which each says in which block it lies."""
-    assert encoding.group_index is not None
+    if encoding.group_index is None:
+        return np.asarray(qarray_of(encoding, read).dequantize("float32"))
+    # Each input says in which group it lies: codes are sorted by groups, and the values back.
     dtype = NUMPY_DTYPES[encoding.group_index.dtype]
     index = read(encoding.group_index).view(dtype).astype(np.int64)
     axis = 0 if encoding.transposed else 1
@@ -210,11 +194,9 @@ def qarray_of(
     order: tuple[np.ndarray, int] | None = None,
     dtype: Any = "float32",
 ) -> QArray:
-    """The weight as a `QArray`, a code to a byte.
+    """The weight as a `QArray` of numbers of `dtype`, a code to a byte.
 
-    Args:
-      order: The codes in which order, along which axis; None: as they are.
-      dtype: That of the numbers: float32, bfloat16 or float16.
+    `order` says in which order the codes are, and along which axis; None: as they are.
     """
     spec, shape = encoding.spec_as_stored, encoding.matrix_shape
     bits = spec.element.bits
@@ -224,20 +206,20 @@ def qarray_of(
     if order is not None:
         codes = np.take(codes, *order)
     counts = tuple(-(-n // b) for n, b in zip(shape, encoding.lengths, strict=True))
-    scale, second = _scales(encoding, read)
+    scale, tensor_scale = _scales(encoding, read)
     zero = None
     if encoding.zero_point is not None:
-        zero = jnp.asarray(_zero_points(encoding, read, counts))
-    if second is not None and encoding.tensor_scale is not None:
+        zero = jnp.asarray(_zero_points(encoding, encoding.zero_point, read, counts))
+    if tensor_scale is not None and encoding.tensor_scale is not None:
         of_all = math.prod(encoding.tensor_scale.shape) == 1
         ends = range(len(shape) + 1)
-        batch = next(shape[:end] for end in ends if math.prod(shape[:end]) == len(second))
-        second = second.reshape(() if of_all else batch)
+        batch = next(shape[:end] for end in ends if math.prod(shape[:end]) == len(tensor_scale))
+        tensor_scale = tensor_scale.reshape(() if of_all else batch)
     array = QArray(
         jnp.asarray(codes.view(spec.element.code_dtype).reshape(shape)),
         None if scale is None else jnp.asarray(scale.reshape(counts)),
-        _shown_spec(encoding, spec),
-        tensor_scale=None if second is None else jnp.asarray(second),
+        _spec_of_rank(spec, shape, encoding.lengths),
+        tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
         zero_point=zero,
         dtype=dtype,
         lengths=encoding.lengths,
@@ -266,8 +248,7 @@ def _unpacked_entry(
 
 
 def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Scales and tensor scales, flat, as stored."""
-    scale = second = None
+    scale = tensor_scale = None
     if encoding.scale is not None:
         spec = encoding.spec
         assert spec.scale is not None
@@ -275,13 +256,14 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
         dtype = (spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[encoding.scale.dtype]
         scale = read(encoding.scale).view(dtype)
     if encoding.tensor_scale is not None:
-        second = read(encoding.tensor_scale).view(np.float32)
-    return scale, second
+        tensor_scale = read(encoding.tensor_scale).view(np.float32)
+    return scale, tensor_scale
 
 
-def _zero_points(encoding: Encoding, read: ReadEntry, counts: tuple[int, ...]) -> np.ndarray:
-    entry, packing, element = encoding.zero_point, encoding.zero_packing, encoding.spec.element
-    assert entry is not None
+def _zero_points(
+    encoding: Encoding, entry: Entry, read: ReadEntry, counts: tuple[int, ...]
+) -> np.ndarray:
+    packing, element = encoding.zero_packing, encoding.spec.element
     if packing is None:
         return read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
     bits = element.bits
@@ -291,9 +273,10 @@ def _zero_points(encoding: Encoding, read: ReadEntry, counts: tuple[int, ...]) -
     return (codes ^ half) - half if element.signed else codes
 
 
-def _shown_spec(encoding: Encoding, spec: BlockFormat) -> BlockFormat:
+def _spec_of_rank(
+    spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]
+) -> BlockFormat:
     """The format with blocks that say what `lengths` are, for arrays of any rank."""
-    shape, lengths = encoding.matrix_shape, encoding.lengths
     outputs = [axis for axis, n in enumerate(shape) if lengths[axis] != n]
     if len(shape) == 2 or spec.scale is None:
         return spec
@@ -308,35 +291,37 @@ def _shown_spec(encoding: Encoding, spec: BlockFormat) -> BlockFormat:
 def decoded_slab(
     codes: np.ndarray,
     grid: Grid,
-    span: Span,
+    slab: Slab,
     spec: BlockFormat,
     scale: np.ndarray | None,
-    second: np.ndarray | None,
+    tensor_scale: np.ndarray | None,
 ) -> np.ndarray:
     """The float32 numbers, flat, of the codes of a slab.
 
-    Args:
-      scale: The scales of all blocks of the weight, flat, as stored.
-      second: Its tensor scales, one for each matrix or one in all.
+    `scale` and `tensor_scale` are those of all blocks and matrices of the weight, flat, as stored.
     """
-    units = grid.units(span)
-    tiles, axis, blocks = units.tiles(codes), units.axis, units.blocks
-    matrices = blocks // (grid.down * grid.across)
+    units = grid.units(slab)
+    axis, blocks = units.axis, units.blocks
     of_units = None if scale is None else scale[blocks]
-    seconds = None if second is None else second[matrices if len(second) > 1 else matrices * 0]
-    rates = None if of_units is None or spec.has_powers else _rates(of_units, seconds, spec)
-    if rates is not None and not ((rates > 0) & (rates < LEAST_RATE)).any():
-        rates = None
-    if rates is not None:  # XLA's CPU takes subnormal numbers for 0
-        spec, of_units, seconds = _unscaled(spec), None, None
+    of_matrices = None if tensor_scale is None else grid.of_matrices(tensor_scale, blocks)
+    rates = None
+    if of_units is not None and not spec.has_powers:
+        rates = of_units.astype(np.float32)
+        if of_matrices is not None:
+            with np.errstate(all="ignore"):
+                divides = spec.tensor_scale_divides
+                rates = rates / of_matrices if divides else rates * of_matrices
+        rates = rates.astype(np.float64) if may_be_subnormal(rates, spec) else None
+    if rates is not None:  # NumPy multiplies, because XLA's CPU takes subnormal numbers for 0
+        spec, of_units, of_matrices = _unscaled(spec), None, None
+    tiles = tiles_of([units.laid_out(codes)], axis)
     sizes = [tile.shape[1 - axis] for tile in tiles]
-    columns = (columns_of(values, sizes, axis) for values in (of_units, seconds))
+    columns = (columns_of(values, sizes, axis) for values in (of_units, of_matrices))
     spec = unit_spec(spec, axis)
-    parts = [
-        np.asarray(unit_values(*tile, spec, axis)) for tile in zip(tiles, *columns, strict=True)
-    ]
-    joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1 - axis)
-    values = joined[: units.count] if axis == 1 else joined[:, : units.count]
+    parts = [_tile_values(*tile, spec, axis) for tile in zip(tiles, *columns, strict=True)]
+    arrays = [np.asarray(part) for part in parts]
+    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1 - axis)
+    values = joined[: len(blocks)] if axis == 1 else joined[:, : len(blocks)]
     if rates is not None:
         with np.errstate(under="ignore"):
             values = (values * np.expand_dims(rates, axis)).astype(np.float32)
@@ -348,24 +333,14 @@ def _unscaled(spec: BlockFormat) -> BlockFormat:
     return BlockFormat.tensor(spec.element, scale=None)
 
 
-def _rates(scale: np.ndarray, second: np.ndarray | None, spec: BlockFormat) -> np.ndarray:
-    """float64: what the codes of each unit are multiplied by."""
-    rates = scale.astype(np.float32)
-    if second is not None:
-        with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-            rates = rates / second if spec.tensor_scale_divides else rates * second
-    return rates.astype(np.float64)
-
-
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def unit_values(
+def _tile_values(
     codes: jax.Array,
     scale: jax.Array | None,
-    second: jax.Array | None,
+    tensor_scale: jax.Array | None,
     spec: BlockFormat,
     axis: int,
 ) -> jax.Array:
     lengths = tuple(n if a == axis else 1 for a, n in enumerate(codes.shape))
-    return dequantized(
-        codes, Scales(scale, second), Blocks(codes.shape, lengths), spec, jnp.float32
-    )
+    scales = Scales(scale, tensor_scale)
+    return dequantized(codes, scales, Blocks(codes.shape, lengths), spec, jnp.float32)

@@ -13,19 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._checks import kept_modules, used_schemes
+from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._checks import unquantized_modules, used_schemes
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._decode import own_layout, quantization_config
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._folder import CONFIG, read_json
-from qtoolkit.checkpoints._paths import Path, check_path, join, kind_at
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Progress, TensorPlan, followed
 from qtoolkit.checkpoints._roles import module_of
+from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, Entry, Tensor, shown
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import WIDE
+from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32
 
 _AGAIN = "convert it again"
@@ -51,16 +52,16 @@ class Verification:
 
 
 def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> Verification:
-    """Quantizes `src` again as `converted` is quantized, and compares every code and scale.
+    """Quantize `src` again as `converted` is quantized, and compare every code and scale.
 
-    Headers and index are checked as they are opened. Each tensor of `src` must be there: unchanged,
-    rounded to another wide dtype, or quantized, its codes and scales being those of
-    `qtoolkit.quantize`, in layout compressed-tensors by that package's rules of scales. Static
-    input scales must be there if the config says so, and be finite and above 0; what numbers the
-    calibration gave cannot be checked. If `convert` wrote the checkpoint, config.json and
-    hf_quant_config.json must say of quantization what it writes for these weights. If another
-    program did, config.json must only say that weights are quantized. Other files are not compared.
-    Nothing is written; memory is a few chunks.
+    Headers and index are checked when the two are opened. Each tensor of `src` must be there:
+    unchanged, rounded to another dtype of high precision, or quantized. Its codes and scales must
+    then be those of `qtoolkit.quantize`; in layout compressed-tensors scales follow that package's
+    rules. Static input scales must be there if the config says so, and be finite and above 0;
+    whether they are those of the calibration cannot be checked. If `convert` wrote the checkpoint,
+    config.json and hf_quant_config.json must say of quantization what it writes for these weights.
+    If another program did, config.json must only say that weights are quantized. Other files are
+    not compared. Nothing is written; memory is a few slabs.
 
     Args:
       src: The checkpoint that was converted: a folder or a file.
@@ -83,11 +84,11 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
       >>> qt.checkpoints.verify("other.safetensors", "fp8.safetensors").problems
       ('w: byte 0 is 126, expected 0; convert it again',)
     """
-    check_path(src, "src")
-    check_path(converted, "converted")
+    storage.check_path(src, "src")
+    storage.check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
         source, target = split_alike(source, target)
-        problems = [*_beside_codes(source, target), *_changed(source, target, progress)] + [
+        problems = [*_other_problems(source, target), *_changed(source, target, progress)] + [
             f"{shown(name)}: is not in {shown(str(src))}"
             for name in target.tensors
             if name not in source.tensors
@@ -127,30 +128,33 @@ def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
                 "written, expected codes that can be made again; measure it with `qtoolkit compare`"
             )
         encoding = _computed(converted.encoding, target)
+        entry, group = encoding.tensor_scale, ""
+        if entry is not None and entry.nbytes == 4:  # weights with an equal one may share it
+            group = target.stored[entry.name].read().tobytes().hex()
         return TensorPlan(
             source=tensor,
             action="quantize",
             dtype=encoding.codes.dtype,
             spec=encoding.spec_as_stored,
             encoding=encoding,
-            group=_second_scale(encoding, target),
+            group=group,
         )
-    if converted.dtype != tensor.dtype and not WIDE.keys() >= {converted.dtype, tensor.dtype}:
+    if converted.dtype != tensor.dtype and not HIGH_PRECISION.keys() >= {
+        converted.dtype,
+        tensor.dtype,
+    }:
         return f"dtype {converted.dtype}, expected {tensor.dtype}"
     return TensorPlan.unquantized(tensor, converted.dtype)
 
 
 def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
-    """The encoding, with the rules of scales of its layout.
-
-    And with DeepSeek's least amax of 1e-4 if the scales show it. No file says whether it was
-    used. If the least scale is exactly 1e-4 / 448, it was: blocks with a smaller amax have that
-    scale then.
-    """
+    """The encoding, with the rules of scales of its layout."""
     spec = encoding.spec
     if target.layout in LAYOUTS:
         spec = LAYOUTS[target.layout].computed(spec)
     encoding = dataclasses.replace(encoding, spec=spec)
+    # No file says whether DeepSeek's least amax of 1e-4 was used. If the least scale is exactly
+    # 1e-4 / 448, it was: blocks with a smaller amax have that scale then.
     least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
     if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
         return encoding
@@ -159,16 +163,6 @@ def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
         return encoding
     spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
     return dataclasses.replace(encoding, spec=spec)
-
-
-def _second_scale(encoding: Encoding, target: Checkpoint) -> str:
-    """The bytes of its one tensor scale: weights with an equal one may share it. Else ""."""
-    entry = encoding.tensor_scale
-    if entry is None or entry.nbytes > 4:
-        return ""
-    data = bytearray(entry.nbytes)
-    target.stored[entry.name].read_into(0, memoryview(data))
-    return data.hex()
 
 
 def _difference(production: Production, plan: TensorPlan, target: Checkpoint) -> str:
@@ -191,11 +185,11 @@ def _difference(production: Production, plan: TensorPlan, target: Checkpoint) ->
     return ""
 
 
-# Beside the codes.
+# What loaders read besides codes and scales of weights.
 
 
-def _beside_codes(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
-    """A line for each thing beside the codes that loaders read and that is not as it should be."""
+def _other_problems(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
+    """A line for each thing that loaders read besides codes and that is not as it should be."""
     config = quantization_config(target)
     if not target.encodings:
         method = str(config.get("quant_method", "compressed-tensors"))
@@ -212,7 +206,7 @@ def _beside_codes(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
     layout = LAYOUTS[own if is_ours else target.layout]
     if is_ours and not target.config.get("quantization_config"):
         config = {}  # loaders may not find it where it is in config.json
-    has_file = is_folder and kind_at(join(target.path, CONFIG)) == "file"
+    has_file = is_folder and storage.kind_at(join(target.path, CONFIG)) == "file"
     if is_folder and not config and (layout.linear_only or has_file):
         # transformers then takes the codes for weights: SmolLM2-135M in E4M3 has a perplexity of 17
         # million instead of 18.
@@ -222,7 +216,12 @@ def _beside_codes(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
         )
     schemes = _schemes(source, target, layout)
     unknown = [name for name, scheme in schemes.items() if scheme is None]
-    plans = [_planned(info, schemes.get(name), layout) for name, info in source.tensors.items()]
+    plans = [
+        TensorPlan.unquantized(info, info.dtype)
+        if (scheme := schemes.get(name)) is None
+        else TensorPlan.quantized(info, layout.encode(info.entry, scheme, (), 1.0), scheme)
+        for name, info in source.tensors.items()
+    ]
     if is_ours:
         for name in unknown:
             parts = ", ".join(f"{shown(e.name)} {e}" for e in target.encodings[name].parts)
@@ -260,21 +259,15 @@ def _schemes(source: Checkpoint, target: Checkpoint, layout: Layout) -> dict[str
     return schemes
 
 
-def _planned(info: Tensor, scheme: Scheme | None, layout: Layout) -> TensorPlan:
-    if scheme is None:
-        return TensorPlan.unquantized(info, info.dtype)
-    return TensorPlan.quantized(info, layout.encode(info.entry, scheme, (), 1.0), scheme)
-
-
 def _config_problems(
     target: Checkpoint, config: Mapping[str, Any], layout: Layout, plans: list[TensorPlan]
 ) -> Iterator[str]:
     """A line for each difference of the config, and of further files, to what `convert` writes."""
-    used, kept = used_schemes(plans), kept_modules(plans)
-    expected = layout.config(used, kept) if used else {}
+    used, unquantized = used_schemes(plans), unquantized_modules(plans)
+    expected = layout.config(used, unquantized) if used else {}
     yield from _differences(config, expected, f"{CONFIG}: quantization_config.")
-    for name, content in (layout.files(used, kept) if used else {}).items():
-        if kind_at(join(target.path, name)) == "file":
+    for name, content in (layout.files(used, unquantized) if used else {}).items():
+        if storage.kind_at(join(target.path, name)) == "file":
             yield from _differences(read_json(join(target.path, name)), content, f"{name}: ")
         else:
             yield f"{name}: is missing, expected what layout {layout.name} has; {_AGAIN}"

@@ -1,8 +1,8 @@
-"""Writes under a temporary name, beside the target, and renames what is whole. No JAX here.
+"""Writes under a temporary name, next to the target, and renames what is whole. No JAX here.
 
-The name is the same in every run, so that a run finds what a killed one has left: a file that is
-not whole, or a folder with `checkpoint`, the files of a checkpoint that grows, `plan.json` (see
-`_shards`) and `old`, what the checkpoint replaces, between two renames.
+The name is the same in every run, so that a run finds what a killed run has left. That is a file
+that is not complete, or a folder with `checkpoint` (the files that are written), `plan.json` (see
+`_shards`) and `old` (the checkpoint that is replaced, between two renames).
 """
 
 import collections
@@ -10,24 +10,15 @@ import concurrent.futures
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shlex
 import shutil
 from collections.abc import Iterator
 from typing import Any, Self
 
-from qtoolkit.checkpoints._paths import (
-    Path,
-    check_path,
-    check_writable,
-    is_url,
-    join,
-    kind_at,
-    read_file,
-    remove,
-)
-from qtoolkit.checkpoints._tensors import CheckpointError
+from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._storage import Path, is_url, join
+from qtoolkit.checkpoints._tensors import CheckpointError, json_object
 
 CONTENT = "checkpoint"
 OLD = "old"
@@ -51,10 +42,10 @@ class OvertakenError(CheckpointError):
 
 def check_target(path: Path, overwrite: bool) -> str:
     """The real path of a file to write; raises where that cannot work or would lose a file."""
-    check_path(path, "path")
-    check_writable(path)
+    storage.check_path(path, "path")
+    storage.check_writable(path)
     target = str(path) if is_url(path) else os.path.realpath(path)
-    kind = kind_at(target)
+    kind = storage.kind_at(target)
     stem, ending = os.path.splitext(str(path))
     if kind == "folder":
         raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
@@ -88,7 +79,7 @@ def partial_name(target: str) -> str:
 
 
 def old_name(target: str) -> str:
-    """Where an old folder is from its own rename until that of the new one to `target`."""
+    """Where the folder that is replaced is, between the two renames."""
     return os.path.join(partial_name(target), OLD)
 
 
@@ -101,10 +92,7 @@ def restore(target: str) -> None:
 
 
 def rename_folder(target: str, path: Path) -> None:
-    """Gives the content of the partial folder its name, and removes what had that name.
-
-    `path` is what messages call the target.
-    """
+    """Gives the content of the partial folder its name, and removes what had that name."""
     partial = partial_name(target)
     content = os.path.join(partial, CONTENT)
     restore(target)
@@ -123,18 +111,17 @@ def rename_folder(target: str, path: Path) -> None:
 
 
 def plan_in(partial: Path) -> dict[str, Any] | None:
-    """The plan in the folder of a checkpoint that grows; None if there is none that we know."""
+    """The plan.json of a checkpoint that is being written; None if there is none that we know."""
     plan = json_in(join(partial, PLAN))
-    return plan if plan is not None and plan.keys() >= _PLAN_KEYS else None
+    return plan if plan.keys() >= _PLAN_KEYS else None
 
 
-def json_in(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file of ours; None where there is none, or half of one."""
+def json_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of ours; {} where there is none, or half of one."""
     try:
-        value = json.loads(read_file(path, _MAX_JSON))
+        return json_object(storage.read_file(path, _MAX_JSON))
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
 
 
 def clear_partial(target: str, path: Path, overwrite: bool) -> None:
@@ -149,7 +136,7 @@ def clear_partial(target: str, path: Path, overwrite: bool) -> None:
                 f"qtoolkit finalize --discard {shlex.quote(str(path))}"
             )
         shutil.rmtree(partial)
-    remove(partial)
+    storage.remove(partial)
 
 
 @contextlib.contextmanager
@@ -164,12 +151,9 @@ def whole(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_file(target: str, path: Path) -> Iterator[int]:
-    """A new file, as its descriptor, that is renamed to `target` if the block ends well.
-
-    `path` is what messages call the target.
-    """
+    """A new file, as its descriptor, that is renamed to `target` if the block ends well."""
     name = partial_name(target)
-    remove(name)
+    storage.remove(name)
     # Not tempfile: its files are private, these get the mode that the umask says.
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -184,7 +168,7 @@ def temporary_file(target: str, path: Path) -> Iterator[int]:
         os.replace(name, target)
     except BaseException:
         if _is_at(file, name):
-            remove(name)
+            storage.remove(name)
         raise
     finally:
         os.close(file)

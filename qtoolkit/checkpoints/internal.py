@@ -1,4 +1,4 @@
-"""What the packages above `checkpoints` use of it beside its public names. No JAX here."""
+"""What the packages above `checkpoints` use of it, besides its public names. No JAX here."""
 
 # ruff: noqa: F401  (imported for those packages)
 
@@ -7,9 +7,9 @@ from qtoolkit.checkpoints._codes import check_explained, check_quantized
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
-from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._report import ContainerName
 from qtoolkit.checkpoints._roles import AxisChoice
+from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._target import (
     Destination,
     byte_count,

@@ -48,9 +48,14 @@ def model(folder):
     return folder
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(
+    "plain-e4m3fn-tensor",
+    "plain-float16-None",
+    "compressed-tensors-nvfp4-None",
+    "compressed-tensors-int4_group128-None",
+)
 @pytest.mark.parametrize(("layout", "fmt", "scaling"), LAYOUTS)
-def test_what_was_converted_verifies_and_a_changed_byte_does_not(tmp_path, layout, fmt, scaling):
+def test_a_changed_byte_does_not_verify(tmp_path, layout, fmt, scaling):
     src, dst = model(tmp_path / "src"), tmp_path / "dst"
     convert(src, dst, layout=layout, format=fmt, scaling=scaling)
     found = verify(src, dst)

@@ -90,7 +90,7 @@ def test_all_parts_of_some_layers_may_be_left_out(tmp_path):
     assert len(kept(plan(src, skip=[r"layers\.0\."]))) == 5
 
 
-def test_rules_that_split_a_layer_are_refused_and_plain_takes_them(tmp_path):
+def test_rules_that_split_a_layer_are_for_plain_only(tmp_path):
     src = folder(tmp_path / "src", of_layers(*JOINED[0][0]))
     rules = Rules({"q_proj": "e4m3fn", "[kv]_proj": "int8"})
     message = r"q_proj.weight \(e4m3fn .*and so for 1 more; expected one for all parts"
@@ -229,7 +229,7 @@ def is_ignored(name, ignored):
 
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt"])
-def test_experts_that_stay_wide_are_ignored_as_loaders_call_them(tmp_path, kind, layout):
+def test_unquantized_experts_are_ignored_by_loaders_names(tmp_path, kind, layout):
     src = folder(tmp_path / "src", EXPERTS[kind] | of_layers("self_attn.o_proj"))
     report = convert(src, tmp_path / "dst", layout=layout, skip=[r"\.mlp\."])
     config = report.quantization_config

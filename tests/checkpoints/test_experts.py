@@ -95,7 +95,7 @@ def test_gpt_oss_is_written_as_transformers_reads_it(source, tmp_path):
     assert report.caution == ""
 
 
-def test_what_is_written_is_read_verified_and_written_again_alike(source, tmp_path):
+def test_written_experts_are_read_and_written_again_alike(source, tmp_path):
     convert(source, tmp_path / "out", layout="gpt-oss", format="mxfp4")
     assert verify(source, tmp_path / "out").problems == ()
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back", dtype="float32")
@@ -137,7 +137,7 @@ def test_what_loaders_of_gpt_oss_do_not_read_is_refused(
         convert(source, tmp_path / "out", layout="gpt-oss", **{"format": "mxfp4"} | options)
 
 
-def test_layers_whose_experts_are_kept_come_with_a_caution(tmp_path):
+def test_unquantized_layers_of_experts_come_with_a_caution(tmp_path):
     source = folder(tmp_path / "source", tensors(layers=2))
     options = {"layout": "gpt-oss", "format": "mxfp4", "skip": [r"layers\.1\."]}
     report = convert(source, tmp_path / "out", **options)
@@ -147,7 +147,7 @@ def test_layers_whose_experts_are_kept_come_with_a_caution(tmp_path):
     assert EXPERTS not in kept
 
 
-def test_the_summary_of_other_layouts_names_the_one_that_holds_experts(source, tmp_path):
+def test_other_layouts_name_the_one_that_holds_experts(source, tmp_path):
     result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
     assert "compressed-tensors holds matrices; --layout gpt-oss holds experts: 2" in result.stdout
 

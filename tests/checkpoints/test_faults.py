@@ -26,7 +26,7 @@ def temporaries(folder):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("ended", [True, False])
-def test_of_two_writers_one_fails_and_the_file_is_that_of_the_other(tmp_path, ended):
+def test_of_two_writers_of_a_file_one_fails(tmp_path, ended):
     """They have one temporary name and no lock: the one that began first finds its file gone."""
     outputs = layout([("x", "U8", (4,))])
 
@@ -62,7 +62,7 @@ def test_names_of_255_bytes(tmp_path):
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_read_that_fails_in_a_thread_leaves_nothing_and_names_the_source(tmp_path, monkeypatch):
+def test_a_failed_read_in_a_thread_names_the_source(tmp_path, monkeypatch):
     save(tmp_path / "src", {f"{i}.weight": np.ones((64, 64), np.float32) for i in range(3)})
     preadv, count = os.preadv, 0
 
@@ -186,7 +186,7 @@ def test_a_signal_while_the_command_loads_is_one_line(sent, code, word):
     assert done.stderr == f"qtoolkit: {word}; nothing was written\n"
 
 
-def test_a_signal_after_the_last_rename_says_that_all_is_written(tmp_path):
+def test_a_signal_after_the_last_rename(tmp_path):
     """While what was replaced is removed."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()

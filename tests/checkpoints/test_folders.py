@@ -69,7 +69,7 @@ def read(source):
         return {name: source.read(name) for name in source.tensors}
 
 
-def test_a_folder_becomes_one_with_index_config_and_the_other_files(source, tmp_path):
+def test_a_folder_gets_index_config_and_other_files(source, tmp_path):
     report = convert(source, tmp_path / "dst", layout="compressed-tensors", max_shard_size="40KB")
     written = sorted(os.listdir(tmp_path / "dst"))
     # Of 128 x 128 codes and 128 scales two fit into 40,000 bytes.
@@ -115,7 +115,7 @@ def test_keep_dtype_casts_what_stays_wide(tmp_path):
         convert(source, tmp_path / "no", keep_dtype="e4m3fn")
 
 
-def test_weights_with_nan_or_inf_are_named_and_nothing_is_written(tmp_path):
+def test_weights_with_nan_or_inf_are_refused_by_name(tmp_path):
     tensors = {name: array.copy() for name, array in WEIGHTS.items()}
     up, down = (f"model.layers.0.mlp.{x}_proj.weight" for x in ("up", "down"))
     tensors[up][3, 4] = np.nan
@@ -348,7 +348,7 @@ def test_overwrite_deletes_nothing_but_a_checkpoint(source, tmp_path, names, mes
     assert sorted(os.listdir(tmp_path / "dst")) == before
 
 
-def test_overwrite_replaces_a_source_and_files_that_the_new_one_has(source, tmp_path):
+def test_overwrite_replaces_a_checkpoint(source, tmp_path):
     former = sharded(tmp_path / "dst")
     (former / "pytorch_model.bin").unlink()
     (former / "notes.json").write_text("{}")
@@ -440,7 +440,7 @@ def test_reading_any_source_does_not_load_jax(source, tmp_path):
     subprocess.run([sys.executable, "-c", code, source, tmp_path / "npz"], check=True)
 
 
-def test_a_folder_that_no_loader_reads_has_no_config_that_says_otherwise(source, tmp_path):
+def test_a_folder_that_no_loader_reads_has_no_config(source, tmp_path):
     """transformers reads codes as weights, without an error, where config.json is silent."""
     plain = convert(source, tmp_path / "plain", layout="plain")
     assert plain.loads_nowhere
@@ -466,9 +466,7 @@ def test_a_tensor_that_the_index_has_not_is_an_error(source, tmp_path):
         open_source(source)
 
 
-def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
-    source, tmp_path, monkeypatch
-):
+def test_the_old_checkpoint_stays_if_the_rename_fails(source, tmp_path, monkeypatch):
     target = tmp_path / "dst"
     convert(source, target)
     before = (target / "model.safetensors").read_bytes()
@@ -523,7 +521,7 @@ def test_what_is_not_copied_is_named(source, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt"])
-def test_without_config_json_loaders_would_take_codes_for_weights(source, tmp_path, layout):
+def test_a_folder_without_config_json_is_refused(source, tmp_path, layout):
     os.unlink(source / "config.json")
     message = rf"(src|dst): no config\.json, and loaders of layout {layout} .* fetch it, use --la"
     with pytest.raises(CheckpointError, match=message):

@@ -1,6 +1,6 @@
 """Entries of other programs that look like those of a layout, and marks that say what they are.
 
-The oracles are the programs' own formulas in NumPy; the programs are named beside them.
+The oracles are the programs' own formulas in NumPy; the programs are named with them.
 """
 
 import json
@@ -47,7 +47,7 @@ def values(path, target):
 
 
 def comfy(tensors, about):
-    """ComfyUI, comfy/ops.py and quant_ops.py: a mark beside each weight, JSON in bytes."""
+    """ComfyUI, comfy/ops.py and quant_ops.py: a mark for each weight, JSON in bytes."""
     return tensors | {f"{MODULE}.comfy_quant": np.frombuffer(json.dumps(about).encode(), np.uint8)}
 
 
@@ -117,7 +117,7 @@ def test_comfyui_is_read_where_values_are_codes_times_scales(tmp_path, codes, sc
     assert not any("comfy" in line for line in verify(tmp_path / "f", tmp_path / "f").problems)
 
 
-def test_offsets_beside_codes_are_read_if_they_are_0(tmp_path):
+def test_offsets_of_codes_are_read_if_they_are_0(tmp_path):
     """Ascend's msmodelslim: (code + weight_offset) * weight_scale; 0 in W8A8_DYNAMIC."""
     zeros = np.zeros((128, 1), BF16)
     tensors = {WEIGHT: INT8, f"{WEIGHT}_scale": SCALE.astype(BF16), f"{WEIGHT}_offset": zeros}
@@ -139,10 +139,12 @@ def test_offsets_beside_codes_are_read_if_they_are_0(tmp_path):
         (f"{MODULE}.quant_bias", np.ones(128, np.int32)),
     ],
 )
-def test_what_changes_the_numbers_beside_codes_is_refused(tmp_path, name, array):
+def test_entries_that_change_the_numbers_are_refused(tmp_path, name, array):
     tensors = {WEIGHT: INT8, f"{WEIGHT}_scale": SCALE, name: array}
     src = folder(tmp_path / "src", tensors)
-    message = rf"tensor {name}: .*, beside codes, expected no such entry: it changes what is read"
+    message = (
+        rf"tensor {name}: .* of a quantized weight, expected no such entry: it changes what is read"
+    )
     for act in (
         lambda: convert(src, tmp_path / "out", layout="plain"),
         lambda: dequantize_checkpoint(src, tmp_path / "out"),
@@ -156,33 +158,33 @@ def test_what_changes_the_numbers_beside_codes_is_refused(tmp_path, name, array)
 def test_zero_points_of_activations_go_with_their_scales(tmp_path):
     """llm-compressor, W8A8 with static asymmetric activations and a cache in FP8."""
     tensors = {WEIGHT: INT8, f"{WEIGHT}_scale": SCALE}
-    beside = {"input_scale": ONE, "input_zero_point": np.ones(1, np.int8)}
+    others = {"input_scale": ONE, "input_zero_point": np.ones(1, np.int8)}
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True}}
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-    beside = {f"{MODULE}.{name}": array for name, array in beside.items()}
+    others = {f"{MODULE}.{name}": array for name, array in others.items()}
     attention = "model.layers.0.self_attn"
-    beside |= {f"{attention}.{x}_zero_point": np.ones(1, np.int8) for x in "kv"}
+    others |= {f"{attention}.{x}_zero_point": np.ones(1, np.int8) for x in "kv"}
     tensors |= {f"{attention}.{x}_proj.weight": np.ones((64, 64), np.float32) for x in "qkv"}
-    src = folder(tmp_path / "src", tensors | beside, config)
-    assert set(convert(src, tmp_path / "out").left) == set(beside)
+    src = folder(tmp_path / "src", tensors | others, config)
+    assert set(convert(src, tmp_path / "out").left) == set(others)
     weights = {name for name in (*tensors, *WIDE) if name.endswith(".weight")}
     assert load(tmp_path / "out").keys() == weights
     np.testing.assert_array_equal(values(src, tmp_path / "values")[WEIGHT], INT8 * SCALE)
 
 
-def test_a_weight_that_is_rounded_when_the_model_runs_is_refused(tmp_path):
+def test_a_weight_that_is_rounded_at_run_time_is_refused(tmp_path):
     """compressed-tensors with quantization_status "frozen": the weight itself, and its scale."""
     tensors = {WEIGHT: np.ones((128, 256), BF16), f"{WEIGHT}_scale": SCALE}
     config = {"quant_method": "compressed-tensors", "quantization_status": "frozen"}
     src = folder(tmp_path / "src", tensors, config)
-    message = rf"tensor {WEIGHT}: BF16 .128, 256. beside its scale, expected codes"
+    message = rf"tensor {WEIGHT}: BF16 .128, 256. with a scale, expected codes"
     for act in (lambda: convert(src, tmp_path / "out", layout="plain"), lambda: load(src)):
         with pytest.raises(CheckpointError, match=message):
             act()
 
 
 @pytest.mark.parametrize("name", ["dense/kernel", "dense.kernel", "w"])
-def test_scales_of_a_square_that_may_be_of_rows_or_columns_are_refused(tmp_path, name):
+def test_ambiguous_scales_of_a_square_are_refused(tmp_path, name):
     codes, scale = INT8[:, :128], SCALE[:, 0]
     np.savez(tmp_path / "f.npz", **{name: codes, f"{name}_scale": scale})
     message = r"_scale: .128. of .128, 128., expected .128, 1., of rows, or .1, 128., of columns"
@@ -232,14 +234,14 @@ def quark(tensors):
 def test_fp8_of_quark_is_read(tmp_path, scale):
     """AMD's Quark, per tensor and per channel; vLLM, quark_w8a8_fp8.py: codes times scales."""
     scale = np.asarray(scale)
-    beside = {f"{MODULE}.input_scale": ONE[0], f"{MODULE}.output_scale": ONE[0]}
-    tensors = {WEIGHT: FP8, f"{WEIGHT}_scale": scale} | beside
+    others = {f"{MODULE}.input_scale": ONE[0], f"{MODULE}.output_scale": ONE[0]}
+    tensors = {WEIGHT: FP8, f"{WEIGHT}_scale": scale} | others
     src = folder(tmp_path / "src", *quark({k: np.asarray(x) for k, x in tensors.items()}))
     wide = scale.astype(np.float32).reshape(-1, 1)
     np.testing.assert_array_equal(
         values(src, tmp_path / "values")[WEIGHT], FP8.astype(np.float32) * wide
     )
-    assert set(convert(src, tmp_path / "out").left) == set(beside)
+    assert set(convert(src, tmp_path / "out").left) == set(others)
 
 
 def test_mxfp4_of_quark_is_read(tmp_path):
@@ -263,7 +265,7 @@ def test_integers_of_quark_are_refused(tmp_path, codes):
 
 
 @pytest.mark.parametrize("shape", [(4, 64, 1), (4, 1, 256), (4, 1, 1), (4,)])
-def test_experts_of_any_width_have_a_scale_for_each_row_column_or_expert(tmp_path, shape):
+def test_experts_with_a_scale_for_each_row_column_or_expert(tmp_path, shape):
     codes = rng.uniform(-448, 448, (4, 64, 256)).astype(E4M3)
     scale = rng.uniform(0.001, 0.01, shape).astype(np.float32)
     name = "model.layers.0.mlp.experts.gate_up_proj"

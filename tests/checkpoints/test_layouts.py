@@ -394,7 +394,7 @@ def test_what_a_layout_cannot_hold(tmp_path, layout, options, message):
         # "b.weight_packed" was written, from which "b.weight" came back.
         ("b.c/d/weight", (128, 128), COMPRESSED, "mxfp4", "NAME.weight, .* use --layout plain"),
         ("blk.0.attn_q.weight", (128, 128), COMPRESSED, "e4m3fn", "named as in GGUF, .* no loader"),
-        ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* leave it out with --skip"),
+        ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* exclude it with --skip"),
         (
             "a.weight",
             (8, 8, 8),
@@ -423,7 +423,7 @@ def test_a_quantized_file_is_quantized_anew_from_its_values(tmp_path):
         assert again[name].tobytes() == array.tobytes()
 
 
-def test_packed_integers_are_not_taken_for_those_of_other_widths(tmp_path):
+def test_packed_integers_of_other_widths_are_told_apart(tmp_path):
     """64 words and 4 scales a row: 4 bits in groups of 128, or 8 bits in groups of 64."""
     codes = np.arange(2 * 256, dtype=np.uint8).reshape(2, 256)
     tensors = {
@@ -445,7 +445,7 @@ def test_packed_integers_are_not_taken_for_those_of_other_widths(tmp_path):
     np.testing.assert_array_equal(found, codes.astype(np.float32) - 128)
 
 
-def test_only_scales_beside_quantized_weights_are_left_out(tmp_path):
+def test_only_scales_of_quantized_weights_are_dropped(tmp_path):
     """A cache's scales stand in the attention; others are parameters of the model."""
     src, out = tmp_path / "src", tmp_path / "out"
     src.mkdir()
@@ -463,7 +463,7 @@ def test_only_scales_beside_quantized_weights_are_left_out(tmp_path):
     assert set(load(tmp_path / "wide2" / "model.safetensors")) == {K, *others}
 
 
-def test_static_input_scales_of_compressed_tensors_stand_in_the_config(tmp_path):
+def test_static_input_scales_are_in_the_config(tmp_path):
     """Oracle: the preset FP8 of compressed-tensors, quantization/quant_scheme.py."""
     config = config_of(
         tmp_path, "compressed-tensors", "e4m3fn", scaling="tensor", input_scales=0.25
@@ -553,7 +553,7 @@ def test_modelopt_whose_config_is_only_in_its_own_file(tmp_path, quantization, e
     (folder / "hf_quant_config.json").write_text(json.dumps(PRODUCER))
     with pytest.raises(CheckpointError, match=r"hf_quant_config.json: None under 'quantization'"):
         dequantize_checkpoint(folder, tmp_path / "other")
-    about = {"quantization": {"kv_cache_quant_algo": "FP8"}}  # beside wide weights
+    about = {"quantization": {"kv_cache_quant_algo": "FP8"}}  # of unquantized weights
     (tmp_path / "wide" / "hf_quant_config.json").write_text(json.dumps(about))
     assert convert(tmp_path / "wide", tmp_path / "again", layout="plain").dequantized == ""
 
@@ -612,19 +612,19 @@ def packed_integers(**weights):
         (
             {"weight": U8, "weight_scale": ONES((64, 4), E4M3), "weight_scale_2": f32([1, 2])},
             NV4,
-            r"a\.weight_scale_2: \[2\], expected one second scale of a\.weight, \[64, 32\]",
+            r"a\.weight_scale_2: \[2\], expected one tensor scale of a\.weight, \[64, 32\]",
         ),
         (
             {"weight_packed": U8, "weight_scale": ONES((64, 4), E4M3)}
             | {"weight_global_scale": ONES(64, np.float32)},
             {"quant_method": COMPRESSED},
-            r"a\.weight_global_scale: \[64\], expected one second scale of a\.weight_packed",
+            r"a\.weight_global_scale: \[64\], expected one tensor scale of a\.weight_packed",
         ),
         (
             {"weight": U8.reshape(4, 16, 32), "weight_scale": ONES((4, 16, 4), E4M3)}
             | {"weight_scale_2": f32([1, 2])},
             NV4,
-            r"weight_scale_2: \[2\], expected one second scale, or one for each of 4, of a\.weight",
+            r"weight_scale_2: \[2\], expected one tensor scale, or one for each of 4, of a\.weight",
         ),
         (
             {"weight": U8[0], "weight_scale": ONES(4, E4M3), "weight_scale_2": f32(1)},

@@ -117,7 +117,7 @@ def test_what_is_loaded_lies_where_like_does(tmp_path, kind, concrete):
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, np.int8, np.uint8, np.int32], ids=str)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt", "plain"])
-def test_what_is_written_with_kept_codes_is_read_by_all(tmp_path, source, layout, dtype):
+def test_copied_codes_are_read_by_all(tmp_path, source, layout, dtype):
     path, x = source
     kept = np.arange(64).reshape(8, 8).astype(dtype)
     name = "model.layers.0.self_attn.o_proj.weight"

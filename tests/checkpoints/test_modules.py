@@ -154,8 +154,16 @@ def test_the_experts_of_llama_4_are_refused(tmp_path):
         (Rules({r"experts\.": "mxfp4", "q_proj": "nvfp4"}), None, "^$"),
         (Rules({r"experts\.0\.": "e4m3fn"}), None, "where some are in e4m3fn, without an error"),
         (Rules({r"w1\.": "e4m3fn"}), None, "^$"),
-        (Rules({r"w1\.": "int4_group128"}), None, "stay wide beside others in int4_group128"),
-        (Rules({"q_proj": "int4_group128"}), None, "stay wide beside others in int4_group128"),
+        (
+            Rules({r"w1\.": "int4_group128"}),
+            None,
+            "that are not quantized where others are in int4_group128",
+        ),
+        (
+            Rules({"q_proj": "int4_group128"}),
+            None,
+            "that are not quantized where others are in int4_group128",
+        ),
         (Rules({"q_proj": "e4m3fn"}), None, "^$"),
     ],
 )

@@ -40,7 +40,7 @@ def weights(model):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_codes_of_gptq_are_kept_under_the_names_and_in_the_layout_of_loaders(name, tmp_path):
+def test_codes_of_gptq_are_written_as_loaders_want_them(name, tmp_path):
     model = Model()
     inputs = [jax.random.normal(jax.random.key(i), (128, 32)) for i in range(2)]
     served = qt.nnx.quantize(model, SPECS[name], inputs, method="gptq")

@@ -26,7 +26,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints import _paths as storage_module
+from qtoolkit.checkpoints import _storage as storage_module
 from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file
@@ -181,9 +181,7 @@ def test_shards_through_a_bucket(store, source, expected):
     assert found(f"{store}/other") == {}
 
 
-def test_config_is_last_and_nothing_is_visible_before_it_is_whole(
-    store, source, expected, monkeypatch
-):
+def test_files_appear_whole_and_config_last(store, source, expected, monkeypatch):
     seen = []
     pipe_file = fsspec.AbstractFileSystem.pipe_file
     files = type(fsspec.core.url_to_fs(store)[0])
@@ -246,7 +244,7 @@ def test_failures_of_one_process_keep_what_is_whole(store, source, expected, mon
             with pytest.raises(OSError, match="no space") as caught:
                 convert(source, f"{store}/dst", max_shard_size=SIZE)
     (note,) = caught.value.__notes__
-    assert note.startswith("1 of 3 files is whole and kept for a rerun")
+    assert note.startswith("1 of 3 files is whole, and a rerun")
     assert "dst/model-00001-of-00003.safetensors" in found(store)
     report = convert(source, f"{store}/dst", max_shard_size=SIZE)
     assert report.resumed == ("model-00001-of-00003.safetensors",)
@@ -357,7 +355,7 @@ def test_only_the_folder_itself_is_removed(store, source, expected, name):
 
 
 @pytest.mark.parametrize("url", ["https://host/model", "HTTP://host/model", "zip://model"])
-def test_a_target_that_is_only_read_is_refused_before_anything_is_asked(tmp_path, monkeypatch, url):
+def test_a_read_only_target_is_refused_at_once(tmp_path, monkeypatch, url):
     save(tmp_path / "src", {"w": np.ones((4, 4), np.float32)})
 
     def asked(*_):

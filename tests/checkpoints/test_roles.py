@@ -184,7 +184,7 @@ MODELS = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("model", [*LISTS, *MODELS])
-def test_linear_layers_of_real_models_are_quantized_and_nothing_else(tmp_path, model):
+def test_only_linear_layers_of_real_models_are_quantized(tmp_path, model):
     if model in LISTS:
         linear, wide = LISTS[model]["linear"], LISTS[model]["wide"]
     else:
@@ -269,7 +269,7 @@ def test_scales_by_channel_are_those_of_the_outputs(tmp_path, shapes, config, ex
         ({UP: (3, 4, 9), DOWN: (3, 5, 4)}, {}),
     ],
 )
-def test_where_nothing_says_which_axis_holds_the_outputs_it_is_asked_for(tmp_path, shapes, config):
+def test_an_unknown_axis_of_outputs_is_asked_for(tmp_path, shapes, config):
     name = next(iter(shapes)) if UP not in shapes else r".*experts\."
     with pytest.raises(CheckpointError, match=rf"tensor {name}.*--channel-axis first .* or last"):
         scale_shapes(tmp_path, shapes, config)
@@ -311,7 +311,7 @@ def test_fused_weights_share_the_second_scale_of_nvfp4(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens", "transformer.wte", "token_embd"])
-def test_embeddings_by_a_rule_are_refused_where_loaders_take_linear_layers(tmp_path, name):
+def test_embeddings_are_refused_for_layouts_of_linear_layers(tmp_path, name):
     tensors = {f"{name}.weight": np.zeros((128, 128), np.float32)}
     save(tmp_path / "f", tensors | {"embed_out.weight": np.zeros((128, 128), np.float32)})
     with SafetensorsFile(tmp_path / "f") as source:

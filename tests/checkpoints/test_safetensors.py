@@ -90,7 +90,7 @@ def test_every_dtype_and_rank_survives_a_round_trip_bit_for_bit(tmp_path):
         assert all(info.start % info.numpy_dtype.itemsize == 0 for info in file.tensors.values())
 
 
-def test_our_file_is_byte_equal_to_the_one_that_safetensors_writes(tmp_path):
+def test_the_bytes_are_those_that_safetensors_writes(tmp_path):
     tensors = every_dtype()
     save(tmp_path / "ours", tensors, {"format": "np"})
     safetensors.numpy.save_file(tensors, tmp_path / "theirs", {"format": "np"})
@@ -108,7 +108,7 @@ def test_safetensors_opens_our_file_and_reads_what_numpy_has(tmp_path):
                 assert as_bytes(file.get_tensor(name)) == as_bytes(array), name
 
 
-def test_save_is_deterministic_and_takes_jax_strided_and_big_endian_arrays(tmp_path):
+def test_save_takes_jax_strided_and_big_endian_arrays(tmp_path):
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     tensors = {
         "jax": jnp.asarray(x, jnp.float8_e4m3fn),
@@ -207,7 +207,7 @@ MALFORMED = {
     ),
     "overflow_to_zero": (
         raw_file({"a": entry(shape=(2**63, 16, 0), offsets=(0, 0))}),
-        "tensor a: shape .* lengths of 0 left out",
+        "tensor a: shape .* without lengths of 0",
     ),
     "overlap": (
         raw_file({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"),
@@ -223,7 +223,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_header_is_refused_in_one_line_that_names_the_file(tmp_path, name):
+def test_a_malformed_header_is_refused_in_one_line(tmp_path, name):
     content, message = MALFORMED[name]
     (tmp_path / TARGET).write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:

@@ -55,7 +55,7 @@ def source(tmp_path):
         ("plain", "block", "e4m3fn", "_scale"),
     ],
 )
-def test_blocks_whose_scales_are_powers_of_two_are_kept(
+def test_codes_are_copied_where_scales_are_powers_of_two(
     tmp_path, source, layout, scaling, fmt, suffix
 ):
     src, codes, scale = source

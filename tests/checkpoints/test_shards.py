@@ -129,7 +129,7 @@ def test_two_processes_of_jax_distributed(source, tmp_path, start):
     assert contents(tmp_path / "dst") == contents(tmp_path / "one")
 
 
-def test_finalizing_and_its_errors_load_neither_jax_nor_the_source(source, tmp_path):
+def test_finalizing_loads_neither_jax_nor_the_source(source, tmp_path):
     for index in range(2):
         shard(source, tmp_path / "dst", index)
     shutil.rmtree(source)
@@ -225,7 +225,7 @@ def fail(*_, **__):
     raise OSError(28, "no space")
 
 
-def test_files_that_are_whole_are_kept_whatever_the_number_of_shards(source, tmp_path, monkeypatch):
+def test_whole_files_are_not_written_again(source, tmp_path, monkeypatch):
     shard(source, tmp_path / "dst", 0)
     paths = [tmp_path / PARTS / "checkpoint" / FILES[i] for i in (0, 2)]
     before = [os.stat(path).st_mtime_ns for path in paths]
@@ -287,14 +287,13 @@ def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path):
     }
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shard", "sent"),
     [
         (["--shard", "1/2"], signal.SIGKILL),
         pytest.param([], signal.SIGKILL, marks=pytest.mark.exhaustive),
         pytest.param(["--shard", "1/2"], signal.SIGTERM, marks=pytest.mark.exhaustive),
-        ([], signal.SIGTERM),
+        pytest.param([], signal.SIGTERM, marks=pytest.mark.exhaustive),
         pytest.param([], signal.SIGINT, marks=pytest.mark.exhaustive),
     ],
 )
@@ -323,8 +322,8 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
         word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[sent]
         assert (killed.returncode, error) == (
             128 + sent,
-            f"qtoolkit: {word}; {tmp_path}/dst was not written; 1 of 6 files is whole and kept for "
-            "a rerun with the same options; to remove what is there: qtoolkit finalize --discard "
+            f"qtoolkit: {word}; {tmp_path}/dst was not written; 1 of 6 files is whole, and a rerun "
+            "with the same options uses them; to remove what is there: qtoolkit finalize --discard "
             f"{tmp_path}/dst\n",
         )
     if shard:
@@ -368,7 +367,7 @@ def test_the_commands(source, tmp_path):
     assert code == 2
     assert error.endswith(
         "model.safetensors: is a file, which becomes one file, and --shard is for the safetensors "
-        "files of a folder; leave --shard out\n"
+        "files of a folder; omit --shard\n"
     )
     code, output, _ = run(*convert_it, "--shard", "1/2", "--dry-run")
     assert output.splitlines()[-1] == f"  shard      1/2 writes 1 of 3 files: {FILES[1]}"
@@ -450,7 +449,7 @@ def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "int8"}])
-def test_of_two_runs_at_once_one_fails_and_the_checkpoint_is_whole(source, tmp_path, options):
+def test_of_two_runs_at_once_one_fails(source, tmp_path, options):
     """The second runs from begin to end while the first is at its second file."""
     dst, second = tmp_path / "dst", []
 

@@ -14,12 +14,11 @@ import qtoolkit as qt
 from qtoolkit.checkpoints import _produce, _quantize, _slabs, convert, load, save
 from qtoolkit.checkpoints._produce import Workers
 from qtoolkit.checkpoints._quantize import (
-    Slab,
     Weight,
     largest_magnitudes,
     prepared,
-    quantize_window,
-    tensor_scales,
+    quantize_batch,
+    tensor_scales_from,
 )
 from qtoolkit.checkpoints._slabs import Grid
 from qtoolkit.checkpoints._tensors import DTYPE_OF, Tensor
@@ -46,16 +45,16 @@ def weight_of(x, fmt, second_amax=None):
     second = None
     if fmt.tensor_scale is not None:
         amax = largest_magnitudes(tensor) if second_amax is None else np.array([second_amax])
-        second = tensor_scales(amax, fmt)
+        second = np.asarray(tensor_scales_from(amax, fmt))
     return prepared(Weight(tensor, fmt, Grid.of(x.shape, fmt.block_lengths(x.shape)), second))
 
 
 def quantized(x, fmt, workers=1, **options):
     """Codes, scales, tensor scale and sums, put together from the slabs."""
     weight = weight_of(x, fmt, **options)
-    slabs = ([Slab(weight, span)] for span in weight.grid.spans())
+    slabs = ([(weight, slab)] for slab in weight.grid.slabs())
     with Workers(workers) as threads:
-        return put_together(x, weight, [made for (made,) in threads.map(quantize_window, slabs)])
+        return put_together(x, weight, [made for (made,) in threads.map(quantize_batch, slabs)])
 
 
 def put_together(x, weight, slabs):
@@ -67,7 +66,7 @@ def put_together(x, weight, slabs):
         sums.add(slab.sums)
         if scales is not None:
             scales[slab.first : slab.first + len(slab.scale)] = slab.scale
-    return codes, scales, weight.second, sums
+    return codes, scales, weight.tensor_scale, sums
 
 
 def bits(array):
@@ -123,15 +122,24 @@ CASES = {
     "groups": (MXFP4, (9, 128)),
     "groups with a tail": (MXFP4, (9, 130)),
     "groups along the rows": (MXFP4.along(-2), (100, 18)),
-    "groups with a second scale": (NVFP4, (3, 10, 48)),
+    "groups with a tensor scale": (NVFP4, (3, 10, 48)),
     "groups of 128": (spec("int4_group128"), (10, 200)),
-    "tiles": (spec("deepseek_128x128"), (140, 257)),
-    "tiles of experts": (BlockFormat(element="e4m3fn", block=(16, 16)), (3, 24, 40)),
+    "blocks": (spec("deepseek_128x128"), (140, 257)),
+    "blocks of experts": (BlockFormat(element="e4m3fn", block=(16, 16)), (3, 24, 40)),
     "no scale": (BlockFormat.tensor("bfloat16", scale=None), (33, 100)),
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(
+    "a scale for the tensor-float32-1024",
+    "for each output-bfloat16-1024",
+    "for each input of experts-float16-1024",
+    "of a convolution-float32-1024",
+    "groups with a tail-bfloat16-1024",
+    "groups with a tensor scale-float16-1024",
+    "groups of 128-float16-1024",
+    "blocks of experts-float32-1024",
+)
 @pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("fmt", "shape"), CASES.values(), ids=CASES)
@@ -177,10 +185,10 @@ def test_any_range_is_decoded_to_what_dequantize_gives(monkeypatch, fmt, shape, 
         (codes.size - 5, codes.size),
     ):
         parts = []
-        for span, some in grid.spans_of(start, stop):
-            first = span.row * grid.columns + span.column
-            part = codes[first : first + span.rows * span.columns]
-            parts.append(decoded_slab(part, grid, span, fmt, scale, second)[some])
+        for slab, some in grid.slabs_between(start, stop):
+            first = grid.start(slab)
+            part = codes[first : first + slab.size]
+            parts.append(decoded_slab(part, grid, slab, fmt, scale, second)[some])
         np.testing.assert_array_equal(np.concatenate(parts), expected[start:stop])
 
 
@@ -211,19 +219,19 @@ FORMATS = [
 
 
 def test_what_becomes_of_a_weight_does_not_depend_on_others():
-    """Dtypes, formats and sizes mixed in one window."""
+    """Dtypes, formats and sizes mixed in one batch."""
     mixed = [*itertools.product(SHAPES, (np.float32, ml_dtypes.bfloat16), FORMATS)]
     mixed += [((9, 48), np.float32, NVFP4), ((64, 32), np.float16, MXFP4)] * 2
     order = np.random.default_rng(0).permutation(len(mixed))
     arrays = [(weights(s, d, seed=i), f) for i, (s, d, f) in enumerate(mixed[i] for i in order)]
-    slabs = [Slab(w, span) for x, f in arrays for w in [weight_of(x, f)] for span in w.grid.spans()]
-    together = quantize_window(slabs)
+    slabs = [(w, slab) for x, f in arrays for w in [weight_of(x, f)] for slab in w.grid.slabs()]
+    together = quantize_batch(slabs)
     for slab, made, (x, fmt) in zip(slabs, together, arrays, strict=True):
-        (alone,) = quantize_window([slab])
+        (alone,) = quantize_batch([slab])
         np.testing.assert_array_equal(made.codes, alone.codes)
         np.testing.assert_array_equal(bits(made.scale), bits(alone.scale))
         assert made.sums.noise == pytest.approx(alone.sums.noise, rel=1e-4)  # added in other orders
-        assert_as_quantize(x, fmt, *put_together(x, slab.weight, [made]))
+        assert_as_quantize(x, fmt, *put_together(x, slab[0], [made]))
 
 
 def test_few_programs_whatever_the_shapes():
@@ -260,7 +268,7 @@ def test_threads_are_started_once_for_all_tensors(monkeypatch, tmp_path):
     assert 2 <= len(started) <= 4
 
 
-def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monkeypatch):
+def test_a_conversion_does_not_depend_on_batches(tmp_path, monkeypatch):
     shapes = {"a.weight": (16, 16), "b.weight": (300, 200), "c.weight": (12, 3, 3), "d": (7,)}
     tensors = {
         f"{i}.{name}": np.random.default_rng(i).normal(size=shape).astype(dtype)
@@ -272,7 +280,7 @@ def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monke
     options = {"format": rules, "scaling": "channel", "channel_axis": "first", "overwrite": True}
     made = []
     for ahead, workers in ((1, 1), (300, 3), (2**17, 2)):
-        monkeypatch.setattr(_produce, "_AHEAD", ahead)
+        monkeypatch.setattr(_produce, "_TOGETHER", ahead)
         convert(tmp_path / "src", tmp_path / "dst", workers=workers, **options)
         made.append((tmp_path / "dst").read_bytes())
     assert made[0] == made[1] == made[2]

@@ -366,13 +366,13 @@ RULES = {
     [
         (
             ("--format", "float16", "--scaling", "channel"),
-            "--scaling channel: float16 has no scales, expected no --scaling; leave it out",
+            "--scaling channel: float16 has no scales, expected no --scaling; omit it",
         ),
         (("--rules", "wide", "--scaling", "tensor"), "--scaling tensor: bfloat16 has no scales"),
         (("--rules", "none", "--scaling", "tensor"), "what no rule quantizes has no scales"),
-        (("--to", "orbax", "--max-shard-size", "1KB"), "leave --max-shard-size out"),
-        (("--to", "orbax", "--shard", "0/2"), "leave --shard out"),
-        (("--to", "orbax", "--layout", "modelopt"), "leave --to out"),
+        (("--to", "orbax", "--max-shard-size", "1KB"), "omit --max-shard-size"),
+        (("--to", "orbax", "--shard", "0/2"), "omit --shard"),
+        (("--to", "orbax", "--layout", "modelopt"), "omit --to"),
         (("--max-shard-size", "1KB"), "which becomes one file, and --max-shard-size is"),
         (("--shard", "0/2"), "src/model.safetensors: is a file, which becomes one file"),
         (("--input-scales", "scales"), "--input-scales: nothing in layout plain"),

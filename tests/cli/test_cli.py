@@ -129,7 +129,7 @@ def test_a_tensor_that_cannot_be_converted_is_named(tmp_path):
     save(tmp_path / "wide", {"layers/3/kernel": np.zeros((2, 2))})
     assert fails("convert", tmp_path / "wide", tmp_path / "out") == (
         f"{tmp_path}/wide: tensor layers/3/kernel: dtype F64, expected F32, F16 or BF16; "
-        "leave it out with --skip"
+        "exclude it with --skip"
     )
 
 

@@ -9,11 +9,11 @@ Source: github.com/casper-hansen/AutoAWQ, awq/utils/packing_utils.py, dequantize
 from collections.abc import Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
-    WIDE,
+    HIGH_PRECISION,
     Headers,
     Layout,
     check_entry,
@@ -31,12 +31,21 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         raise unread_config(where, "version", config["version"], "gemm", "AutoAWQ")
     encodings = {}
     for name, info in headers.items():
-        if f".{name}".endswith(".qweight"):
-            encoding = _decoded(config, headers, info)
-            if encoding is not None:
-                encodings[encoding.name] = encoding
-            elif config:
-                raise _not_fitting(headers, info, where)
+        if not f".{name}".endswith(".qweight"):
+            continue
+        encoding = _decoded(config, headers, info)
+        if encoding is not None:
+            encodings[encoding.name] = encoding
+        elif config:
+            check_entry(headers, name, ("I32",), where)
+            zero = check_entry(headers, entry_beside(name, "qzeros"), ("I32",), where)
+            scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
+            what = (
+                f"{list(info.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, "
+                "expected [inputs, outputs / 8], [groups, outputs] and [groups, outputs / 8] in "
+                "the groups of config.json"
+            )
+            raise unread(where, name, what, "AutoAWQ")
     return encodings
 
 
@@ -59,7 +68,11 @@ def _decoded(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encod
         name=entry_beside(codes.name, "weight"),
         shape=(outputs, inputs),
         spec=BlockFormat(
-            element=UINT4, block=(length,), axes=(0,), scale=WIDE[scale.dtype], zero_point=True
+            element=UINT4,
+            block=(length,),
+            axes=(0,),
+            scale=HIGH_PRECISION[scale.dtype],
+            zero_point=True,
         ),
         lengths=(length, 1),
         codes=codes,
@@ -68,21 +81,6 @@ def _decoded(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encod
         packing=_PACKED,
         zero_packing=_PACKED,
         transposed=True,
-    )
-
-
-def _not_fitting(headers: Headers, codes: Entry, where: str) -> CheckpointError:
-    name = codes.name
-    check_entry(headers, name, ("I32",), where)
-    zero = check_entry(headers, entry_beside(name, "qzeros"), ("I32",), where)
-    scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
-    return unread(
-        where,
-        name,
-        f"{list(codes.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, expected "
-        "[inputs, outputs / 8], [groups, outputs] and [groups, outputs / 8] in the groups of "
-        "config.json",
-        "AutoAWQ",
     )
 
 

@@ -17,14 +17,14 @@ zeros have other scales than in the package, which takes the machine epsilon.
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
-    WIDE,
+    HIGH_PRECISION,
     Headers,
     Layout,
     Scheme,
@@ -45,7 +45,6 @@ from qtoolkit.checkpoints.layouts._layout import (
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
 from qtoolkit.checkpoints.layouts._packed_integers import (
     SHAPE,
-    Width,
     decode_integers,
     widths_of,
     with_group_index,
@@ -79,7 +78,7 @@ W8A8 = Scheme(name="W8A8", spec=by_channel(INT8), about="activations per token")
 MX8 = Scheme(name="MXFP8", spec=MXFP8_E4M3, about="activations in blocks of 32")
 MX4 = Scheme(name="MXFP4A16", spec=MXFP4, about="weights only")
 NV4 = Scheme(
-    name="NVFP4A16", spec=NVFP4, about="weights only; one second scale for q, k, v and gate, up"
+    name="NVFP4A16", spec=NVFP4, about="weights only; one tensor scale for q, k, v and gate, up"
 )
 W4A16 = Scheme(name="W4A16", spec=INT4_GROUP128, about="weights only, groups of 128")
 W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, about="weights only, groups of 32")
@@ -162,12 +161,21 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     encodings = {}
     for name, info in headers.items():
         last = name.rpartition(".")[2]
-        if last == "weight_packed":
-            encoding = _decode_packed(headers, info, where, widths)
+        if last == "weight_packed" and info.dtype == "U8" and len(info.shape) == 2:
+            encoding = _decode_fp4(headers, info, where)
+        elif last == "weight_packed" and info.dtype == "I32" and len(info.shape) == 2:
+            encoding = decode_integers(headers, info, where, widths)
+        elif last == "weight_packed":
+            raise unread(where, name, f"{info}, expected a matrix of I32 or U8", METHOD)
         elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
             encoding = _decode_bytes(headers, name, where, blocks)
-        elif last == "weight" and info.dtype in WIDE and config and f"{name}_scale" in headers:
-            what = f"{info} beside its scale, expected codes: it is rounded when the model runs"
+        elif (
+            last == "weight"
+            and info.dtype in HIGH_PRECISION
+            and config
+            and f"{name}_scale" in headers
+        ):
+            what = f"{info} with a scale, expected codes: it is rounded when the model runs"
             raise unread(where, name, what, METHOD)
         else:
             continue
@@ -188,37 +196,25 @@ def _decode_bytes(
     return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
 
 
-def _decode_packed(headers: Headers, info: Entry, where: str, widths: Sequence[Width]) -> Encoding:
-    """Reads a weight_packed: FP4 if its dtype is U8, integers if it is I32."""
-    if info.dtype == "U8" and len(info.shape) == 2:
-        return _decode_fp4(headers, info, where)
-    if info.dtype == "I32" and len(info.shape) == 2:
-        return decode_integers(headers, info, where, widths)
-    what = f"{info}, expected a matrix of I32 or U8"
-    raise unread(where, info.name, what, METHOD)
-
-
 def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
-    """Reads NVFP4 if there is a second scale, else MXFP4."""
-    name, scale_name, second_name = (
+    """Reads NVFP4 if there is a tensor scale, else MXFP4."""
+    name, scale_name, tensor_scale_name = (
         entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
     )
-    shape = (info.shape[0], 2 * info.shape[1])
-    if second_name not in headers:
-        scale = check_entry(headers, scale_name, ("U8", "F8_E8M0"), where)
-        return decode_groups(name, shape, MXFP4, info, scale, where, packing=NIBBLES)
-    scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
-    second = check_entry(headers, second_name, ("F32",), where)
+    fmt, dtypes, tensor_scale = MXFP4, "U8 F8_E8M0", None
+    if tensor_scale_name in headers:
+        fmt, dtypes = NVFP4, "F8_E4M3"
+        tensor_scale = check_entry(headers, tensor_scale_name, ("F32",), where)
     return decode_groups(
         name,
-        shape,
-        NVFP4,
+        (info.shape[0], 2 * info.shape[1]),
+        fmt,
         info,
-        scale,
+        check_entry(headers, scale_name, tuple(dtypes.split()), where),
         where,
         packing=NIBBLES,
-        tensor_scale=second,
-        tensor_scale_divides=True,
+        tensor_scale=tensor_scale,
+        tensor_scale_divides=tensor_scale is not None,
     )
 
 
@@ -251,14 +247,14 @@ def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[in
     return [*(block for block in found if block is not None), *rows]
 
 
-def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
+def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
     """One group for each scheme; if there is only one, it targets all Linear layers."""
     quantized = [module for modules in used.values() for module in modules]
     groups = {
         f"group_{number}": {
             "targets": ["Linear"]
             if len(used) == 1
-            else patterns_of(modules, sorted({*quantized, *kept} - {*modules})),
+            else patterns_of(modules, sorted({*quantized, *unquantized} - {*modules})),
             "format": _CONFIG[scheme][0],
             "weights": _weights(scheme),
             "input_activations": _CONFIG[scheme][1],
@@ -272,7 +268,7 @@ def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ignored(kept, quantized),
+        "ignore": ignored(unquantized, quantized),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
@@ -298,22 +294,27 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     return args | (_BYTES if spec.has_powers else {})
 
 
-def caution(used: Used, kept: Sequence[str]) -> str:
-    """A warning if transformers misreads or does not load the experts of a mixture; else "".
-
-    For NVFP4 it multiplies by the E4M3 scales, but not by the second scale: the logits of a
-    two-layer Mixtral are then wrong by 1.5 times the largest. Source: transformers 5.24,
-    integrations/compressed_tensors.py.
-    """
+def caution(used: Used, unquantized: Sequence[str]) -> str:
+    """A warning if transformers misreads or does not load the experts of a mixture; else ""."""
+    # Source: transformers 5.24, integrations/compressed_tensors.py.
     experts = {scheme: [*filter(_EXPERT.search, modules)] for scheme, modules in used.items()}
     schemes = [scheme for scheme, modules in experts.items() if modules]
     what = _misread(schemes)
-    wide = [*filter(_EXPERT.search, kept)]
-    if not what and wide:
+    others = [*filter(_EXPERT.search, unquantized)]
+    if not what and others:
+        # Weights, named without the expert's number, that are quantized in some experts and not in
+        # others: transformers joins them into one tensor.
         quantized = {_EXPERT.sub("", module) for modules in experts.values() for module in modules}
-        what = _misread_beside(
-            schemes or [*used][:1], quantized & {_EXPERT.sub("", m) for m in wide}
-        )
+        is_joined = bool(quantized & {_EXPERT.sub("", module) for module in others})
+        # If no expert is quantized, transformers takes the first group of the config for them.
+        schemes = schemes or [*used][:1]
+        is_fp8 = all(scheme.spec.element == E4M3FN for scheme in schemes)
+        if is_fp8 and is_joined:
+            # The expert without a scale gets that of the next expert, and so on.
+            what = "loads experts with wrong weights where some are in e4m3fn, without an error"
+        elif not is_fp8:
+            name = schemes[0].spelling
+            what = f"does not load experts that are not quantized where others are in {name}"
     return what and (
         f"transformers (5.24) {what}; for it, quantize all of them alike, in e4m3fn by channel or "
         "tensor, mxfp4, int4_group128, int4_group32 or int8_group128"
@@ -325,26 +326,11 @@ def _misread(schemes: Sequence[Scheme]) -> str:
     if len(schemes) > 1:
         return "reads all experts by one format, with wrong weights where they have several"
     if NV4 in schemes:
+        # It multiplies by the E4M3 scales, but not by the tensor scale: the logits of a two-layer
+        # Mixtral are then wrong by 1.5 times the largest.
         return "loads experts in nvfp4 with wrong weights, without an error"
     unread = [scheme.spelling for scheme in schemes if scheme not in _READ_OF_EXPERTS]
     return f"does not load experts in {unread[0]}" if unread else ""
-
-
-def _misread_beside(schemes: Sequence[Scheme], joined: Collection[str]) -> str:
-    """What transformers does wrong if some weights of experts are not quantized; "" if nothing.
-
-    Args:
-      schemes: The schemes of the quantized experts. If no expert is quantized, the scheme of the
-        first group of the config.
-      joined: Weights, named without the expert's number, that are quantized in some experts and not
-        in others: transformers joins them into one tensor.
-    """
-    is_fp8 = all(scheme.spec.element == E4M3FN for scheme in schemes)
-    if is_fp8 and joined:
-        # The wide expert has no scale, so it gets that of the next expert, and so on.
-        return "loads experts with wrong weights where some are in e4m3fn, without an error"
-    name = schemes[0].spelling
-    return "" if is_fp8 else f"does not load experts that stay wide beside others in {name}"
 
 
 LAYOUT = Layout(

@@ -56,7 +56,7 @@ class Encoding:
       lengths: The length of a block along each axis of `matrix_shape`.
       codes: The entry with the codes.
       scale: The entry with the scales in C order, ceil(n / length) along each axis; None: none.
-      tensor_scale: The entry with the second scale (NVFP4), one in all or one for each index of the
+      tensor_scale: The entry with the tensor scale (NVFP4), one in all or one for each index of the
         first axes; None: none.
       tensor_scale_divides: Whether x = q * scale / tensor scale, as in compressed-tensors.
       zero_point: The entry with the zero points, which lie as the scales do; None: none.
@@ -152,20 +152,17 @@ def same_numbers(old: Encoding, new: Encoding) -> bool:
 
 
 def merged_matrices(
-    shape: tuple[int, ...], lengths: tuple[int, ...], kept: Collection[int] = ()
+    shape: tuple[int, ...], lengths: tuple[int, ...], apart: Collection[int] = ()
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
     """An array seen as matrices: (how many, rows, columns), and (height, width) of their blocks.
 
     Neighbouring axes are merged where blocks have length 1 along both, or the full length along
-    both. None where more axes remain than those of a stack of matrices.
-
-    Args:
-      kept: Axes that are not merged with those before them.
+    both; but axes in `apart` not with those before them. None if no stack of matrices remains.
     """
     axes: list[tuple[int, int]] = []
     is_apart = False
     for axis, (n, length) in enumerate(zip(shape, lengths, strict=True)):
-        is_apart |= axis in kept
+        is_apart |= axis in apart
         if n == 1:
             continue
         last, block = axes[-1] if axes else (0, 0)
@@ -187,11 +184,11 @@ def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.
     """The codes, uint8 [rows, columns], of bytes [rows, bytes of a row] of whole words."""
     size, count = _word(packing, bits)
     words = _filled(data, -data.shape[1] % size)
-    if size > 1:
+    if size > 1:  # NumPy shifts no integers of 3, 5 or 7 bytes: words are padded to 8
         words = _filled(words.reshape(len(data), -1, size), 8 - size).view("<u8")[..., 0]
     codes = np.empty((*words.shape, count), np.uint8)
     for place, at in enumerate(packing.order or range(count)):
-        codes[..., place] = words >> words.dtype.type(at * bits)
+        codes[..., place] = words >> words.dtype.type(at * bits)  # the low byte of the shifted word
     codes = codes.reshape(len(data), -1)[:, :columns] & np.uint8((1 << bits) - 1)
     return codes ^ np.uint8(1 << (bits - 1)) if packing.biased else codes
 
@@ -210,11 +207,11 @@ def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
 
 
 def _word(packing: Packing, bits: int) -> tuple[int, int]:
-    """Bytes and codes of a word; words of codes that fill bytes are these bytes."""
+    """Bytes and codes of a word. Where codes fill bytes, each byte is read as a word."""
     word = 8 if not packing.order and 8 % bits == 0 else packing.word
     return word // 8, word // bits
 
 
 def _filled(x: np.ndarray, missing: int) -> np.ndarray:
-    """With zeros at the end of the last axis."""
+    """Pads the last axis with zeros."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -69,12 +69,10 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
 
 
 def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, Any]) -> str | None:
-    """The entry with the scales of a weight; None if there is none that is surely of this layout.
-
-    DeepSeek V4, and what DeepSeek's own program makes of V3, has "NAME.scale"; vLLM writes one
-    scale in all, "NAME.weight_scale". Without a config these are read only in the shapes that
-    DeepSeek has: other programs' scales of such names may divide.
-    """
+    """The entry with the scales of a weight; None if none is surely of this layout."""
+    # DeepSeek V4, and what DeepSeek's own program makes of V3, has "NAME.scale"; vLLM writes one
+    # scale in all, "NAME.weight_scale". Without a config these are read only in the shapes that
+    # DeepSeek has: other programs' scales of such names may divide.
     if name + SUFFIX in headers:
         return name + SUFFIX
     beside = entry_beside(name, "scale")
@@ -87,13 +85,13 @@ def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, A
     return name + "_scale" if config and name + "_scale" in headers else None
 
 
-def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
+def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": list(kept),
+        "modules_to_not_convert": list(unquantized),
     }
 
 

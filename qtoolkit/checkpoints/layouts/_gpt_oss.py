@@ -25,7 +25,7 @@ from qtoolkit.checkpoints.layouts._layout import (
 from qtoolkit.formats import MXFP4
 
 METHOD = "mxfp4"
-_TRANSPOSED = {"_blocks": True, ".blocks": False}
+_IS_TRANSPOSED = {"_blocks": True, ".blocks": False}
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
@@ -48,35 +48,36 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     for info in headers.values():
         name, suffix = info.name[:-7], info.name[-7:]
         scale_name = f"{name}{suffix[:1]}scales"
-        if suffix in _TRANSPOSED and info.dtype == "U8" and (config or scale_name in headers):
-            scale = check_entry(headers, scale_name, ("U8",), where)
-            encodings[name] = _decoded(name, info, scale, where, _TRANSPOSED[suffix])
+        if (
+            suffix not in _IS_TRANSPOSED
+            or info.dtype != "U8"
+            or not (config or scale_name in headers)
+        ):
+            continue
+        scale = check_entry(headers, scale_name, ("U8",), where)
+        if info.shape != (*scale.shape, 16):
+            what = f"{list(info.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
+            raise unread(where, info.name, what)
+        *rows, blocks = scale.shape
+        shape = (*rows, 32 * blocks)
+        encoding = decode_groups(name, shape, MXFP4, info, scale, where, packing=NIBBLES)
+        if _IS_TRANSPOSED[suffix]:
+            swapped = (*shape[:-2], shape[-1], shape[-2])
+            encoding = dataclasses.replace(encoding, shape=swapped, transposed=True)
+        encodings[name] = encoding
     return encodings
 
 
-def _decoded(name: str, codes: Entry, scale: Entry, where: str, is_transposed: bool) -> Encoding:
-    if codes.shape != (*scale.shape, 16):
-        what = f"{list(codes.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
-        raise unread(where, codes.name, what)
-    *rows, blocks = scale.shape
-    shape = (*rows, 32 * blocks)
-    encoding = decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
-    if not is_transposed:
-        return encoding
-    swapped = (*shape[:-2], shape[-1], shape[-2])
-    return dataclasses.replace(encoding, shape=swapped, transposed=True)
+def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
+    return {"quant_method": METHOD, "modules_to_not_convert": list(unquantized)}
 
 
-def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
-    return {"quant_method": METHOD, "modules_to_not_convert": list(kept)}
-
-
-def caution(used: Used, kept: Sequence[str]) -> str:
-    if not any(name.endswith(".experts") for name in kept):
+def caution(used: Used, unquantized: Sequence[str]) -> str:
+    if not any(name.endswith(".experts") for name in unquantized):
         return ""
     return (
         "vLLM takes the experts of every layer for MXFP4, whatever the config says of layers "
-        "that are kept; for it, quantize all of them"
+        "that are not quantized; for it, quantize all of them"
     )
 
 

@@ -20,7 +20,7 @@ from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, dense
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
-    WIDE,
+    HIGH_PRECISION,
     Headers,
     Layout,
     check_entry,
@@ -37,7 +37,15 @@ _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     if not config:
-        _check_none(headers, where)
+        for name, info in headers.items():
+            scale = headers.get(entry_beside(name, "scales"))
+            is_gptq = f".{name}".endswith(".qweight") and entry_beside(name, "qzeros") in headers
+            if is_gptq and scale is not None and info.shape[1:] == scale.shape[1:]:
+                raise CheckpointError(
+                    f"{where}: tensor {shown(name)}: of a weight quantized by GPTQ, as its name "
+                    "says, expected a config.json, which says what its zero points mean; give the "
+                    "folder with it"
+                )
         return {}
     stored_as = str(config.get("checkpoint_format") or "gptq")
     if stored_as not in _OFFSETS:
@@ -48,19 +56,6 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         for name, info in headers.items()
         if f".{name}".endswith(".qweight")
     }
-
-
-def _check_none(headers: Headers, where: str) -> None:
-    """Raise if there are GPTQ weights: only a config says what is added to a stored zero point."""
-    for name, info in headers.items():
-        scale = headers.get(entry_beside(name, "scales"))
-        is_gptq = f".{name}".endswith(".qweight") and entry_beside(name, "qzeros") in headers
-        if is_gptq and scale is not None and info.shape[1:] == scale.shape[1:]:
-            raise CheckpointError(
-                f"{where}: tensor {shown(name)}: of a weight quantized by GPTQ, as its name says, "
-                "expected a config.json, which says what its zero points mean; give the folder "
-                "with it"
-            )
 
 
 def _decoded(
@@ -79,7 +74,10 @@ def _decoded(
     if index is not None:
         check_entry(headers, index.name, ("I32", "I64"), where)
         inputs = index.shape[0] if len(index.shape) == 1 else 0
-    length = _group_length(config, inputs, groups)
+    length = config.get("group_size")
+    length = length if type(length) is int and length > 0 else max(inputs, 1)
+    if config.get("dynamic") and groups and inputs % groups == 0:  # modules may have other groups
+        length = max(inputs // groups, 1)
     fits = bits and inputs and words == inputs * bits / 32 and scale.shape == (groups, outputs)
     if not fits or -(-inputs // length) != groups:
         raise unread(
@@ -96,7 +94,7 @@ def _decoded(
             element=_ELEMENTS[bits],
             block=(length,),
             axes=(0,),
-            scale=WIDE[scale.dtype],
+            scale=HIGH_PRECISION[scale.dtype],
             zero_point=True,
         ),
         lengths=(length, 1),
@@ -109,18 +107,6 @@ def _decoded(
         group_index=index,
         transposed=True,
     )
-
-
-def _group_length(config: Mapping[str, Any], inputs: int, groups: int) -> int:
-    """The inputs of a group: `group_size` of the config.
-
-    If "dynamic" may give modules other groups, inputs / groups.
-    """
-    length = config.get("group_size")
-    length = length if type(length) is int and length > 0 else max(inputs, 1)
-    if config.get("dynamic") and groups and inputs % groups == 0:
-        return max(inputs // groups, 1)
-    return length
 
 
 LAYOUT = Layout(

@@ -37,8 +37,8 @@ BYTE_ELEMENTS: dict[str, Format] = {
     "I8": INT8,
 }
 BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
-WIDE: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
-FLOAT_SCALES = tuple(WIDE)
+HIGH_PRECISION: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
+FLOAT_SCALES = tuple(HIGH_PRECISION)
 _MXFP8 = {"F8_E4M3": MXFP8_E4M3, "F8_E5M2": MXFP8_E5M2}
 
 
@@ -95,7 +95,8 @@ class Layout:
       decode: (quantization config or {}, headers, path for messages) -> how each quantized weight
         that it finds is stored, by name.
       encode: (header of the weight, scheme, output axes, input scale) -> how it is to be stored.
-      config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
+      config: (schemes in use with their modules, modules that are not quantized) ->
+        quantization_config; {} if none.
       files: (as for `config`) -> further JSON files by name.
       caution: (as for `config`) -> a warning if one of its loaders misreads them; else "".
       computed: spec -> the spec with the rules by which the layout's publisher finds scales.
@@ -129,9 +130,9 @@ class Layout:
     decode: Callable[[Mapping[str, Any], Headers, str], dict[str, Encoding]]
     schemes: tuple[Scheme, ...] = ()
     encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
-    config: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, kept: {}
-    files: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, kept: {}
-    caution: Callable[[Used, Sequence[str]], str] = lambda used, kept: ""
+    config: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
+    files: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
+    caution: Callable[[Used, Sequence[str]], str] = lambda used, unquantized: ""
     computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     methods: tuple[str, ...] = ()
     note: str = ""
@@ -161,11 +162,9 @@ class Layout:
         )
 
     def misfit(self, shape: Sequence[int], spec: BlockFormat) -> str:
-        """Why blocks of a format do not fill a weight; "" if they do.
-
-        Loaders split and merge weights along both axes. So blocks must be whole, unless the loaders
-        document how they read partial blocks.
-        """
+        """Why blocks of a format do not fill a weight; "" if they do."""
+        # Loaders split and merge weights along both axes. So blocks must be whole, unless the
+        # loaders document how they read partial blocks.
         axes = (-2, -1) if self.experts_of else (-1, -2)
         for axis, length in zip(axes, reversed(spec.block), strict=False):
             if not self.has_partial_blocks and shape[axis] % (length or 1):
@@ -177,9 +176,8 @@ class Layout:
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
-    """The value of `--scaling` for a spec; "none" if it has no scales.
-
-    None if only the spec's own name describes its scales, as for "nvfp4".
+    """The value of `--scaling` for a spec: "none" without scales, None for those like "nvfp4" whose
+    own name describes their scales.
     """
     if spec.scale is None:
         return "none"
@@ -232,11 +230,7 @@ def unread_config(
 
 
 def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str) -> Entry:
-    """The entry `name` of a checkpoint, with one of `dtypes`.
-
-    Raises:
-      CheckpointError: It is missing or has another dtype.
-    """
+    """The entry `name` of a checkpoint; raises where it is missing or has none of `dtypes`."""
     entry = headers.get(name)
     expected = f"expected {' or '.join(dtypes)}"
     if entry is None:
@@ -266,12 +260,7 @@ def decode_bytes(
 ) -> Encoding:
     """How a weight is stored that has one code per byte, and scales that multiply.
 
-    The shape of the scales tells which elements share a scale:
-
-    * one element: the whole tensor;
-    * [o, 1, ...] or [o]: each index of the first axis;
-    * [1, ..., i]: each index of the last axis;
-    * else each block of the shape `block`; without `block`, 128x128, or 128 elements of a row.
+    The shape of the scales tells which elements share a scale: see `_blocks_by_shape`.
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
@@ -280,18 +269,18 @@ def decode_bytes(
         n = scale.shape[0]
         what = f"[{n}] of {list(codes.shape)}, expected [{n}, 1], of rows, or [1, {n}], of columns"
         raise unread(where, scale_name, what)
-    found = _blocks_by_shape(codes.shape, scale.shape, block)
-    if found is None:
+    blocks = _blocks_by_shape(codes.shape, scale.shape, block)
+    if blocks is None:
         raise unread(
             where,
             name,
             f"{list(codes.shape)} with scales {list(scale.shape)}, expected one in all, one per "
             "channel, per group or per block of 128x128",
         )
-    lengths, fields = found
+    lengths, fields = blocks
     spec = BlockFormat(
         element=BYTE_ELEMENTS[codes.dtype],
-        scale="e8m0fnu" if scale.dtype == "F8_E8M0" else WIDE[scale.dtype],
+        scale="e8m0fnu" if scale.dtype == "F8_E8M0" else HIGH_PRECISION[scale.dtype],
         **fields,
     )
     return Encoding(
@@ -313,9 +302,7 @@ def decode_groups(
 ) -> Encoding:
     """How a weight, or a stack of experts, is stored that has scales for groups of the last axis.
 
-    Raises:
-      CheckpointError: The shape of the scales does not fit the groups, or the number of second
-        scales is neither one nor that of the experts.
+    There may be a tensor scale, one in all or one for each expert. Raises where shapes do not fit.
     """
     (length,) = spec.block
     assert length is not None
@@ -330,7 +317,7 @@ def decode_groups(
     count = math.prod(shape[:-2])
     if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
         each = f", or one for each of {count}," if count > 1 else ""
-        what = f"{list(tensor_scale.shape)}, expected one second scale{each} of {of}"
+        what = f"{list(tensor_scale.shape)}, expected one tensor scale{each} of {of}"
         raise unread(where, tensor_scale.name, what)
     return Encoding(
         name=name,
@@ -368,29 +355,37 @@ def _blocks_by_shape(
 ) -> tuple[tuple[int, ...], dict[str, Any]] | None:
     """The lengths of the blocks that share a scale, and the arguments of their `BlockFormat`.
 
-    None if the shape of the scales fits no blocks.
+    None if the shape of the scales fits no blocks. The first reading that fits is taken: a scale
+    for each output is what others mean, even where blocks would have the same number of scales.
     """
     rank = len(shape)
+    by_row: dict[str, Any] = {"block": (1,), "axes": (0,), "other_axes": None}
+    by_column = by_row | {"axes": (1,)}
+    # [] or [1, 1]: one scale in all.
     if not math.prod(shape) or math.prod(scale) == 1:
         return tuple(max(n, 1) for n in shape), {"other_axes": None}
+    # [o] or [o, 1]: one for each index of the first axis.
     if shape and scale in (shape[:1], (shape[0], *(1,) * (rank - 1))):
-        return (1, *shape[1:]), {"block": (1,), "axes": (0,), "other_axes": None}
-    outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == rank else []
+        return (1, *shape[1:]), by_row
+    if len(scale) != rank:
+        return None
+    # [1, o], or [1, heads, o] of an attention kernel: one for each index of the last axes.
+    outputs = [axis for axis, n in enumerate(scale) if n != 1]
     is_last = outputs == [*range(rank - len(outputs), rank)]
-    if outputs and is_last and all(scale[axis] == shape[axis] for axis in outputs):
-        lengths = tuple(1 if axis in outputs else n for axis, n in enumerate(shape))
-        return lengths, {"block": (1,), "axes": (1,), "other_axes": None}
-    if rank >= 2 and len(scale) == rank and scale[:-2] == shape[:-2]:
-        rows, columns = shape[-2:]
-        ones = (1,) * (rank - 2)
-        # Only the config tells the lengths: 2 scales of a row of 192 may be for 128 and 64, or for
-        # 96 each.
-        for height, width in [block] if block else [BLOCK, (1, BLOCK[1])]:
-            if scale[-2:] == block_counts((rows, columns), (height, width)):
-                cut = min(height, rows), min(width, columns)
-                return (*ones, *cut), {"block": cut}
-        if rank == 3 and scale[1:] == (1, columns):
-            return (1, rows, 1), {"block": (1,), "axes": (1,), "other_axes": None}
-        if rank == 3 and scale[1:] == (rows, 1):
-            return (1, 1, columns), {"block": (1,), "axes": (0,), "other_axes": None}
+    if is_last and all(scale[axis] == shape[axis] for axis in outputs):
+        return tuple(1 if axis in outputs else n for axis, n in enumerate(shape)), by_column
+    if rank < 2 or scale[:-2] != shape[:-2]:
+        return None
+    # [..., rows / 128, columns / 128]: one for each block of a matrix, or of those of a stack. Only
+    # the config tells the lengths: 2 scales of a row of 192 may be for 128 and 64, or 96 each.
+    rows, columns = shape[-2:]
+    for height, width in [block] if block else [BLOCK, (1, BLOCK[1])]:
+        if scale[-2:] == block_counts((rows, columns), (height, width)):
+            cut = min(height, rows), min(width, columns)
+            return (*(1,) * (rank - 2), *cut), {"block": cut}
+    # [e, 1, o] or [e, o, 1]: one for each output of each expert.
+    if rank == 3 and scale[1:] == (1, columns):
+        return (1, rows, 1), by_column
+    if rank == 3 and scale[1:] == (rows, 1):
+        return (1, 1, columns), by_row
     return None

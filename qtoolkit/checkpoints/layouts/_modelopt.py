@@ -42,7 +42,7 @@ from qtoolkit.checkpoints.layouts._layout import (
 from qtoolkit.formats import E4M3FN, NVFP4
 
 METHOD = "modelopt"
-_SECOND = "weight_scale_2"
+_TENSOR_SCALE = "weight_scale_2"
 
 CHANNEL = Scheme(
     name="FP8_PER_CHANNEL_PER_TOKEN",
@@ -55,7 +55,7 @@ TENSOR = Scheme(
 NV4 = Scheme(
     name="NVFP4",
     spec=NVFP4,
-    about="static second scale of activations; one second scale for q, k, v and gate, up",
+    about="static tensor scale of activations; one tensor scale for q, k, v and gate, up",
     needs_input_scale=True,
 )
 
@@ -82,7 +82,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         lengths=scheme.spec.block_lengths(info.shape),
         codes=codes,
         scale=scale,
-        tensor_scale=Entry(entry_beside(name, _SECOND), "F32", ()) if nv4 else None,
+        tensor_scale=Entry(entry_beside(name, _TENSOR_SCALE), "F32", ()) if nv4 else None,
         packing=NIBBLES if nv4 else None,
         constants=constants,
     )
@@ -104,20 +104,18 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         if name.rpartition(".")[2] == "pre_quant_scale":
             what = "activations are multiplied by it (AWQ, SmoothQuant), which is not read"
             raise unread(where, name, f"{what}, expected none")
-        scale_name, second_name = _beside(name, "weight_scale"), _beside(name, _SECOND)
+        scale_name, tensor_scale_name = _beside(name, "weight_scale"), _beside(name, _TENSOR_SCALE)
         scale = headers.get(scale_name)
-        if info.dtype == "U8" and second_name in headers:
-            codes = check_entry(headers, name, ("U8",), where)
+        if info.dtype == "U8" and tensor_scale_name in headers:
             scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
-            second = check_entry(headers, second_name, ("F32",), where)
-            encodings[name] = _nvfp4(codes, scale, second, where)
+            tensor_scale = check_entry(headers, tensor_scale_name, ("F32",), where)
+            encodings[name] = _nvfp4(info, scale, tensor_scale, where)
         elif info.dtype in BYTE_ELEMENTS and scale is not None and scale.dtype in FLOAT_SCALES:
             pair = {name: info, scale_name: _as_blocks(info, scale, where)}
             encodings[name] = decode_bytes(pair, name, scale_name, where)
         elif info.dtype in BYTE_ELEMENTS and scale is not None and config:
             encoding = microscaled(headers, name, scale_name, where)
-            if encoding is not None:
-                encodings[name] = encoding
+            encodings |= {} if encoding is None else {name: encoding}
     return encodings
 
 
@@ -126,28 +124,31 @@ def _beside(name: str, suffix: str) -> str:
     return entry_beside(name, suffix) if name.endswith("weight") else f"{name}_{suffix}"
 
 
-def _nvfp4(codes: Entry, scale: Entry, second: Entry, where: str) -> Encoding:
+def _nvfp4(codes: Entry, scale: Entry, tensor_scale: Entry, where: str) -> Encoding:
     """How NVFP4 is stored: blocks along the last axis, or for experts [e, i, o] the middle one."""
-    shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
-    if len(shape) == 3 and scale.shape[1:] == (-(-codes.shape[1] // 8), codes.shape[2]):
-        shape = (codes.shape[0], 2 * codes.shape[1], codes.shape[2])
-        swapped = (shape[0], shape[2], shape[1])
-        counts = (scale.shape[0], scale.shape[2], scale.shape[1])
-        encoding = decode_groups(
-            codes.name,
-            swapped,
-            NVFP4,
-            codes,
-            scale._replace(shape=counts),
-            where,
-            packing=NIBBLES,
-            tensor_scale=second,
-        )
-        return dataclasses.replace(
-            encoding, shape=shape, lengths=(1, 16, 1), scale=scale, packing=Packing(8, axis=-2)
-        )
-    return decode_groups(
-        codes.name, shape, NVFP4, codes, scale, where, packing=NIBBLES, tensor_scale=second
+    shape, counts = codes.shape, scale.shape
+    by_inputs = len(shape) == 3 and counts[1:] == (-(-shape[1] // 8), shape[2])
+    if by_inputs:  # checked as the transposed weight, whose blocks lie along the last axis
+        shape, counts = (shape[0], shape[2], shape[1]), (counts[0], counts[2], counts[1])
+    encoding = decode_groups(
+        codes.name,
+        (*shape[:-1], *(2 * n for n in shape[-1:])),
+        NVFP4,
+        codes,
+        scale._replace(shape=counts),
+        where,
+        packing=NIBBLES,
+        tensor_scale=tensor_scale,
+    )
+    if not by_inputs:
+        return encoding
+    experts, outputs, inputs = encoding.shape
+    return dataclasses.replace(
+        encoding,
+        shape=(experts, inputs, outputs),
+        lengths=(1, 16, 1),
+        scale=scale,
+        packing=Packing(8, axis=-2),
     )
 
 
@@ -170,22 +171,22 @@ def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
     return scale._replace(shape=(experts, rows, 1) if count == rows else (experts, 1, columns))
 
 
-def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
+def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "quant_algo": _algorithm(used),
         "kv_cache_scheme": None,
-        "ignore": list(kept),
+        "ignore": list(unquantized),
         **({"group_size": 16} if NV4 in used else {}),
         "producer": {"name": "qtoolkit", "version": __version__},
     }
 
 
-def files(used: Used, kept: Sequence[str]) -> dict[str, Any]:
+def files(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
     quantization = {
         "quant_algo": _algorithm(used),
         "kv_cache_quant_algo": None,
-        "exclude_modules": list(kept),
+        "exclude_modules": list(unquantized),
         **({"group_size": 16} if NV4 in used else {}),
     }
     producer = {"name": "qtoolkit", "version": __version__}

@@ -22,26 +22,24 @@ _ROUTERS = ("gate", "router")
 _EMBEDDINGS = re.compile(r"(embed\w*|wte|wpe|shared)$")  # are no Linear layers
 
 
-def ignored(kept: Sequence[str], quantized: Iterable[str]) -> list[str]:
+def ignored(unquantized: Sequence[str], quantized: Iterable[str]) -> list[str]:
     """Names of the modules that are not quantized, then patterns for what loaders call them."""
     taken = tuple(quantized)
-    linear = [name for name in kept if "." in name and not _EMBEDDINGS.search(name)]
+    linear = [name for name in unquantized if "." in name and not _EMBEDDINGS.search(name)]
     patterns = patterns_of(linear, taken)
     patterns += _towers(linear)
-    if any(name.rpartition(".")[2] in _ROUTERS for name in kept):
+    if any(name.rpartition(".")[2] in _ROUTERS for name in unquantized):
         patterns.append(rf"re:.*\.(mlp|feed_forward|block_sparse_moe)\.({'|'.join(_ROUTERS)})$")
     heads = [name for name in _HEADS if not any(f".{one}".endswith(f".{name}") for one in taken)]
     if heads:
         patterns.append(rf"re:(.*\.)?({'|'.join(map(re.escape, heads))})$")
-    return [*kept, *(pattern for pattern in patterns if not _finds(pattern, taken))]
+    return [*unquantized, *(pattern for pattern in patterns if not _finds(pattern, taken))]
 
 
 def _towers(names: Iterable[str]) -> list[str]:
-    """For each first part of a name, such as "vision_tower", a pattern for everything below it.
-
-    Loaders may rename what is inside a tower or head: transformers turns the linear_c.0.proj of
-    Segformer's decode_head into linear_projections.0.proj.
-    """
+    """For each first part of a name, such as "vision_tower", a pattern for everything below it."""
+    # Loaders may rename what is inside a tower or head: transformers turns the linear_c.0.proj of
+    # Segformer's decode_head into linear_projections.0.proj.
     tops = dict.fromkeys(name.partition(".")[0] for name in names)
     # Not for "model": everything may be below it, also "model.language_model".
     return [rf"re:(model\.)?{re.escape(top)}\..*$" for top in tops if top != "model"]

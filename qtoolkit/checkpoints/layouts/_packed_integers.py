@@ -18,7 +18,7 @@ from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import WORDS, Encoding, constant, dense
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
-    WIDE,
+    HIGH_PRECISION,
     Headers,
     check_entry,
     entry_beside,
@@ -101,7 +101,7 @@ def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Enc
     return Encoding(
         name=entry_beside(codes.name, "weight"),
         shape=(rows, columns),
-        spec=BlockFormat(element=_INTEGERS[bits], scale=WIDE[scale.dtype], **fields),
+        spec=BlockFormat(element=_INTEGERS[bits], scale=HIGH_PRECISION[scale.dtype], **fields),
         lengths=lengths,
         codes=codes,
         scale=scale,
@@ -124,11 +124,7 @@ def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encodi
 def with_zero_point(
     headers: Headers, encoding: Encoding, where: str, is_asymmetric: bool
 ) -> Encoding:
-    """The encoding with the zero points of its module, if there are any.
-
-    Args:
-      is_asymmetric: Whether the config says that there are zero points.
-    """
+    """The encoding with the zero points of its module, if it has any or the config says so."""
     name = entry_beside(encoding.name, "weight_zero_point")
     if name not in headers and not is_asymmetric:
         return encoding
@@ -155,13 +151,11 @@ def with_zero_point(
 
 
 def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) -> Sequence[Width]:
-    """The widths of packed integers, from the "weights" of the groups of the config.
-
-    Shapes alone do not tell the widths: a row of 16 words with one scale may be 128 codes of 4 bits
-    in a group of 128, or 64 codes of 8 bits in a group of 64.
-    """
-    found = re.match(r"0\.(\d+)", str(version))
-    is_dense = found is None or int(found[1]) >= 18
+    """The widths of packed integers, from the "weights" of the groups of the config."""
+    # Shapes alone do not tell the widths: a row of 16 words with one scale may be 128 codes of 4
+    # bits in a group of 128, or 64 codes of 8 bits in a group of 64.
+    minor = re.match(r"0\.(\d+)", str(version))
+    is_dense = minor is None or int(minor[1]) >= 18
     widths: list[Width] = []
     for weights in groups:
         bits, length = weights.get("num_bits"), weights.get("group_size")

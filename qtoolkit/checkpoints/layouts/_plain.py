@@ -65,7 +65,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         if scale is not None and scale.dtype == "F64" and info.dtype in BYTE_ELEMENTS:
             raise CheckpointError(
                 f"{where}: tensor {shown(scale.name)}: dtype F64, expected "
-                f"{', '.join(FLOAT_SCALES)} beside the codes {shown(name)}; save it as float32"
+                f"{', '.join(FLOAT_SCALES)} for the codes {shown(name)}; save it as float32"
             )
         if info.dtype not in BYTE_ELEMENTS or scale is None or scale.dtype not in FLOAT_SCALES:
             continue

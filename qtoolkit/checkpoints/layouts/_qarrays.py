@@ -10,14 +10,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Container, Mapping
-from typing import Any
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, merged_matrices
 from qtoolkit.formats import BlockFormat
 
 ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
-PARTS = ("scale", "tensor_scale", "zero_point")
+FIELDS = ("scale", "tensor_scale", "zero_point")
 
 
 def saved_arrays(
@@ -29,9 +28,6 @@ def saved_arrays(
     than 8 bits, and those whose scales have a format without a dtype. Packed arrays are also
     skipped if they have zero points, a last axis of one element, or blocks that are not those of a
     stack of matrices.
-
-    Raises:
-      CheckpointError: The metadata does not describe the tensors, or an array cannot be read.
     """
     if ARRAYS_KEY not in metadata:
         return {}, set()
@@ -42,9 +38,9 @@ def saved_arrays(
     try:
         for name, about in json.loads(metadata[ARRAYS_KEY]).items():
             spec = spec_from_json(about["spec"])
-            entries = {part: headers.get(f"{name}_{part}") for part in PARTS}
+            entries = {part: headers.get(f"{name}_{part}") for part in FIELDS}
             names |= {name, *(info.name for info in entries.values() if info is not None)}
-            if not _is_read(spec):
+            if spec.element.bits > 8 or (spec.scale is not None and spec.scale.dtype is None):
                 continue
             size, lengths = about["packed_size"], tuple(about["lengths"])
             encoding = _encoding(headers[name], size, spec, lengths, entries)
@@ -63,7 +59,7 @@ def saved_arrays(
     return encodings, names
 
 
-def copied_parts(
+def undecoded_parts(
     metadata: Mapping[str, str], names: Collection[str], stored: Container[str]
 ) -> set[str]:
     """The names of codes and scales of arrays that the metadata describes, but `stored` lacks.
@@ -71,8 +67,8 @@ def copied_parts(
     Neither has a meaning without the other.
     """
     found: set[str] = set()
-    for name in _described(metadata) or ():
-        parts = {f"{name}_{part}" for part in PARTS} & set(names)
+    for name in json_object(metadata.get(ARRAYS_KEY, "")):
+        parts = {f"{name}_{part}" for part in FIELDS} & set(names)
         if name not in stored and parts:
             found |= {name, *parts}
     return found
@@ -80,25 +76,14 @@ def copied_parts(
 
 def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
     """The metadata without the descriptions of arrays of which a tensor has changed."""
-    about = _described(metadata)
-    if about is None:
-        return dict(metadata)
-    kept = {
+    about = json_object(metadata.get(ARRAYS_KEY, ""))
+    unchanged = {
         name: one
         for name, one in about.items()
-        if name not in changed and not any(f"{name}_{part}" in changed for part in PARTS)
+        if name not in changed and not any(f"{name}_{part}" in changed for part in FIELDS)
     }
     others = {key: text for key, text in metadata.items() if key != ARRAYS_KEY}
-    return others | ({ARRAYS_KEY: json.dumps(kept, sort_keys=True)} if kept else {})
-
-
-def _described(metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    """The description of each array by name; None if there is none that can be read."""
-    try:
-        about = json.loads(metadata.get(ARRAYS_KEY, "null"))
-    except (ValueError, RecursionError):
-        return None
-    return about if isinstance(about, dict) else None
+    return others | ({ARRAYS_KEY: json.dumps(unchanged, sort_keys=True)} if unchanged else {})
 
 
 def not_described(where: object, error: Exception) -> CheckpointError:
@@ -109,27 +94,17 @@ def not_described(where: object, error: Exception) -> CheckpointError:
     )
 
 
-def _is_read(spec: BlockFormat) -> bool:
-    return spec.element.bits <= 8 and (spec.scale is None or spec.scale.dtype is not None)
-
-
 def _encoding(
     codes: Entry,
     packed_size: int | None,
     spec: BlockFormat,
     lengths: tuple[int, ...],
-    parts: Mapping[str, Entry | None],
+    others: Mapping[str, Entry | None],
 ) -> Encoding | None:
     """How an array is stored; None if the commands do not read it: see `saved_arrays`.
 
-    Args:
-      codes: The tensor with the codes, packed along its last axis if there is a `packed_size`.
-      packed_size: The length of the last axis before packing; None if codes are not packed.
-      spec, lengths: Those of the `QArray`.
-      parts: The other tensors of the array, by the names in `PARTS`.
-
-    Raises:
-      ValueError: The codes do not have the bytes of `packed_size` codes.
+    `packed_size` is the length of the last axis before codes were packed along it; None: they are
+    not. `others` are the tensors of the array besides the codes, by the names in `FIELDS`.
     """
     shape, bits = codes.shape, spec.element.bits
     packing = None
@@ -142,10 +117,10 @@ def _encoding(
             raise ValueError(f"{packed_size} codes of {bits} bits in {list(codes.shape)}")
         shape = (*codes.shape[:-1], packed_size)
     lengths = (1,) * (len(shape) - len(lengths)) + lengths  # `vmap` has added axes in front
-    second = parts["tensor_scale"]
-    batch = () if second is None else second.shape  # first axes, with a second scale per index
-    kept = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
-    merged = None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, kept)
+    tensor_scale = others["tensor_scale"]
+    batch = () if tensor_scale is None else tensor_scale.shape  # the first axes
+    apart = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
+    merged = None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, apart)
     if merged is None or math.prod(batch) not in (1, merged[0][0]):
         return None
     return Encoding(
@@ -154,8 +129,8 @@ def _encoding(
         spec=_spec_of_matrix(spec, merged[0][1:], merged[1]),
         lengths=lengths,
         codes=codes,
-        scale=parts["scale"],
-        tensor_scale=second,
+        scale=others["scale"],
+        tensor_scale=tensor_scale,
         tensor_scale_divides=spec.tensor_scale_divides,
         packing=packing,
     )

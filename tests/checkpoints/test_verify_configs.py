@@ -1,4 +1,6 @@
-"""What `verify` finds beside the codes. Oracle: one change of what `convert` wrote, by hand."""
+"""What `verify` says of configs and input scales. Oracle: one change of what `convert` wrote, by
+hand.
+"""
 
 import json
 
@@ -30,6 +32,10 @@ LAYOUTS = [
 ]
 STATIC = [case for case in LAYOUTS if case[3] is not None]
 DYNAMIC = [case for case in LAYOUTS if case[3] is None]
+
+
+def id_of(case):
+    return " ".join(map(str, case))
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def problems(source, tmp_path):
 
 
 @pytest.mark.parametrize("value", [np.nan, 0, -1, np.inf])
-@pytest.mark.parametrize("case", STATIC, ids=str)
+@pytest.mark.parametrize("case", STATIC, ids=id_of)
 def test_input_scales_are_numbers_above_zero(problems, case, value):
     assert problems(case, tensors=lambda arrays: arrays[f"{Q}.input_scale"].fill(value)) == (
         f"{Q}.input_scale: {value:g}, expected a number above 0, as every calibration gives; "
@@ -84,7 +90,7 @@ def test_input_scales_are_numbers_above_zero(problems, case, value):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int32"])
-@pytest.mark.parametrize("case", STATIC, ids=str)
+@pytest.mark.parametrize("case", STATIC, ids=id_of)
 def test_input_scales_have_the_dtype_and_shape_of_the_layout(problems, case, dtype):
     shape = "[]" if case[0] == "modelopt" else "[1]"
     name = {"float16": "F16", "int32": "I32"}[dtype]
@@ -97,14 +103,19 @@ def test_input_scales_have_the_dtype_and_shape_of_the_layout(problems, case, dty
     )
 
 
-@pytest.mark.parametrize("case", STATIC, ids=str)
+@pytest.mark.parametrize("case", STATIC, ids=id_of)
 def test_input_scales_are_there_where_the_config_says_so(problems, case):
     (line,) = problems(case, tensors=lambda arrays: arrays.pop(f"{Q}.input_scale"))
     assert line.startswith(f"{Q}.input_scale: is missing, expected F32 [")
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("case", DYNAMIC, ids=str)
+@pytest.mark.sample(
+    "compressed-tensors e4m3fn tensor None",
+    "compressed-tensors e4m3fn block None",
+    "compressed-tensors mxfp4 None None",
+    "finegrained-fp8 e4m3fn None None",
+)
+@pytest.mark.parametrize("case", DYNAMIC, ids=id_of)
 def test_input_scales_are_nowhere_else(problems, case):
     def change(arrays):
         arrays[f"{Q}.input_scale"] = np.ones(1, np.float32)
@@ -126,9 +137,16 @@ def test_a_config_that_calls_static_scales_dynamic(problems):
     )
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_ignored_modules_are_the_wide_ones(problems, case):
+@pytest.mark.sample(
+    "compressed-tensors e4m3fn tensor 0.5",
+    "compressed-tensors e4m3fn channel None",
+    "compressed-tensors mxfp8_e4m3 None None",
+    "compressed-tensors nvfp4 None None",
+    "modelopt e4m3fn tensor 0.5",
+    "finegrained-fp8 e4m3fn None None",
+)
+@pytest.mark.parametrize("case", LAYOUTS, ids=id_of)
+def test_ignored_modules_are_the_unquantized_ones(problems, case):
     key = "modules_to_not_convert" if case[0] == "finegrained-fp8" else "ignore"
 
     def change(config):
@@ -174,7 +192,7 @@ def test_targets_of_several_formats(problems):
     )
 
 
-@pytest.mark.parametrize("case", [c for c in LAYOUTS if c[0] == "modelopt"], ids=str)
+@pytest.mark.parametrize("case", [c for c in LAYOUTS if c[0] == "modelopt"], ids=id_of)
 def test_the_second_config_of_modelopt(problems, case, source, tmp_path):
     def change(config):
         config["quantization"]["quant_algo"] = "W4A8"
@@ -211,7 +229,7 @@ def test_a_config_where_loaders_need_not_find_it(problems, key):
     assert line.startswith("config.json: no quantization_config, expected that of layout compresse")
 
 
-def test_a_config_of_codes_beside_wide_weights(source, tmp_path):
+def test_a_config_of_codes_for_unquantized_weights(source, tmp_path):
     convert(source, tmp_path / "dst", layout="finegrained-fp8", format="e4m3fn")
     (tmp_path / "dst" / "model.safetensors").write_bytes(
         (source / "model.safetensors").read_bytes()

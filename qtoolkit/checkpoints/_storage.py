@@ -165,7 +165,7 @@ def upload(file: BinaryIO, url: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies a file from anywhere to anywhere."""
+    """Copies a file; both may be URLs."""
     if not is_url(target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
     new = tempfile.TemporaryFile() if is_url(target) else open(target, "wb")  # noqa: SIM115
