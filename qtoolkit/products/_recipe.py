@@ -214,34 +214,33 @@ class Recipe:
         return (*self.forward, *self.dgrad, *self.wgrad)
 
     @property
+    def reused(self) -> dict[int, int]:
+        """Maps a place in `operands` to that of the rounded array of `forward` used again there.
+
+        {3: 1} says that dgrad reuses the rhs of the forward product, {4: 0} that wgrad reuses its
+        lhs. They do if the cotangent is not rounded, so that the gradient is that of what was
+        computed.
+        """
+        o = self.operands
+        return {
+            place: forward
+            for place, forward, cotangent in ((3, 1, 2), (4, 0, 5))
+            if o[cotangent] is None and o[place] == o[forward]
+        }
+
+    @property
     def twins(self) -> dict[int, int]:
         """Maps a place in `operands` to an earlier one where the same array is rounded alike.
 
         {3: 1} says that dgrad rounds rhs (place 3) to the same numbers as the forward product
         (place 1). Reports then show rhs only once.
         """
-        lhs, rhs = self.forward
-        pairs = (
-            (3, 1, self.dgrad[1], rhs, self.keeps_forward[0]),
-            (4, 0, self.wgrad[0], lhs, self.keeps_forward[1]),
-            (5, 2, self.wgrad[1], self.dgrad[0], False),
-        )
+        o = self.operands
         return {
-            role: twin
-            for role, twin, a, b, is_kept in pairs
-            if is_kept or (a == b and _is_cut_alike(a))
+            place: twin
+            for place, twin in ((3, 1), (4, 0), (5, 2))
+            if place in self.reused or (o[place] == o[twin] and _is_cut_alike(o[place]))
         }
-
-    @property
-    def keeps_forward(self) -> tuple[bool, bool]:
-        """(Whether dgrad reuses the rhs, whether wgrad reuses the lhs) of the forward product.
-
-        They do beside a wide cotangent, so that the gradient is that of what was computed.
-        """
-        return (
-            self.dgrad[0] is None and self.dgrad[1] == self.forward[1],
-            self.wgrad[1] is None and self.wgrad[0] == self.forward[0],
-        )
 
     @property
     def _scalings(self) -> list[Scaling]:
@@ -313,7 +312,7 @@ class Recipe:
             wgrad=self.dgrad[::-1],
         )
 
-    def beside_stored(self, side: int) -> "Recipe":
+    def with_stored(self, side: int) -> "Recipe":
         """The recipe for a product whose operand on one side is stored as codes.
 
         That operand is not rounded, nor is it transformed; so its partner may not be, either.

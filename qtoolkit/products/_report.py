@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from qtoolkit.products._derivative import Cotangent
 from qtoolkit.products._finding import Quantized
 from qtoolkit.products._multiplications import (
     is_native,
@@ -391,17 +392,16 @@ def _derivatives(eqn: Any, mark: Marked | None, times: int) -> Iterator[Product]
     function = eqn.params["forward"]
     while hasattr(function, "function"):
         function = function.function
-    facts = getattr(function, "facts", None)
-    if facts is None or hasattr(function, "out"):  # a tangent, or rounding alone
+    if not isinstance(function, Cotangent):  # a tangent, or rounding alone
         return
-    number = times * multiplications_of_gradient(eqn, facts)
+    number = times * multiplications_of_gradient(eqn, function.of)
     if not number:
         return
-    recipe = facts.plan.recipe
+    recipe = function.of.plan.recipe
     is_asked = recipe.arithmetic == "native"
     native = native_gradients(eqn, recipe.axis_names) if is_asked else []
     forward = [] if mark is None else list(mark.labels)
-    for index, side in enumerate(facts.sides):
+    for index, side in enumerate(function.of.sides):
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
         labels = ["wide" if operand is None else str(operand) for operand in pair]

@@ -1,4 +1,4 @@
-"""One operand of a product: cut into blocks, and rounded."""
+"""One operand of a product, cut into blocks and rounded."""
 
 import dataclasses
 import functools
@@ -21,6 +21,7 @@ from qtoolkit.casts.internal import (
     hashed_index,
     mixed_key,
     ordinal,
+    row_major,
     scrambled,
     to_stored,
     traced_for_cpu,
@@ -34,7 +35,6 @@ from qtoolkit.formats import (
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
-from qtoolkit.products._orders import both_orders, turned_order
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
     Scales,
@@ -138,7 +138,7 @@ def _is_exact(spec: BlockFormat, dtype: Any) -> bool:
 
 @hashed_once
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class Rounding:
     """How to round one array of one product: an `Operand` whose blocks have axes. Hashable.
 
     Attributes:
@@ -187,25 +187,19 @@ class Cut:
         if isinstance(projection.rounding, Stochastic):
             draw = _draw(key, x, projection.rounding)
             projection = dataclasses.replace(projection, draw=draw)
-        given = self._scales(operand, x, delayed)
+        scales = self._scales(operand, x, delayed)
         is_power = operand.has_power_of_two
-        if self.makes_codes:
-            return self._coded(x, dtype, given)
-        q, scales = operand_values(x, operand.spec, projection, given, is_power=is_power)
-        return Rounded(q.astype(dtype), scales, operand.spec)  # exact: the dtype holds the format
-
-    def _coded(self, x: Array, dtype: Any, given: Scales) -> Rounded:
-        operand = self.operand
-        assert operand is not None
-        scales = find_scales(x, operand.spec)[0] if given.scale is None else given
-        assert scales.scale is not None
-        is_power = operand.has_power_of_two
+        if not self.makes_codes:
+            q, scales = operand_values(x, operand.spec, projection, scales, is_power=is_power)
+            return Rounded(q.astype(dtype), scales, operand.spec)  # exact: the dtype holds it
+        if scales.scale is None:
+            scales, _ = find_scales(x, operand.spec)
+            assert scales.scale is not None
         if not is_power and not traced_for_cpu():
             # An exact division reads x many times. Where x is transposed just before, XLA for GPUs
             # would write intermediate results of it: 1.8 GB for a cotangent of 67 MB.
             x = lax.optimization_barrier(x)
-        codes = operand_codes(x, operand.spec, scales.scale, is_power=is_power)
-        turned = None
+        codes, turned = operand_codes(x, operand.spec, scales.scale, is_power=is_power), None
         if self.order is not None:
             is_apart = isinstance(operand.scaling, Delayed) and operand.scaling.initial is not None
             codes, turned = both_orders(codes, self.order, is_apart)
@@ -298,7 +292,7 @@ def largest_over(x: Array, names: tuple[str, ...]) -> Array:
     return lax.pmax(x, names)
 
 
-def cut(
+def rounding_of(
     operand: Operand | None,
     axes: Axes,
     shape: tuple[int, ...],
@@ -306,10 +300,10 @@ def cut(
     *,
     is_native: bool = False,
     is_dot: bool = False,
-) -> Cut:
+) -> Rounding:
     """Fills in the axes of an operand's blocks, for an array of this shape and these `axes`."""
     if operand is None:
-        return Cut(None, None, axis_names)
+        return Rounding(None, None, axis_names)
     fmt = operand.spec
     if not shape:
         fmt = dataclasses.replace(fmt, block=(), axes=None, other_axes=None)
@@ -321,7 +315,7 @@ def cut(
     if fmt.axes is not None:
         fmt = _clipped(fmt, shape)
     axis = axes.transformed if operand.transform is not None else None
-    made = Cut(dataclasses.replace(operand, spec=fmt), axis, axis_names, is_native)
+    made = Rounding(dataclasses.replace(operand, spec=fmt), axis, axis_names, is_native)
     if not (is_dot and made.makes_codes) or traced_for_cpu():
         return made
     return dataclasses.replace(made, order=turned_order(axes, len(shape)))
@@ -351,18 +345,18 @@ def _is_less(size: Any, length: int) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(3,))
-def _rounded_jitted(x: Array, delayed: Array | None, key: Array | None, how: Cut) -> Rounded:
+def _rounded_jitted(x: Array, delayed: Array | None, key: Array | None, how: Rounding) -> Rounded:
     return how.rounded(x, delayed, key)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def rounded(x: Array, delayed: Array | None, key: Array | None, how: Cut) -> Rounded:
+def rounded(x: Array, delayed: Array | None, key: Array | None, how: Rounding) -> Rounded:
     """`how.rounded(x, delayed, key)` with a derivative: that of q = x / scale, scale constant."""
     return _rounded_jitted(x, delayed, key, how)
 
 
 @rounded.defjvp
-def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounded]:
+def _rounded_jvp(how: Rounding, primals: Any, tangents: Any) -> tuple[Rounded, Rounded]:
     x, delayed, key = primals
     out = rounded(x, delayed, key, how)
     dot = how.scaled_tangent(x, tangents[0], out.scales).astype(out.q.dtype)
@@ -425,3 +419,36 @@ def _draw(key: Array | None, x: Array, rounding: Stochastic) -> Draw:
 
 def _varying_as(scale: Array, x: Array) -> Array:
     return scale + jnp.zeros_like(x, shape=(1,) * x.ndim, dtype=scale.dtype)
+
+
+def turned_order(axes: Axes, rank: int) -> tuple[int, ...] | None:
+    """The order of axes in which those that another product sums over come last; None if the array
+    is summed over axes that are neither the last ones nor next to the last ones.
+    """
+    contracted, kept = sorted(axes.contracted), sorted(axes.kept)
+    batch = [axis for axis in range(rank) if axis not in contracted and axis not in kept]
+    orders = [(*batch, *kept, *contracted), (*batch, *contracted, *kept)]
+    if not contracted or not kept or tuple(range(rank)) not in orders:
+        return None
+    return orders[0] if orders[1] == tuple(range(rank)) else orders[1]
+
+
+def both_orders(codes: Array, order: tuple[int, ...], is_apart: bool) -> tuple[Array, Array]:
+    """Codes, and the same with their axes in another order, as one GPU writes them best.
+
+    cuBLASLt multiplies 8-bit operands only if the axis that is summed is the last one of both.
+    Layouts are fixed, or XLA transposes the 16-bit operand, or calls the second array a view of the
+    first and copies it later. A barrier around both makes one kernel write both. XLA puts no amax
+    into a kernel that transposes, so where an amax can be taken while the operand is cast, the
+    barrier is around the codes, and a second kernel turns them: that reads one byte for each
+    element, and the amax in a kernel of its own would read two.
+
+    Args:
+      is_apart: Whether the scale does not depend on the elements, so that their amax can be taken
+        while they are cast.
+    """
+    codes = row_major(codes)
+    if is_apart:
+        codes = lax.optimization_barrier(codes)
+    turned = row_major(lax.transpose(codes, order))
+    return (codes, turned) if is_apart else lax.optimization_barrier((codes, turned))
