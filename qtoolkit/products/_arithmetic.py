@@ -123,7 +123,7 @@ def emulated(multiply: Callable[[Array, Array], Array], first: Rounded, second: 
     the square of q = 2**63, the largest number of P3109's 8p1. Scales of blocks differ along the
     summed axis, so they cannot multiply the result and are applied first, too.
     """
-    one, other = first.parted(), second.parted()
+    one, other = first.split_scale(), second.split_scale()
     if one is not None and other is not None:
         return times_scales(multiply(*_of_one_dtype(one[0], other[0])), one[1], other[1])
     return multiply(*_of_one_dtype(first.unscaled(), second.unscaled()))

@@ -45,7 +45,7 @@ class Blocked(NamedTuple):
         Returns:
           The reshaped operand, and the index of its contracted axis.
         """
-        kept = others(self.ndim, batch, contracted)
+        kept = remaining_axes(self.ndim, batch, contracted)
         parts = [batch, contracted, kept]
         if (*batch, *contracted, *kept) != tuple(range(self.ndim)):
             parts = [batch, kept, contracted]
@@ -73,7 +73,7 @@ class Scaled(NamedTuple):
         return self.elements.ndim
 
 
-def others(rank: int, *taken: Any) -> tuple[int, ...]:
+def remaining_axes(rank: int, *taken: Any) -> tuple[int, ...]:
     return tuple(i for i in range(rank) if not any(i in axes for axes in taken))
 
 
@@ -82,7 +82,7 @@ def scaled_result(out: Array, lhs: Scaled, rhs: Scaled, numbers: Any) -> Array:
     scales = []
     for side, x in enumerate((lhs, rhs)):
         of_x, batch = (axes[side] for axes in numbers)
-        kept = others(x.ndim, of_x, batch)
+        kept = remaining_axes(x.ndim, of_x, batch)
         first = out.ndim - len(kept) if side else len(batch)  # in the result
         places = (*range(len(batch)), *range(first, first + len(kept)))
         lengths = [x.scale.shape[axis] for axis in (*batch, *kept)]
@@ -97,7 +97,7 @@ def scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> Array:
     (of_lhs, of_rhs), (batch_l, batch_r) = numbers
     shape = [lhs.elements.shape[axis] for axis in batch_l]
     for x, *taken in ((lhs, of_lhs, batch_l), (rhs, of_rhs, batch_r)):
-        shape += [x.elements.shape[axis] for axis in others(x.ndim, *taken)]
+        shape += [x.elements.shape[axis] for axis in remaining_axes(x.ndim, *taken)]
     (lhs, axis_l), (rhs, axis_r) = lhs.matrices(batch_l, of_lhs), rhs.matrices(batch_r, of_rhs)
     batch = (0,) if batch_l else ()
     out = lax.scaled_dot(
