@@ -22,7 +22,7 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import E4M3FN, E8M0FNU, FLOAT32, BlockFormat, FloatFormat, Format
 from qtoolkit.products._bilinear import Bilinear, DotGeneral
-from qtoolkit.products._kept import code_values, in_place, poisoned
+from qtoolkit.products._residuals import code_values, in_place, poisoned
 from qtoolkit.products._rounded import LARGEST, Rounded
 from qtoolkit.products._scaled import Blocked, Scaled, times_scales
 from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec, single_scale

@@ -12,11 +12,11 @@ from jax.custom_derivatives import SymbolicZero
 from qtoolkit.casts.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import emulated, multiplied, twice_differentiable
-from qtoolkit.products._kept import Kept, keeps_codes, kept, restored
+from qtoolkit.products._instruments import ROLES
 from qtoolkit.products._plan import COTANGENT, OTHER, Plan, State
+from qtoolkit.products._residuals import SavedCodes, from_residual, saves_codes, to_residual
 from qtoolkit.products._rounded import Rounded, Rounding, largest_over, rounded
 from qtoolkit.products._stored import restored_operand
-from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_to_keep, histogram
 
@@ -42,7 +42,7 @@ class Residuals:
       extra: The integer arrays of the function.
     """
 
-    operands: tuple[Kept | Rounded, ...]
+    operands: tuple[SavedCodes | Rounded, ...]
     amax: Array | None
     key: Array | None
     seen: Any
@@ -82,10 +82,10 @@ def rounded_operand(x: Given, amax: Array | None, key: Array | None, how: Roundi
     if isinstance(x, QArray):
         return restored_operand(x)
     # Nobody needs the derivative of this rounding: the derivative of a product ignores the tangents
-    # of rounded operands, and second derivatives flow through `Kept.carrier`. Stopping it here
-    # saves JAX the tracing. An operand that is not kept as codes has no carrier and must keep its
-    # derivative.
-    return rounded(lax.stop_gradient(x) if keeps_codes(how) else x, amax, key, how)
+    # of rounded operands, and second derivatives flow through `SavedCodes.carrier`. Stopping it
+    # here saves JAX the tracing. An operand that is not saved as codes has no carrier and must keep
+    # its derivative.
+    return rounded(lax.stop_gradient(x) if saves_codes(how) else x, amax, key, how)
 
 
 def _other_operand(
@@ -94,7 +94,7 @@ def _other_operand(
     given: tuple[Given, Given],
     operands: tuple[Rounded, Rounded],
     state: State,
-) -> Kept | Rounded:
+) -> SavedCodes | Rounded:
     """The operand by which the cotangent is multiplied to get the gradient of one side.
 
     That is the other side's operand. If the recipe rounds it as in the forward matmul, the rounded
@@ -108,7 +108,7 @@ def _other_operand(
     if how != plan.rounding(other, *given):
         operand = rounded_operand(x, state.amaxes[other], state.key, how)
     structs = (x if isinstance(x, QArray) else jax.typeof(x) for x in given)
-    return kept(operand, x, how, plan.axes(*structs)[OTHER[side]].contracted)
+    return to_residual(operand, x, how, plan.axes(*structs)[OTHER[side]].contracted)
 
 
 def is_moving(given: Given, dot: Any) -> bool:
@@ -182,7 +182,7 @@ class Tangent:
         terms = []
         for side, saved_other, x in zip(self.of.sides, residuals.operands, xs, strict=False):
             how = plan.rounding(OTHER[side], *given)
-            other = how.untransformed(restored(saved_other), given[1 - side].shape)
+            other = how.untransformed(from_residual(saved_other), given[1 - side].shape)
             matmul = plan.matmul(side, *given, residuals.extra)
             terms.append(emulated(matmul.placed, Rounded(x, Scales(), None), other))
         if not terms:  # somebody differentiates only by the probe or the zeros
@@ -213,7 +213,7 @@ class Cotangent:
             operand = rounded_cotangent(plan.rounding(COTANGENT[side], *given, cotangent))
             matmul = plan.matmul(side, *given, residuals.extra)
             multiply = twice_differentiable if matmul.is_native else multiplied
-            out = multiply(matmul, operand, restored(other))
+            out = multiply(matmul, operand, from_residual(other))
             outs.append(differentiable_in_dtype(out, matmul.dtype))
         if residuals.seen is not None:
             outs.append(self._observed((*residuals.seen, amax_to_keep(cotangent))))

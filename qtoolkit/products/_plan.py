@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import Matmul
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral, Einsum
+from qtoolkit.products._instruments import Tap, swapped_rows
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounding, rounding_of
-from qtoolkit.products._taps import Tap, swapped_rows
 
 Array = jax.Array
 
-# An operand's role is its index in `_taps.ROLES` and in `Recipe.operands`. For the gradient of lhs
-# (dgrad) and of rhs (wgrad), these are the roles of the cotangent and of the other operand.
+# An operand's role is its index in `_instruments.ROLES` and in `Recipe.operands`. For the gradient
+# of lhs (dgrad) and of rhs (wgrad), these are the roles of the cotangent and the other operand.
 COTANGENT, OTHER = (2, 5), (3, 4)
 
 
@@ -28,7 +28,7 @@ class State(NamedTuple):
       amax: float32[3], the amaxes by which to scale lhs, rhs and the cotangent, from earlier steps.
         A 0 says: scale by the amax of the array at hand, or by `Delayed.initial`.
       probe: float32[3, BUCKETS] of zeros. Its gradient is a histogram of the amaxes of this step,
-        from which the layer updates its history; see `_taps` for why a gradient.
+        from which the layer updates its history; see `_instruments` for why a gradient.
       key: uint32[2], the words of a key for stochastic rounding.
       zeros: float32[len(ROLES), size] of zeros. Its gradient is what a tap measured.
       step: uint32, how many steps the layer has been trained, for a recipe with a warm-up.
