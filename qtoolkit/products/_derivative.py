@@ -21,7 +21,7 @@ from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_to_keep, histogram
 
 Array = jax.Array
-Given: TypeAlias = Array | QArray  # an operand before it is rounded, or one that is stored rounded
+Input: TypeAlias = Array | QArray  # an operand to be rounded, or one that is stored as codes
 
 
 @jax.tree_util.register_dataclass
@@ -32,27 +32,27 @@ class Residuals:
     Attributes:
       operands: For each side that is differentiated, the other operand, rounded as the derivative
         needs it: rhs for dgrad, lhs for wgrad.
-      amax: The amax by which the cotangent is scaled, from earlier steps.
+      cotangent_amax: The amax by which the cotangent is scaled, from earlier steps.
       key: The key for stochastic rounding.
-      seen: The results of `amax_to_keep` for lhs and rhs; None if nobody differentiates by
+      new_amaxes: The results of `amax_to_keep` for lhs and rhs; None if nobody differentiates by
         `State.probe`.
-      tapped: What a tap measured of lhs and rhs, float32[len(ROLES), size], with zeros for the
+      measured: What a tap measured of lhs and rhs, float32[len(ROLES), size], with zeros for the
         cotangents, which the backward pass measures; None if nobody differentiates by
         `State.zeros`.
       extra: The integer arrays of the function.
     """
 
     operands: tuple[SavedCodes | Rounded, ...]
-    amax: Array | None
+    cotangent_amax: Array | None
     key: Array | None
-    seen: Any
-    tapped: Array | None
+    new_amaxes: Any
+    measured: Array | None
     extra: tuple[Array, ...]
 
 
 def residuals_of(
     plan: Plan,
-    given: tuple[Given, Given],
+    inputs: tuple[Input, Input],
     operands: tuple[Rounded, Rounded],
     state: State,
     extra: tuple[Array, ...],
@@ -61,23 +61,23 @@ def residuals_of(
     is_observed: bool,
     is_tapped: bool,
 ) -> Residuals:
-    seen = None
+    new_amaxes = None
     if is_observed:  # a stored operand has its scale, so nobody needs its amax
         zero = jnp.zeros((), jnp.float32)
-        seen = tuple(
-            amax_to_keep(zero if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given
+        new_amaxes = tuple(
+            amax_to_keep(zero if isinstance(x, QArray) else lax.stop_gradient(x)) for x in inputs
         )
     return Residuals(
-        operands=tuple(_other_operand(plan, side, given, operands, state) for side in sides),
-        amax=state.amaxes[2],
+        operands=tuple(_other_operand(plan, side, inputs, operands, state) for side in sides),
+        cotangent_amax=state.amaxes[2],
         key=state.key,
-        seen=seen,
-        tapped=_tapped(plan, given, operands, state) if is_tapped else None,
+        new_amaxes=new_amaxes,
+        measured=_measured(plan, inputs, operands, state) if is_tapped else None,
         extra=extra,
     )
 
 
-def rounded_operand(x: Given, amax: Array | None, key: Array | None, how: Rounding) -> Rounded:
+def rounded_operand(x: Input, amax: Array | None, key: Array | None, how: Rounding) -> Rounded:
     """`x` rounded as `how` says; with `Delayed` or calibrated scaling by the `amax` of a layer."""
     if isinstance(x, QArray):
         return restored_operand(x)
@@ -91,7 +91,7 @@ def rounded_operand(x: Given, amax: Array | None, key: Array | None, how: Roundi
 def _other_operand(
     plan: Plan,
     side: int,
-    given: tuple[Given, Given],
+    inputs: tuple[Input, Input],
     operands: tuple[Rounded, Rounded],
     state: State,
 ) -> SavedCodes | Rounded:
@@ -101,30 +101,34 @@ def _other_operand(
     array is used again; if not, it is rounded anew.
     """
     other = 1 - side
-    x, operand = given[other], operands[other]
+    x, operand = inputs[other], operands[other]
     if isinstance(x, QArray):
         return lax.stop_gradient(operand)
-    how = plan.rounding(OTHER[side], *given)
-    if how != plan.rounding(other, *given):
+    how = plan.rounding(OTHER[side], *inputs)
+    if how != plan.rounding(other, *inputs):
         operand = rounded_operand(x, state.amaxes[other], state.key, how)
-    structs = (x if isinstance(x, QArray) else jax.typeof(x) for x in given)
+    structs = (x if isinstance(x, QArray) else jax.typeof(x) for x in inputs)
     return to_residual(operand, x, how, plan.axes(*structs)[OTHER[side]].contracted)
 
 
-def is_moving(given: Given, dot: Any) -> bool:
-    """Whether somebody differentiates by this operand: whether its tangent is not just zero."""
-    leaves = jax.tree.leaves(dot, is_leaf=lambda x: isinstance(x, SymbolicZero))
-    moving = [x for x in leaves if not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0]
-    if moving and isinstance(given, QArray):
+def is_differentiated(x: Input, dot: Any) -> bool:
+    """Whether somebody differentiates by `x`: whether its tangent `dot` is not just zero."""
+    leaves = jax.tree.leaves(dot, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
+    moving = [
+        leaf
+        for leaf in leaves
+        if not isinstance(leaf, SymbolicZero) and leaf.dtype != jax.dtypes.float0
+    ]
+    if moving and isinstance(x, QArray):
         raise TypeError(
-            f"product: differentiated by a stored operand, {given!r}, which has no derivative; "
+            f"product: differentiated by a stored operand, {x!r}, which has no derivative; "
             "differentiate by something else, or train the model from wrap and quantize it then"
         )
     return bool(moving)
 
 
-def _tapped(
-    plan: Plan, given: tuple[Given, Given], operands: tuple[Rounded, Rounded], state: State
+def _measured(
+    plan: Plan, inputs: tuple[Input, Input], operands: tuple[Rounded, Rounded], state: State
 ) -> Array:
     """What the tap measures of lhs and rhs: float32[len(ROLES), size].
 
@@ -132,12 +136,12 @@ def _tapped(
     """
     assert plan.tap is not None
     rows = {}
-    for side, x in enumerate(given):
+    for side, x in enumerate(inputs):
         for role in (side, OTHER[1 - side]):
             # A stored operand is not rounded here.
             if isinstance(x, QArray) or role not in plan.tap.roles or role in plan.recipe.twins:
                 continue
-            how, operand = plan.rounding(role, *given), operands[side]
+            how, operand = plan.rounding(role, *inputs), operands[side]
             if role != side:
                 operand = rounded(x, state.amaxes[side], state.key, how)
             rows[role] = plan.tap(*lax.stop_gradient((how.transformed(x), operand)))
@@ -153,19 +157,19 @@ def _stacked(plan: Plan, rows: dict[int, Array]) -> Array:
 
 @hashed_once
 @dataclasses.dataclass(frozen=True)
-class Differentiated:
+class DifferentiatedProduct:
     """Static data that the tangent of a product and its transpose share.
 
     Attributes:
       plan: The product.
       sides: The sides that are differentiated: 0 for lhs, 1 for rhs.
-      given: Shape and dtype of lhs and rhs.
+      inputs: Shape, dtype and sharding of lhs and rhs.
       structure: The tree structure of the `Residuals`.
     """
 
     plan: Plan
     sides: tuple[int, ...]
-    given: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    inputs: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
     structure: Any
 
 
@@ -173,17 +177,17 @@ class Differentiated:
 class Tangent:
     """The tangent: d(lhs) * rhs + lhs * d(rhs), with unrounded tangents and rounded operands."""
 
-    of: Differentiated
+    product: DifferentiatedProduct
     out: jax.ShapeDtypeStruct
 
     def __call__(self, leaves: tuple[Array, ...], xs: tuple[Array, ...]) -> Array:
-        plan, given = self.of.plan, self.of.given
-        residuals: Residuals = jax.tree.unflatten(self.of.structure, leaves)
+        plan, inputs = self.product.plan, self.product.inputs
+        residuals: Residuals = jax.tree.unflatten(self.product.structure, leaves)
         terms = []
-        for side, saved_other, x in zip(self.of.sides, residuals.operands, xs, strict=False):
-            how = plan.rounding(OTHER[side], *given)
-            other = how.untransformed(from_residual(saved_other), given[1 - side].shape)
-            matmul = plan.matmul(side, *given, residuals.extra)
+        for side, saved_other, x in zip(self.product.sides, residuals.operands, xs, strict=False):
+            how = plan.rounding(OTHER[side], *inputs)
+            other = how.untransformed(from_residual(saved_other), inputs[1 - side].shape)
+            matmul = plan.matmul(side, *inputs, residuals.extra)
             terms.append(emulated(matmul.placed, Rounded(x, Scales(), None), other))
         if not terms:  # somebody differentiates only by the probe or the zeros
             return jnp.zeros_like(xs[-1], shape=self.out.shape, dtype=self.out.dtype)
@@ -198,43 +202,43 @@ class Cotangent:
     differentiates by them: what the layer's history and a tap want to know of this step.
     """
 
-    of: Differentiated
+    product: DifferentiatedProduct
 
     def __call__(self, leaves: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
-        plan, given = self.of.plan, self.of.given
-        residuals: Residuals = jax.tree.unflatten(self.of.structure, leaves)
+        plan, inputs = self.product.plan, self.product.inputs
+        residuals: Residuals = jax.tree.unflatten(self.product.structure, leaves)
 
         @functools.cache  # dgrad and wgrad may round the cotangent alike
         def rounded_cotangent(how: Rounding) -> Rounded:
-            return rounded(cotangent, residuals.amax, residuals.key, how)
+            return rounded(cotangent, residuals.cotangent_amax, residuals.key, how)
 
         outs = []
-        for side, other in zip(self.of.sides, residuals.operands, strict=True):
-            operand = rounded_cotangent(plan.rounding(COTANGENT[side], *given, cotangent))
-            matmul = plan.matmul(side, *given, residuals.extra)
+        for side, other in zip(self.product.sides, residuals.operands, strict=True):
+            operand = rounded_cotangent(plan.rounding(COTANGENT[side], *inputs, cotangent))
+            matmul = plan.matmul(side, *inputs, residuals.extra)
             multiply = twice_differentiable if matmul.is_native else multiplied
             out = multiply(matmul, operand, from_residual(other))
             outs.append(differentiable_in_dtype(out, matmul.dtype))
-        if residuals.seen is not None:
-            outs.append(self._observed((*residuals.seen, amax_to_keep(cotangent))))
-        if residuals.tapped is not None:
+        if residuals.new_amaxes is not None:
+            outs.append(self._observed((*residuals.new_amaxes, amax_to_keep(cotangent))))
+        if residuals.measured is not None:
             assert plan.tap is not None
             rows = {}
             for role in COTANGENT:
                 # What dgrad and wgrad round alike is measured once, for dgrad.
                 if role in plan.tap.roles and role not in plan.recipe.twins:
-                    how = plan.rounding(role, *given, cotangent)
+                    how = plan.rounding(role, *inputs, cotangent)
                     operands = how.transformed(cotangent), rounded_cotangent(how)
                     rows[role] = plan.tap(*lax.stop_gradient(operands))
-            outs.append(residuals.tapped + _stacked(plan, rows) if rows else residuals.tapped)
+            outs.append(residuals.measured + _stacked(plan, rows) if rows else residuals.measured)
         return tuple(outs)
 
-    def _observed(self, seen: tuple[tuple[Array, Array], ...]) -> Array:
+    def _observed(self, amaxes: tuple[tuple[Array, Array], ...]) -> Array:
         """The histograms of lhs, rhs and the cotangent: float32[3, buckets]."""
-        amax, is_bad = (jnp.stack(parts) for parts in zip(*seen, strict=True))
+        amax, is_bad = (jnp.stack(parts) for parts in zip(*amaxes, strict=True))
         # Shards that share scales have one history. Only with `check_vma=True` does JAX add up the
         # histograms of all shards, so the largest amax is taken here, of scalars.
-        if names := self.of.plan.recipe.axis_names:
+        if names := self.product.plan.recipe.axis_names:
             largest = largest_over(jnp.stack([amax, is_bad.astype(amax.dtype)]), names)
             (amax, is_bad), _ = varying_alike(largest, amax)
             is_bad = is_bad != 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from qtoolkit.products._derivative import Differentiated
+from qtoolkit.products._derivative import DifferentiatedProduct
 from qtoolkit.products._matmul_trace import MATMULS, SCALED, inner_jaxprs
 
 
@@ -27,10 +27,10 @@ def multiplications_of(eqn: Any) -> int:
     return math.prod(lhs) * math.prod(kept)
 
 
-def multiplications_of_gradient(eqn: Any, of: Differentiated) -> int:
+def multiplications_of_gradient(eqn: Any, product: DifferentiatedProduct) -> int:
     """The same for each gradient of a quantized product: as many as the product itself takes."""
-    rhs = of.given[1].shape
-    summed = of.plan.axes(*of.given)[1].contracted
+    rhs = product.inputs[1].shape
+    summed = product.plan.axes(*product.inputs)[1].contracted
     return math.prod(eqn.invars[-1].aval.shape) * math.prod(rhs[axis] for axis in summed)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from qtoolkit.casts.internal import WIDTHS, exact_float32
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._bilinear import Axes
-from qtoolkit.products._calibration import Batch
+from qtoolkit.products._inputs import Batch
 from qtoolkit.products._operand import Current, Operand
 from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._tracking import Key, Node, Root, Use, tracked

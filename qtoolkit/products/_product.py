@@ -39,10 +39,10 @@ from qtoolkit.products._arithmetic import multiplied
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._derivative import (
     Cotangent,
-    Differentiated,
-    Given,
+    DifferentiatedProduct,
+    Input,
     Tangent,
-    is_moving,
+    is_differentiated,
     residuals_of,
     rounded_operand,
 )
@@ -62,8 +62,8 @@ Array = jax.Array
 def quantized_product(
     where: str,
     function: Bilinear,
-    lhs: Given,
-    rhs: Given,
+    lhs: Input,
+    rhs: Input,
     recipe: Recipe,
     dtype: DTypeLike | None,
     state: State | None = None,
@@ -93,8 +93,8 @@ def quantized_product(
         `state` does not have: delayed, calibrated or learned ones.
     """
     check_recipe(where, recipe)
-    given, operands, learned = (lhs, rhs), [lhs, rhs], recipe.learned
-    for index, operand in enumerate(given):
+    inputs, operands, learned = (lhs, rhs), [lhs, rhs], recipe.learned
+    for index, operand in enumerate(inputs):
         if isinstance(operand, QArray):
             side = 1 - index if is_swapped else index
             recipe = recipe.with_stored(side)
@@ -116,7 +116,7 @@ def quantized_product(
 
     by = instrument()
     if by is not None:
-        first, second = map(stored_label, given[::-1] if is_swapped else given)
+        first, second = map(stored_label, inputs[::-1] if is_swapped else inputs)
         return by.product(place or Place("", where), recipe, state, compute, (first, second))
     if recipe.warm_up and state is not None and state.step is not None:
         return lax.cond(
@@ -130,13 +130,13 @@ def quantized_product(
 def _prepared(
     where: str,
     function: Bilinear,
-    lhs: Given,
-    rhs: Given,
+    lhs: Input,
+    rhs: Input,
     recipe: Recipe,
     dtype: Any,
     state: State | None,
     tap: Tap | None,
-) -> tuple[Plan, Given, Given, State]:
+) -> tuple[Plan, Input, Input, State]:
     """The checked arguments of `qtoolkit_product`; recipe and state are for (lhs, rhs) here."""
     _check_state(where, recipe, state)
     lhs, rhs = (
@@ -194,7 +194,7 @@ def _check_state(where: str, recipe: Recipe, state: State | None) -> None:
 # no more traces than one block. Reports find products by the name of this function.
 @functools.partial(jax.jit, static_argnums=0)
 def qtoolkit_product(
-    plan: Plan, lhs: Given, rhs: Given, state: State, extra: tuple[Array, ...]
+    plan: Plan, lhs: Input, rhs: Input, state: State, extra: tuple[Array, ...]
 ) -> Array:
     amaxes = state.amaxes
     first, second = (
@@ -212,50 +212,54 @@ def qtoolkit_product(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product(
     plan: Plan,
-    given: tuple[Given, Given],
+    inputs: tuple[Input, Input],
     operands: tuple[Rounded, Rounded],
     state: State,
     extra: tuple[Array, ...],
     out: Array,
 ) -> Array:
-    """`out`, the product of the operands, with the derivative of a product of what was given."""
-    del plan, given, operands, state, extra
+    """`out`, the product of the operands, with the derivative of a product of the inputs."""
+    del plan, inputs, operands, state, extra
     return out
 
 
 def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The result and its tangent, which is linear in the tangents of lhs, rhs, probe and zeros.
 
-    lhs and rhs come twice: as `given`, and rounded as `operands`. Rounding counts as the identity,
-    so only the tangents of `given` are read, and dgrad and wgrad are the transpose in these. Second
-    derivatives differentiate this function by its residuals, which hold the rounded operands; for
-    residuals that are codes, by their carrier.
+    lhs and rhs come twice: as `inputs`, and rounded as `operands`. Rounding counts as the identity,
+    so only the tangents of `inputs` are read, and dgrad and wgrad are the transpose in these.
+    Second derivatives differentiate this function by its residuals, which hold the rounded
+    operands; for residuals that are codes, by their carrier.
 
     Delayed scales need the amaxes of each step, which come out as the gradient of the probe. What
     a layer does if nobody differentiates by the probe is said in `_forward_state`.
     """
-    given: tuple[Given, Given]
-    (given, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents
+    inputs: tuple[Input, Input]
+    (inputs, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
     is_tapped = state.zeros is not None and not isinstance(state_dots.zeros, SymbolicZero)
-    out = _product(plan, given, operands, State(key=state.key), extra, out)
-    sides = tuple(side for side in (0, 1) if is_moving(given[side], dots[side]))
+    out = _product(plan, inputs, operands, State(key=state.key), extra, out)
+    sides = tuple(side for side in (0, 1) if is_differentiated(inputs[side], dots[side]))
     xs = [dots[side] for side in sides]
     xs += [state_dots.probe] if is_observed else []
     xs += [state_dots.zeros] if is_tapped else []
     if not xs:
         return out, jnp.zeros_like(out)
     residuals = residuals_of(
-        plan, given, operands, state, extra, sides, is_observed=is_observed, is_tapped=is_tapped
+        plan, inputs, operands, state, extra, sides, is_observed=is_observed, is_tapped=is_tapped
     )
     leaves, structure = jax.tree.flatten(residuals)
     lhs, rhs = (
         _struct(operand.q if isinstance(x, QArray) else x)
-        for x, operand in zip(given, operands, strict=True)
+        for x, operand in zip(inputs, operands, strict=True)
     )
-    of = Differentiated(plan, sides, (lhs, rhs), structure)
+    product = DifferentiatedProduct(plan, sides, (lhs, rhs), structure)
     tangent = linear_with_transpose(
-        Tangent(of, _struct(out)), Cotangent(of), tuple(leaves), tuple(xs), jax.typeof(out)
+        Tangent(product, _struct(out)),
+        Cotangent(product),
+        tuple(leaves),
+        tuple(xs),
+        jax.typeof(out),
     )
     return out, tangent
 

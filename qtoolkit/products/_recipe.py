@@ -1,4 +1,4 @@
-"""What a quantized product rounds, and how: frozen data."""
+"""What a quantized matmul rounds, and how: frozen data."""
 
 import dataclasses
 import difflib
@@ -21,23 +21,25 @@ from qtoolkit.products._operand import (
 ARITHMETIC = ("emulate", "native")
 _FORWARD, _GRADIENT = Operand(BlockFormat.tensor(E4M3FN)), Operand(BlockFormat.tensor(E5M2))
 _UNSET: Any = object()
+UNQUANTIZED = "unquantized"  # in place of a format, in reports
 
 
 @hashed_once
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Recipe:
-    """What a quantized product and the products of its derivatives round. Frozen, hashable.
+    """What a quantized matmul or convolution and its two derivatives round. Frozen, hashable.
 
-    For y = f(lhs, rhs), with lhs the input of a layer and rhs its kernel, three products are
+    For y = f(lhs, rhs), with lhs the input of a layer and rhs its kernel, three matmuls are
     computed: `forward`, which is y; `dgrad`, the gradient of lhs, from the cotangent and rhs; and
     `wgrad`, the gradient of rhs, from lhs and the cotangent. Each of them rounds its two operands
-    on its own; None leaves one as it is. Blocks are cut along the axis that a product contracts, so
-    dgrad may round rhs otherwise than the forward product did. One exception: if the cotangent
-    stays wide and dgrad asks for the same rhs as `forward`, it reuses that rounded array, so that
-    the gradient is that of the numbers that were multiplied (straight-through). Likewise wgrad.
+    on its own; an operand that is None is not rounded. Blocks are cut along the axis that a matmul
+    contracts, so dgrad may round rhs otherwise than the forward matmul did. One exception: if the
+    cotangent is not rounded and dgrad asks for the same rhs as `forward`, it reuses that rounded
+    array, because the gradient is then that of the numbers that were multiplied (straight-through).
+    Likewise wgrad.
 
         Recipe()                                             E4M3 forward, E5M2 for gradients
-        Recipe(forward="mxfp8")                              MX blocks in all three products
+        Recipe(forward="mxfp8")                              MX blocks in all three matmuls
         Recipe(("e4m3fn", "int4_group32"), gradient=None)    a pair: lhs, rhs
         Recipe("e4m3fn", wgrad=None)                         dW = x^T ct, nothing rounded
 
@@ -45,11 +47,11 @@ class Recipe:
     batch**: the last token, or another example, may hold the largest magnitude and so move the
     scale of all others. In a language model whose logits have a standard deviation of 1.1, changing
     the last token moved earlier logits by up to 0.28. Token scaling
-    (`recipes.token_scaled`), `Static` and, in products that keep a history, `Delayed` scaling do
-    not have this.
+    (`recipes.token_scaled`), `Static` and, in layers that keep a history, `Delayed` scaling do not
+    have this.
 
     **What `arithmetic="native"` passes to XLA in 8 bits or fewer.** This is decided for each of the
-    three products on its own. All others are emulated, for example blocks with float32 scales
+    three matmuls on its own. All others are emulated, for example blocks with float32 scales
     (`deepseek_v3`) and integers. Native are:
 
     * Both operands have an 8-bit float format and one scale each. The result is computed in its
@@ -69,7 +71,7 @@ class Recipe:
       meshes, nor with symbolic sizes; and `jax.export` of jax 0.10 takes one platform at a time.
 
     Attributes:
-      forward: Operands (lhs, rhs) of the product.
+      forward: Operands (lhs, rhs).
       dgrad: (cotangent, rhs).
       wgrad: (lhs, cotangent).
       arithmetic: "emulate" multiplies the values in the dtype of the operands or in float32.
@@ -86,8 +88,8 @@ class Recipe:
       ('mxfp8_e4m3', 'e5m2 by tensor')
       >>> qt.recipes.from_json(qt.recipes.to_json(recipe)) == recipe
       True
-      >>> print(qt.Recipe((None, "int4_group32"), gradient=None))
-      <Recipe forward: wide x (int4_group32); dgrad: wide x (int4_group32); wgrad: wide x wide>
+      >>> print(str(qt.Recipe((None, "int4_group32"), gradient=None)).split(";")[0])
+      <Recipe forward: unquantized x (int4_group32)
     """
 
     forward: Pair
@@ -112,17 +114,19 @@ class Recipe:
 
         Args:
           forward: For both operands, or a pair (lhs, rhs).
-          gradient: For the cotangents, where `dgrad` and `wgrad` are not given. Left out: the
-            format of `forward` where that is one for both operands and has blocks, else E5M2 with
-            one scale.
-          dgrad: (cotangent, rhs). Left out: (gradient, rhs as in `forward`). None: both wide.
-          wgrad: (lhs, cotangent). Left out: (lhs as in `forward`, gradient). None: both wide.
+          gradient: For the cotangents, where `dgrad` and `wgrad` are not given. Default: the format
+            of `forward` where that is one for both operands and has blocks, else E5M2 with one
+            scale. None: they are not rounded.
+          dgrad: (cotangent, rhs). Default: (gradient, rhs as in `forward`). None: nothing is
+            rounded.
+          wgrad: (lhs, cotangent). Default: (lhs as in `forward`, gradient). None: nothing is
+            rounded.
           arithmetic, axis_names, warm_up: See above.
 
         Raises:
           ValueError: A format is unknown; one format without negative numbers is given for both
-            operands (write a pair if that is meant); only one operand of a product has a
-            transform; the scale of a cotangent would be learned or calibrated.
+            operands (write a pair if that is meant); only one operand of a matmul has a transform;
+            the scale of a cotangent would be learned or calibrated.
           TypeError: An argument has another type.
         """
         lhs, rhs = _pair("forward", forward)
@@ -142,9 +146,7 @@ class Recipe:
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
-        self._check_transforms()
-        self._check_kept_scales()
-        self._check_histories()
+        self._check_operands()
         if arithmetic not in ARITHMETIC:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
@@ -160,41 +162,30 @@ class Recipe:
         """The operands as reports show them. `recipes.to_json` writes every detail."""
         parts = []
         for name in ("forward", "dgrad", "wgrad"):
-            shown = ["wide" if o is None else f"({o})" for o in getattr(self, name)]
-            parts.append(f"{name}: {' x '.join(shown)}")
+            formats = [UNQUANTIZED if o is None else f"({o})" for o in getattr(self, name)]
+            parts.append(f"{name}: {' x '.join(formats)}")
         parts += [] if self.arithmetic == "emulate" else [self.arithmetic]
         parts += [f"scales over {', '.join(self.axis_names)}"] if self.axis_names else []
         return f"<Recipe {'; '.join(parts)}>"
 
-    def _check_transforms(self) -> None:
-        """Raises unless both operands are transformed or none: (x H)(H w) = x w needs both H."""
+    def _check_operands(self) -> None:
+        """Raises if operands do not fit together."""
         for name in ("forward", "dgrad", "wgrad"):
             transforms = [None if o is None else o.transform for o in getattr(self, name)]
-            if transforms[0] != transforms[1]:
+            if transforms[0] != transforms[1]:  # (x H)(H w) = x w needs both H
                 raise ValueError(
                     f"Recipe: {name} transforms its operands by {transforms[0]} and "
                     f"{transforms[1]}, expected the same for both: the product would be another"
                 )
-
-    def _check_histories(self) -> None:
-        """Raises unless all histories have one length: a layer keeps them in one array."""
-        lengths = sorted({s.history for s in self._scalings if isinstance(s, Delayed)})
-        if len(lengths) > 1:
-            raise ValueError(
-                f"Recipe: Delayed scaling with histories of {lengths[0]} and {lengths[-1]} steps, "
-                "expected one length for all operands, which share a history"
-            )
-
-    def _check_kept_scales(self) -> None:
-        """Raises if a scale is learned or calibrated that belongs to no operand of `forward`, or if
-        a derivative has another operand than `forward` where that has a learned scale.
-        """
         lhs, rhs = self.forward
-        for name, given, forward in (("dgrad", self.dgrad[1], rhs), ("wgrad", self.wgrad[0], lhs)):
-            is_learned = [o is not None and o.is_learned for o in (forward, given)]
-            if any(is_learned) and forward != given:
+        for name, operand, forward in (
+            ("dgrad", self.dgrad[1], rhs),
+            ("wgrad", self.wgrad[0], lhs),
+        ):
+            is_learned = any(o is not None and o.is_learned for o in (forward, operand))
+            if is_learned and forward != operand:
                 raise ValueError(
-                    f"Recipe: {name} has {given} for what forward has as {forward}, expected the "
+                    f"Recipe: {name} has {operand} for what forward has as {forward}, expected the "
                     "same where a scale is learned"
                 )
         cotangents = self.dgrad[0], self.wgrad[1]
@@ -206,6 +197,12 @@ class Recipe:
             raise ValueError(
                 "Recipe: a cotangent has Static() scaling, which nobody calibrates, expected "
                 "Current() or Delayed(), or Static with a number"
+            )
+        lengths = sorted({s.history for s in self._scalings if isinstance(s, Delayed)})
+        if len(lengths) > 1:  # a layer keeps them in one array
+            raise ValueError(
+                f"Recipe: Delayed scaling with histories of {lengths[0]} and {lengths[-1]} steps, "
+                "expected one length for all operands, which share a history"
             )
 
     @property
@@ -275,7 +272,7 @@ class Recipe:
         return lhs, rhs
 
     def without_learned(self) -> "Recipe":
-        """The recipe after learned scales have been applied: their operands are wide in it."""
+        """The recipe after learned scales have been applied: None in place of their operands."""
         return self.mapped(lambda operand: None if operand.is_learned else operand)
 
     @property
@@ -289,22 +286,22 @@ class Recipe:
         return next((s.history for s in self._scalings if isinstance(s, Delayed)), 0)
 
     def of_activations(self) -> "Recipe":
-        """The recipe for a product of two activations, such as queries and keys in attention.
+        """The recipe for a matmul of two activations, such as queries and keys in attention.
 
-        Both operands are rounded like the input of a layer. A recipe that rounds only weights
-        leaves such a product as it is.
+        Both operands are rounded like the input of a layer. A recipe that rounds only weights does
+        not quantize such a matmul.
         """
         lhs, cotangent = self.forward[0], self.dgrad[0]
-        beside = lhs
+        partner = lhs  # of the cotangent, with its transform
         if lhs is not None:
             transform = None if cotangent is None else cotangent.transform
-            beside = dataclasses.replace(lhs, transform=transform)
+            partner = dataclasses.replace(lhs, transform=transform)
         return dataclasses.replace(
-            self, forward=(lhs, lhs), dgrad=(cotangent, beside), wgrad=(beside, cotangent)
+            self, forward=(lhs, lhs), dgrad=(cotangent, partner), wgrad=(partner, cotangent)
         )
 
     def swapped(self) -> "Recipe":
-        """The recipe for a product whose lhs is the kernel: lhs and rhs are exchanged."""
+        """The recipe for a matmul whose lhs is the kernel: lhs and rhs are exchanged."""
         return dataclasses.replace(
             self,
             forward=self.forward[::-1],
@@ -313,7 +310,7 @@ class Recipe:
         )
 
     def with_stored(self, side: int) -> "Recipe":
-        """The recipe for a product whose operand on one side is stored as codes.
+        """The recipe for a matmul whose operand on one side is stored as codes.
 
         That operand is not rounded, nor is it transformed; so its partner may not be, either.
         """
@@ -331,13 +328,9 @@ class Recipe:
         )
 
     def without_state(self) -> "Recipe":
-        """The recipe with current scales in place of delayed ones."""
-
-        def current(operand: Operand) -> Operand:
-            is_delayed = isinstance(operand.scaling, Delayed)
-            return _current(operand) if is_delayed else operand
-
-        return dataclasses.replace(self.mapped(current), warm_up=0)
+        """The recipe with current scales in place of delayed ones, and without a warm-up."""
+        current = self.mapped(lambda o: _current(o) if isinstance(o.scaling, Delayed) else o)
+        return dataclasses.replace(current, warm_up=0)
 
     def frozen(self) -> "Recipe":
         """The recipe with calibrated scales in place of current and delayed ones.
@@ -365,8 +358,8 @@ class Recipe:
     def mapped(self, function: Callable[[Operand], Operand | None]) -> "Recipe":
         """The recipe with `function(operand)` in place of each operand that is not None."""
 
-        def pair(given: Pair) -> Pair:
-            first, second = (None if operand is None else function(operand) for operand in given)
+        def pair(operands: Pair) -> Pair:
+            first, second = (None if operand is None else function(operand) for operand in operands)
             return first, second
 
         return dataclasses.replace(
@@ -380,7 +373,7 @@ def _current(operand: Operand) -> Operand:
 
 
 def _is_cut_alike(operand: Operand | None) -> bool:
-    """Whether an operand is rounded to the same numbers whichever axis a product contracts."""
+    """Whether an operand is rounded to the same numbers whichever axis a matmul contracts."""
     if operand is None:
         return True
     return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
@@ -395,45 +388,41 @@ def check_recipe(where: str, recipe: Any) -> Recipe:
     )
 
 
-def _instead(given: Any) -> str:
+def _instead(value: Any) -> str:
     """What to write in place of something that is no Recipe; "" if nothing is known of it."""
-    if isinstance(given, dict):
+    if isinstance(value, dict):
         return " or Rules; write qtoolkit.Rules({...}, default=qtoolkit.Recipe())"
-    name = given if isinstance(given, str) else getattr(given, "name", None)
+    name = value if isinstance(value, str) else getattr(value, "name", None)
     if not isinstance(name, str):
         return ""
-    presets = _presets()
-    if isinstance(given, str) and given in presets:
-        return f"; write qtoolkit.recipes.{given}"
+    from qtoolkit.products import _presets  # not at the top: `_presets` imports this file
+
+    presets = [n for n in _presets.__all__ if isinstance(getattr(_presets, n), Recipe)]
+    if isinstance(value, str) and value in presets:
+        return f"; write qtoolkit.recipes.{value}"
     why = ""
-    for argument, shown in ((name, repr(name)), (given, "fmt")):
+    for argument, text in ((name, repr(name)), (value, "fmt")):
         try:
             Recipe(argument)
         except (TypeError, ValueError) as error:
             why = why or str(error).removeprefix("Recipe: forward: spec: ")
         else:
-            return f"; write qtoolkit.Recipe({shown})"
+            return f"; write qtoolkit.Recipe({text})"
     close = difflib.get_close_matches(name, presets, n=1, cutoff=0.8)
     if close:
         return f"; did you mean qtoolkit.recipes.{close[0]}?"
     return f", e.g. qtoolkit.Recipe('e4m3fn'); {why}"
 
 
-def _presets() -> tuple[str, ...]:
-    from qtoolkit.products import _presets  # not at the top: `_presets` imports this file
-
-    return tuple(name for name in _presets.__all__ if isinstance(getattr(_presets, name), Recipe))
-
-
-def _pair(name: str, given: Any) -> Pair:
-    if isinstance(given, tuple | list):
-        if len(given) != 2:
+def _pair(name: str, value: Any) -> Pair:
+    if isinstance(value, tuple | list):
+        if len(value) != 2:
             raise ValueError(
-                f"Recipe: {name} has {len(given)} operands, expected two: (lhs, rhs), in dgrad "
+                f"Recipe: {name} has {len(value)} operands, expected two: (lhs, rhs), in dgrad "
                 "(cotangent, rhs), in wgrad (lhs, cotangent)"
             )
-        return _operand(name, given[0]), _operand(name, given[1])
-    both = _operand(name, given)
+        return _operand(name, value[0]), _operand(name, value[1])
+    both = _operand(name, value)
     has_offset = both is not None and both.scaling == Learned(offset=True)
     if both is not None and not both.spec.element.signed and not has_offset:
         raise ValueError(
@@ -444,10 +433,10 @@ def _pair(name: str, given: Any) -> Pair:
     return both, both
 
 
-def _operand(name: str, given: Any) -> Operand | None:
-    if given is None or isinstance(given, Operand):
-        return given
+def _operand(name: str, value: Any) -> Operand | None:
+    if value is None or isinstance(value, Operand):
+        return value
     try:
-        return Operand(given)
+        return Operand(value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"Recipe: {name}: {error}") from error

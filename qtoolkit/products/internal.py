@@ -13,15 +13,14 @@ from qtoolkit.products._bytecode import (
     returns_later,
 )
 from qtoolkit.products._cache import cache_format, cached
-from qtoolkit.products._calibration import Batch, check_calibrated
-from qtoolkit.products._constant import Constant
+from qtoolkit.products._calibration import check_calibrated
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._forward_state import (
     ForwardState,
     present_trace,
     without_forward_updates,
 )
-from qtoolkit.products._inputs import as_jax, with_numbers
+from qtoolkit.products._inputs import Batch, Constant, as_jax, with_numbers
 from qtoolkit.products._instruments import kernels_in, layers_in, set_variable, without_measuring
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot

@@ -28,7 +28,7 @@ def product(recipe):
     return functools.partial(qt.dot_general, dimension_numbers=MATMUL, recipe=recipe)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", RECIPES)
 def test_pullbacks_keep_codes(name):
@@ -48,9 +48,9 @@ def test_only_what_the_gradient_needs_is_kept():
     assert [a.shape for a in jax.tree.leaves(back) if a.dtype == np.uint8] == [(8, 64)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.parametrize("name", ["te_current", "token_scaled"])
-def test_compiled_scans_stack_codes_and_no_wide_copy(name):
+def test_compiled_scans_stack_codes_and_no_float32_copy(name):
     """Linear layers, so that nothing but products keeps anything. Oracle: the types of the loop."""
     ws, x = jnp.zeros((5, 64, 64)), jnp.zeros((48, 64))
     layer = product(RECIPES[name])
@@ -64,7 +64,7 @@ def test_compiled_scans_stack_codes_and_no_wide_copy(name):
     assert not any("f32[5,48,64]" in loop for loop in loops)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.parametrize("name", ["te_current", "token_scaled"])
 def test_checkpoints_may_save_the_codes_alone(name, capsys):
     x, w, ct = (jnp.asarray(draw(*s, seed=i)) for i, s in enumerate([(8, 64), (64, 16), (8, 16)]))

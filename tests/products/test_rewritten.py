@@ -101,7 +101,7 @@ def of_weights(w, x):
     return "w", ""
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("in_jit")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_products_equal_those_written_by_hand(function):
     recipe = recipes.te_current
