@@ -29,15 +29,15 @@ from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec, single_s
 
 Array = jax.Array
 _STATIC: Any = {"static": True}
-_DIGITS = 8  # significant bits of a bfloat16
-_SHORT = 32  # the block length of MX
-_LEAST = -126  # the exponent of bfloat16's least normal number; XLA for CPUs reads less as zero
+_BFLOAT16_DIGITS = 8  # significant bits
+_MX_BLOCK = 32
+_LEAST_EXPONENT = -126  # of bfloat16's normal numbers; XLA for CPUs reads smaller ones as zero
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Matmul:
-    """A bilinear function of two operands, or its transpose, which gives a gradient.
+class Part:
+    """One of the three matmuls of a product, without its operands: forward, dgrad or wgrad.
 
     Attributes:
       function: The bilinear function.
@@ -45,8 +45,8 @@ class Matmul:
       contracted: Which axes of the first and of the second operand are summed.
       dtype: The dtype of the result that is wanted.
       is_native: Whether XLA should be given operands of 8 bits.
-      side: None for the function itself. 0 or 1 for its transpose in lhs or rhs: the operands are
-        the cotangent and the other side, the result is the gradient of this side.
+      side: None for the forward matmul of lhs and rhs. 0 for dgrad, the matmul of the cotangent and
+        rhs, which gives the gradient of lhs. 1 for wgrad, that of the cotangent and lhs.
       gradient: The shape of that gradient, as float32.
     """
 
@@ -78,28 +78,26 @@ class Matmul:
         return self.function(lhs, rhs, *self.extra)
 
 
-def multiplied(matmul: Matmul, first: Rounded, second: Rounded) -> Array:
+def multiplied(part: Part, first: Rounded, second: Rounded) -> Array:
     """The matmul of two rounded operands: native if the recipe asks for it and XLA can, else
-    emulated. It has no second derivative where it is native; `twice_differentiable` has.
-
-    A native result is multiplied by one scalar in its own dtype. That is the only form that XLA for
-    GPUs folds into the call of cuBLASLt: two scalars, or a float32 one for a bfloat16 result, cost
-    a pass over the result.
+    emulated. `twice_differentiable` computes the same and has a derivative also where it is native.
 
     Returns:
       float32; natively bfloat16 where that is wanted. (float16 does not hold a result before it is
       scaled.)
     """
-    native = native_operands(matmul, first, second) if matmul.is_native else None
+    native = native_operands(part, first, second) if part.is_native else None
     if native is None:
-        return emulated(matmul, first, second)
-    out_dtype = matmul.dtype if matmul.dtype == jnp.bfloat16 else jnp.float32
+        return emulated(part, first, second)
+    out_dtype = part.dtype if part.dtype == jnp.bfloat16 else jnp.float32
     first_operand, second_operand, scale = native
-    out = matmul(first_operand, second_operand, out_dtype)
+    out = part(first_operand, second_operand, out_dtype)
     if scale is None:
         return out
+    # One scalar in the dtype of the result is the only form that XLA for GPUs folds into the call
+    # of cuBLASLt: two scalars, or a float32 one for a bfloat16 result, cost a pass over the result.
     # Without a barrier XLA's compiler for GPUs pulls what makes the scale into the kernel of the
-    # product and fails (jaxlib 0.11.2: "Expected instruction to have shape equal to f32[]").
+    # matmul and fails (jaxlib 0.11.2: "Expected instruction to have shape equal to f32[]").
     return out * lax.optimization_barrier(scale).astype(out.dtype)
 
 
@@ -108,7 +106,7 @@ twice_differentiable = jax.custom_jvp(multiplied)
 
 @twice_differentiable.defjvp
 def _twice_differentiable_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    # Neither 8-bit arrays nor `lax.scaled_dot` have a tangent: take that of the emulated matmul.
+    # Neither 8-bit arrays nor `lax.scaled_dot` have a tangent: take that of the emulated part.
     out = twice_differentiable(*primals)
     return out, jax.jvp(emulated, primals, tangents)[1].astype(out.dtype)
 
@@ -140,24 +138,28 @@ def _of_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
     return differentiable_widened(first), differentiable_widened(second)
 
 
-def native_operands(matmul: Matmul, first: Rounded, second: Rounded) -> tuple[Any, Any, Any] | None:
+def native_operands(part: Part, first: Rounded, second: Rounded) -> tuple[Any, Any, Any] | None:
     """The operands that XLA multiplies natively, and a float32 scalar that multiplies the result.
 
     Returns:
       Two arrays of 8-bit floats, or two `Blocked`, or two `Scaled`; and the scalar, or None if
       there is nothing to multiply by. None where the matmul has to be emulated.
     """
-    along, along_second = matmul.contracted
+    along, along_second = part.contracted
     one, other = _one_scale(first), _one_scale(second)
     have_8_bits = _has_8_bits(first) and _has_8_bits(second)
     if one is not None and other is not None:
         if not have_8_bits:
             return None
         return _own_elements(first, along), _own_elements(second, along_second), one * other
-    function = matmul.function
+    function = part.function
     if not isinstance(function, DotGeneral) or function.out_sharding is not None:
         return None  # only this one takes operands with scales
-    if have_8_bits and _has_fixed(first, along) and _has_fixed(second, along_second):
+    if (
+        have_8_bits
+        and _has_scales_of_rows(first, along)
+        and _has_scales_of_rows(second, along_second)
+    ):
         return _scaled(first, along), _scaled(second, along_second), None
     lengths = _block_length(first, along), _block_length(second, along_second)
     # E8M0 and other scales are not mixed. E8M0 reaches the ends of float32, so a result might
@@ -186,7 +188,7 @@ def _one_scale(operand: Rounded) -> Array | None:
     if spec is None or spec.block or spec.other_axes is not None or spec.scale != E8M0FNU:
         return operand.scale
     # 2**-127, the scale of zeros alone, is no normal number.
-    return jnp.maximum(single_scale(operand.scales, spec), np.float32(2.0**_LEAST))
+    return jnp.maximum(single_scale(operand.scales, spec), np.float32(2.0**_LEAST_EXPONENT))
 
 
 def _spec(operand: Rounded) -> BlockFormat:
@@ -208,7 +210,7 @@ def _own_elements(operand: Rounded, contracted: tuple[int, ...]) -> Array:
     return in_place(elements, order)
 
 
-def _has_fixed(operand: Rounded, contracted: tuple[int, ...]) -> bool:
+def _has_scales_of_rows(operand: Rounded, contracted: tuple[int, ...]) -> bool:
     """Whether the operand has float32 scales that do not change along the axes that are summed."""
     spec, scale = _spec(operand), operand.scales.scale
     if spec.scale != FLOAT32 or scale is None or spec.tensor_scale or spec.element_exponent:
@@ -266,13 +268,13 @@ def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
         return 1
     is_marked = element.has_nan or scale.has_nan
     digits = element.mantissa_bits + 1 + scale.mantissa_bits + 1
-    # Jax 0.10 cannot lower `scaled_dot` with symbolic sizes.
+    # JAX 0.10 cannot lower `scaled_dot` with symbolic sizes.
     is_known = all(isinstance(n, int) for n in operand.q.shape)
-    fits = element.has_zero and is_marked and is_known and digits <= _DIGITS
+    fits = element.has_zero and is_marked and is_known and digits <= _BFLOAT16_DIGITS
     if not fits or (spec.has_powers and scale != E8M0FNU) or any(explicit_spec(operand.q)):
         return 1
     n, length = (x[contracted[-1]] for x in (operand.q.shape, blocks_of(operand.q, spec).lengths))
-    return _SHORT if length == n > 1 else length
+    return _MX_BLOCK if length == n > 1 else length
 
 
 def _tensor_scale(operand: Rounded) -> Array:
@@ -298,12 +300,12 @@ def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
     assert scale is not None
     fmt = _blocked_format(spec)
     assert fmt is not None
-    for other, held in enumerate(blocks_of(q, spec).lengths):
-        if other != axis and held > 1:
-            spread = jnp.repeat(scale, held, axis=other)
+    for other, block in enumerate(blocks_of(q, spec).lengths):
+        if other != axis and block > 1:
+            spread = jnp.repeat(scale, block, axis=other)
             scale = lax.slice_in_dim(spread, 0, q.shape[other], axis=other)
-        elif other == axis and held != length:
-            scale = jnp.repeat(scale, -(-held // length), axis=axis)
+        elif other == axis and block != length:
+            scale = jnp.repeat(scale, -(-block // length), axis=axis)
     missing = size - q.shape[axis]
     q = _padded(q, axis, missing, 0)
     scale = _padded(scale, axis, size // length - scale.shape[axis], 1)
@@ -314,7 +316,7 @@ def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
         view = rows.split(q)
         q = rows.join(_raised(view, jnp.broadcast_to(rows.spread(exponent), view.shape)))
         codes = None
-        scale = power_to_stored(jnp.maximum(exponent, _LEAST), is_nan, spec.scale)
+        scale = power_to_stored(jnp.maximum(exponent, _LEAST_EXPONENT), is_nan, spec.scale)
     if codes is None and not fmt.has_nan:
         scale = poisoned(scale, q, rows, spec.scale)
     return Blocked(_elements(q, codes, fmt), scale)
@@ -334,4 +336,4 @@ def _raised(q: Array, exponent: Array) -> Array:
     XLA for CPUs would read 2**-127, a subnormal bfloat16, as zero. q * scale does not change where
     it is a normal number.
     """
-    return jnp.where(exponent < _LEAST, q * q.dtype.type(0.5), q)
+    return jnp.where(exponent < _LEAST_EXPONENT, q * q.dtype.type(0.5), q)

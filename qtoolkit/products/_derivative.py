@@ -187,8 +187,8 @@ class Tangent:
         for side, saved_other, x in zip(self.product.sides, residuals.operands, xs, strict=False):
             how = plan.rounding(OTHER[side], *inputs)
             other = how.untransformed(from_residual(saved_other), inputs[1 - side].shape)
-            matmul = plan.matmul(side, *inputs, residuals.extra)
-            terms.append(emulated(matmul.placed, Rounded(x, Scales(), None), other))
+            part = plan.part(side, *inputs, residuals.extra)
+            terms.append(emulated(part.placed, Rounded(x, Scales(), None), other))
         if not terms:  # somebody differentiates only by the probe or the zeros
             return jnp.zeros_like(xs[-1], shape=self.out.shape, dtype=self.out.dtype)
         return differentiable_in_dtype(functools.reduce(jnp.add, terms), plan.dtype)
@@ -215,10 +215,10 @@ class Cotangent:
         outs = []
         for side, other in zip(self.product.sides, residuals.operands, strict=True):
             operand = rounded_cotangent(plan.rounding(COTANGENT[side], *inputs, cotangent))
-            matmul = plan.matmul(side, *inputs, residuals.extra)
-            multiply = twice_differentiable if matmul.is_native else multiplied
-            out = multiply(matmul, operand, from_residual(other))
-            outs.append(differentiable_in_dtype(out, matmul.dtype))
+            part = plan.part(side, *inputs, residuals.extra)
+            multiply = twice_differentiable if part.is_native else multiplied
+            out = multiply(part, operand, from_residual(other))
+            outs.append(differentiable_in_dtype(out, part.dtype))
         if residuals.new_amaxes is not None:
             outs.append(self._observed((*residuals.new_amaxes, amax_to_keep(cotangent))))
         if residuals.measured is not None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from qtoolkit.formats.internal import hashed_once
-from qtoolkit.products._arithmetic import Matmul
+from qtoolkit.products._arithmetic import Part
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral, Einsum
 from qtoolkit.products._instruments import Tap, swapped_rows
 from qtoolkit.products._learned import LearnedScale
@@ -95,14 +95,12 @@ class Plan:
             and self.function.out_sharding is None,
         )
 
-    def matmul(self, side: int | None, lhs: Any, rhs: Any, extra: tuple[Array, ...]) -> Matmul:
-        """The matmul of lhs and rhs (side None), or that of the cotangent and the other operand,
-        which gives the gradient of lhs (0) or rhs (1).
-        """
+    def part(self, side: int | None, lhs: Any, rhs: Any, extra: tuple[Array, ...]) -> Part:
+        """The forward matmul (side None), dgrad (0) or wgrad (1)."""
         axes = self.axes(lhs, rhs)
         first, second = (0, 1) if side is None else (COTANGENT[side], OTHER[side])
         gradient = None if side is None else (lhs, rhs)[side]
-        return Matmul(
+        return Part(
             self.function,
             extra,
             (axes[first].contracted, axes[second].contracted),

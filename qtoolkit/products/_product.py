@@ -14,7 +14,7 @@ The way from a recipe to XLA:
   Plan                the same with the function: all that is static about a product
   Rounding            an operand of the recipe whose blocks have axes, for one array
   Rounded             that array as values or codes, and its scales
-  Matmul              the forward product, dgrad or wgrad: multiplies two `Rounded`
+  Part                the forward product, dgrad or wgrad: multiplies two `Rounded`
   Bilinear            the function of JAX that it calls
 """
 
@@ -203,8 +203,8 @@ def qtoolkit_product(
     )
     # The product is computed outside of `_product`, because a policy of `jax.checkpoint` such as
     # `dots_saveable` looks at primitives, and never into a `custom_jvp`.
-    matmul = plan.matmul(None, lhs, rhs, extra)
-    out = multiplied(matmul, *lax.stop_gradient((first, second)))
+    part = plan.part(None, lhs, rhs, extra)
+    out = multiplied(part, *lax.stop_gradient((first, second)))
     out = differentiable_in_dtype(out, plan.dtype)
     return _product(plan, (lhs, rhs), (first, second), state, extra, out)
 

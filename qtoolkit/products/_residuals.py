@@ -61,13 +61,6 @@ class SavedCodes:
     container: Format = dataclasses.field(metadata={"static": True})
     order: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def restored(self) -> Rounded:
-        assert self.how.operand is not None
-        codes = in_place(self.codes, self.order)
-        q = _restored(codes, self.scales, self.carrier, self.how, self.container)
-        own = codes if self.how.makes_codes else None
-        return Rounded(q, self.scales, self.how.operand.spec, own)
-
 
 def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
     """`codes`, whose axes are in the order `order`, with their axes in place."""
@@ -124,8 +117,14 @@ def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
     return jnp.where(blocks.gather(is_bad), nan, scale)
 
 
-def from_residual(operand: SavedCodes | Rounded) -> Rounded:
-    return operand.restored() if isinstance(operand, SavedCodes) else operand
+def from_residual(saved: SavedCodes | Rounded) -> Rounded:
+    if isinstance(saved, Rounded):
+        return saved
+    how = saved.how
+    assert how.operand is not None
+    codes = in_place(saved.codes, saved.order)
+    q = _restored(codes, saved.scales, saved.carrier, how, saved.container)
+    return Rounded(q, saved.scales, how.operand.spec, codes if how.makes_codes else None)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
