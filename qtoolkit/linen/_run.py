@@ -401,7 +401,7 @@ class _Run:
         is_kept = moves_state(recipe) and not _is_apart(context.module, recipe)
         names: dict[int, str] = {}
         look = functools.partial(know_parameters, context.module, names)
-        mark = Mark(Place(self.shown(path), ""), is_left=True)
+        mark = Mark(Place(self.shown(path), ""), is_excluded=True)
         count = self._count(recipe, path, context.method_name) if is_kept else lambda found: None
         trace = MatmulTrace(count, names, mark=mark, look=look, seen=seen)
         trace.know_inputs((args, kwargs))
