@@ -9,7 +9,7 @@ the replaced matmuls need besides, such as state, it closes over, and JAX makes 
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -64,11 +64,16 @@ def _remat(trace: Any, args: Any, params: Any) -> list[Any]:
     return list(jax.checkpoint(body, **options)(*map(trace.stored, args)))
 
 
-def _scan(trace: Any, args: Any, params: Any) -> list[Any]:
+def scan_lengths(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carried values a scan has."""
     if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
-        fixed, carries, _ = (len(part) for part in params["ft_in"].unpack())
-    else:
-        fixed, carries = params["num_consts"], params["num_carry"]
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def _scan(trace: Any, args: Any, params: Any) -> list[Any]:
+    fixed, carries = scan_lengths(params)
     consts, carry, xs = args[:fixed], args[fixed:][:carries], args[fixed + carries :]
     body = trace.body(params["jaxpr"], args, range(fixed, fixed + carries))
     passed = [*map(trace.stored, consts)]
@@ -127,15 +132,26 @@ BODIES: dict[str, Callable[[Any, Any, Any], list[Any]]] = {
 }
 
 
-@types.coroutine
-def in_steps(
-    running: Any, context: Callable[[], contextlib.AbstractContextManager[Any]]
-) -> Iterator[Any]:
-    """A generator or coroutine each step of which runs in a new context.
+def run_in(
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls a function in a context; a generator or coroutine runs each of its steps in a new one.
 
-    A call of a generator function runs none of its code. Each `next` does, where the caller
+    The call of a generator function runs none of its code. Each `next` does, where the caller
     iterates, and what the caller computes in between must not run in our context.
     """
+    with context():
+        out = function(*args, **kwargs)
+    return _in_steps(out, context) if isinstance(out, Generator | Coroutine) else out
+
+
+@types.coroutine
+def _in_steps(
+    running: Any, context: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Iterator[Any]:
     step, value = running.send, None
     while True:
         try:

@@ -130,7 +130,8 @@ class MatmulTrace(jax.core.Trace):
         self.multiply, self.names, self.mark = multiply, names, mark
         self.other_uses, self.look = other_uses, look
         self.seen: list[str] = [] if seen is None else seen
-        self.is_eager = isinstance(self.parent_trace, _EAGER)
+        below = self.parent_trace  # one of ours knows whether it is eager itself
+        self.is_eager = getattr(below, "is_eager", isinstance(below, EAGER))
         self.requires_low = self.parent_trace.requires_low
         # Flax compares this reference to forbid that a variable of one trace is changed in another.
         # It is the parent's: no value of this trace differs from one of that.
@@ -154,18 +155,19 @@ class MatmulTrace(jax.core.Trace):
             if isinstance(x, jax.Array):
                 self.know(x, _ACTIVATION)
 
-    def know_argument(self, name: str, tree: Any) -> None:
-        """Notes an argument of the method: an activation, or a parameter of another module.
+    def know_arguments(self, arguments: Sequence[Any]) -> None:
+        """Notes the arrays that a method was called with.
 
-        That is a parameter here, too. It is named like the argument, because its path in the other
-        module may be that of a parameter of this one.
+        They are activations, or parameters that the module around this one has. These are named
+        like the argument, because their path there may be that of a parameter here.
         """
-        for x in jax.tree.leaves(tree):
-            parameter = self.known_of(x).source.parameter
-            if parameter is None:
-                self.know_inputs(x)
-            else:
-                self.names.setdefault(parameter, name)
+        for i, argument in enumerate(arguments):
+            for x in jax.tree.leaves(argument):
+                parameter = self.known_of(x).source.parameter
+                if parameter is None:
+                    self.know_inputs(x)
+                else:
+                    self.names.setdefault(parameter, f"argument{i}")
 
     def know_parameter(self, x: jax.Array, original: Any = None) -> None:
         """Notes that an array is a parameter, whose key in `names` is its id."""
@@ -410,7 +412,7 @@ def _types(args: Any, outs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 with jax.core.eval_context(), take_current_trace() as _trace:
-    _EAGER: Any = type(_trace)
+    EAGER: Any = type(_trace)
 _running: contextvars.ContextVar[MatmulTrace | None] = contextvars.ContextVar("run", default=None)
 # Part of the key by which `jax.jit` finds compiled functions: without it, an eager call of
 # `jnp.matmul` would run one that was compiled before, and no trace would see its matmul.
