@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qtoolkit.formats import E4M3FN, E5M2, BlockFormat
@@ -296,36 +296,25 @@ class Recipe:
         if lhs is not None:
             transform = None if cotangent is None else cotangent.transform
             partner = dataclasses.replace(lhs, transform=transform)
-        return dataclasses.replace(
-            self, forward=(lhs, lhs), dgrad=(cotangent, partner), wgrad=(partner, cotangent)
-        )
+        return self._with_operands((lhs, lhs, cotangent, partner, partner, cotangent))
 
     def swapped(self) -> "Recipe":
         """The recipe for a matmul whose lhs is the kernel: lhs and rhs are exchanged."""
-        return dataclasses.replace(
-            self,
-            forward=self.forward[::-1],
-            dgrad=self.wgrad[::-1],
-            wgrad=self.dgrad[::-1],
-        )
+        lhs, rhs, *gradients = self.operands
+        return self._with_operands((rhs, lhs, *gradients[::-1]))
 
     def with_stored(self, side: int) -> "Recipe":
         """The recipe for a matmul whose operand on one side is stored as codes.
 
         That operand is not rounded, nor is it transformed; so its partner may not be, either.
         """
-
-        def pair(operands: Pair, place: int) -> Pair:
-            others = [o and dataclasses.replace(o, transform=None) for o in operands]
-            others[place] = None
-            return others[0], others[1]
-
-        return dataclasses.replace(
-            self,
-            forward=pair(self.forward, side),
-            dgrad=pair(self.dgrad, 1) if side else self.dgrad,
-            wgrad=self.wgrad if side else pair(self.wgrad, 0),
-        )
+        operands = list(self.operands)
+        # Its places and its partner's, in `forward` and in the derivative that multiplies by it.
+        for stored, partner in ((1, 0), (3, 2)) if side else ((0, 1), (4, 5)):
+            other = operands[partner]
+            operands[stored] = None
+            operands[partner] = other and dataclasses.replace(other, transform=None)
+        return self._with_operands(operands)
 
     def without_state(self) -> "Recipe":
         """The recipe with current scales in place of delayed ones, and without a warm-up."""
@@ -339,31 +328,26 @@ class Recipe:
         are not calibrated; their scales become current.
         """
         calibrated = [o for o in self.forward if o is not None and o.is_calibratable]
-
-        def static(operand: Operand | None) -> Operand | None:
-            if operand is None or operand not in calibrated:
-                return operand
-            return dataclasses.replace(
-                operand, scaling=Static(power_of_two=operand.has_power_of_two)
-            )
-
-        lhs, rhs = self.forward
-        return dataclasses.replace(
-            self,
-            forward=(static(lhs), static(rhs)),
-            dgrad=(self.dgrad[0], static(self.dgrad[1])),
-            wgrad=(static(self.wgrad[0]), self.wgrad[1]),
-        ).without_state()
+        operands = list(self.operands)
+        for place in (0, 1, 3, 4):
+            operand = operands[place]
+            if operand is not None and operand in calibrated:
+                scaling = Static(power_of_two=operand.has_power_of_two)
+                operands[place] = dataclasses.replace(operand, scaling=scaling)
+        return self._with_operands(operands).without_state()
 
     def mapped(self, function: Callable[[Operand], Operand | None]) -> "Recipe":
         """The recipe with `function(operand)` in place of each operand that is not None."""
+        return self._with_operands([None if o is None else function(o) for o in self.operands])
 
-        def pair(operands: Pair) -> Pair:
-            first, second = (None if operand is None else function(operand) for operand in operands)
-            return first, second
-
+    def _with_operands(self, operands: Sequence[Operand | None]) -> "Recipe":
+        """The recipe with six other operands, in the order of `operands`."""
+        lhs, rhs, dgrad_cotangent, dgrad_rhs, wgrad_lhs, wgrad_cotangent = operands
         return dataclasses.replace(
-            self, forward=pair(self.forward), dgrad=pair(self.dgrad), wgrad=pair(self.wgrad)
+            self,
+            forward=(lhs, rhs),
+            dgrad=(dgrad_cotangent, dgrad_rhs),
+            wgrad=(wgrad_lhs, wgrad_cotangent),
         )
 
 
