@@ -131,7 +131,7 @@ def test_so_it_is_in_linen(name):
 
 
 @pytest.mark.quick
-def test_kernels_on_the_left():
+def test_kernels_as_lhs():
     assert moved(functools.partial(run, qt.nnx.wrap(Turned(), qt.recipes.token_scaled))) == 0
 
 

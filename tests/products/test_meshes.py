@@ -82,7 +82,7 @@ def test_products_on_two_devices_give_what_one_gives(name, kind):
 
 
 def test_random_signs_are_constants_inside_a_shard_too():
-    """NVFP4's Hadamard transform beside one of the whole array, in one program under a mesh."""
+    """NVFP4's Hadamard transform and one of the whole array, in one program under a mesh."""
     key = jax.random.key(0)
     host = np.tile(HOST, (4, 1))  # 32 rows, of which each shard has whole blocks
 

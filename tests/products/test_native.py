@@ -192,7 +192,7 @@ def test_every_element_times_every_scale_is_exact(name):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"])
 def test_no_scale_leaves_the_range_where_the_result_does_not(name):
-    """Blocks of 2**-126, whose scales may be 2**-127, beside blocks of 2**126."""
+    """Blocks of 2**-126, whose scales may be 2**-127, and blocks of 2**126."""
     x = jnp.full((2, 40), 2.0**-126, jnp.float32).at[1].set(-3 * 2.0**-125)
     w = jnp.full((40, 3), 2.0**126, jnp.float32)
     scale = np.asarray(qt.quantize(x, name).scale).astype(np.float64)
@@ -203,16 +203,16 @@ def test_no_scale_leaves_the_range_where_the_result_does_not(name):
 
 OTHERS = {
     "float32 scales": Recipe(BlockFormat(element="e4m3fn", block=(32,))),
-    "float32 scales of tokens beside blocks": Recipe(
+    "float32 scales of tokens and blocks": Recipe(
         (BlockFormat.token("e4m3fn"), BlockFormat(element="e4m3fn", block=(32,))), gradient=None
     ),
     "integers": Recipe("mxint8"),
     "blocks along other axes": Recipe(
         tuple(qt.spec("mxfp8_e4m3").along(axis) for axis in (0, 1)), gradient=None
     ),
-    "a second scale beside E8M0": Recipe(("mxfp8", "nvfp4"), gradient=None),
+    "a second scale and E8M0": Recipe(("mxfp8", "nvfp4"), gradient=None),
     "one scale and blocks": Recipe(("mxfp8", "e4m3fn"), gradient=None),
-    "wide beside blocks": Recipe(("mxfp8", None), gradient=None),
+    "unquantized and blocks": Recipe(("mxfp8", None), gradient=None),
     "more digits than bfloat16 has": Recipe(
         BlockFormat(element="float8_e3m4", block=(16,), scale="float8_e3m4"), gradient=None
     ),

@@ -460,8 +460,8 @@ def test_elements_rounded_up_to_2_to_the_128_stay_finite(spec):
         np.testing.assert_allclose(dx, x / 4, rtol=step)
 
 
-def test_a_rounded_operand_beside_a_wide_one_is_rounded_once():
-    """bfloat16 activations and cotangents, float32 weights, cotangents left wide.
+def test_float32_weights_are_rounded_once_with_bfloat16_inputs():
+    """bfloat16 activations and cotangents, float32 weights, unquantized cotangents.
 
     Oracle: float64 with ml_dtypes' E4M3. Rounded to bfloat16 once more, q * scale would be off by
     up to 2**-9.

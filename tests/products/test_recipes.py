@@ -382,7 +382,7 @@ def operands_of(layer):
 
 
 def axes_of(slot, slots):
-    """Beside a wide cotangent what the forward product multiplied is differentiated: rhs in dgrad,
+    """With an unquantized cotangent what the forward product multiplied is differentiated: rhs in dgrad,
     lhs in wgrad, have its axes. Source: arXiv:2103.13630, straight-through estimator.
     """
     if slot == 3 and slots[2] is None and slots[3] == slots[1]:

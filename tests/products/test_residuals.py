@@ -42,7 +42,7 @@ def test_pullbacks_keep_codes(name):
             assert not np.asarray(leaf).any()  # carriers of second derivatives: constants in jit
 
 
-def test_only_what_the_gradient_needs_is_kept():
+def test_only_what_the_gradient_needs_is_saved():
     x, w = jnp.asarray(draw(8, 64)), jnp.asarray(draw(64, 16, seed=1))
     _, back = jax.vjp(lambda w: product(recipes.te_current)(x, w), w)
     assert [a.shape for a in jax.tree.leaves(back) if a.dtype == np.uint8] == [(8, 64)]
@@ -111,7 +111,7 @@ def mx_rounded(x, axis):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tensor", "mxfp8"])
 def test_second_derivatives_take_rounding_for_the_identity(name):
-    """The tangent of grad(loss) for loss = sum(s * y**2) / 2, with cotangents left wide.
+    """The tangent of grad(loss) for loss = sum(s * y**2) / 2, with unquantized cotangents.
 
     By the product rule, of y = x w with x and w as each product rounds them and scales that do not
     move: d(dx) = (s dy) w^T + (s y) u^T, d(dw) = x^T (s dy) + t^T (s y), dy = t w + x u.

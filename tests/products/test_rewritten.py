@@ -172,7 +172,7 @@ def test_integers_and_quantized_products_stay():
 PAIR = Recipe((None, "e4m3fn"), "e5m2", wgrad=("e5m2", None))
 
 
-def test_a_kernel_on_the_left_is_rounded_as_a_kernel():
+def test_a_kernel_that_is_lhs_is_rounded_as_a_kernel():
     """w @ x by hand: the products of (x^T, w^T) with the recipe, transposed."""
     multiply = LayerRecipe(PAIR).multiply()
     ct = draw(8, 4, seed=2)
