@@ -287,7 +287,7 @@ def colour_of(row: Row) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What the tap measured in one step, and what `Numerics` calls `left`. A pytree."""
+    """What the tap measured in one step, and the matmuls that are not quantized. A pytree."""
 
     measured: Tapped
     left: tuple[Product, ...] = dataclasses.field(metadata=_STATIC)

@@ -382,8 +382,8 @@ def operands_of(layer):
 
 
 def axes_of(slot, slots):
-    """With an unquantized cotangent, rhs in dgrad and lhs in wgrad are those of the forward product,
-    cut along its axes. Source: arXiv:2103.13630, straight-through estimator.
+    """With an unquantized cotangent, rhs in dgrad and lhs in wgrad are those of the forward
+    product, cut along its axes. Source: arXiv:2103.13630, straight-through estimator.
     """
     if slot == 3 and slots[2] is None and slots[3] == slots[1]:
         return 1
