@@ -21,13 +21,13 @@ from qtoolkit.products.internal import (
     Batch,
     advance,
     check_trainable,
+    measured_matmuls,
+    measurement_zeros,
+    measuring_step,
     metrics_of,
     observe,
     probe_of,
-    products_in,
-    rolled_later,
-    watching,
-    zeros_for,
+    without_forward_updates,
 )
 
 COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
@@ -110,7 +110,7 @@ def value_and_grad(
             value = loss(variables, *args, **kwargs)
             return value[0] if isinstance(value, tuple) else value
 
-        products = products_in(plain, variables, Batch.of((args, kwargs))) if metrics else {}
+        products = measured_matmuls(plain, variables, Batch.of((args, kwargs))) if metrics else {}
 
         def of(trained: Any, probes: Any, zeros: Any) -> Any:
             def with_probe(path: Path, kept: Kept) -> Kept:
@@ -119,15 +119,15 @@ def value_and_grad(
             given = {**variables, **trained}
             if COLLECTION in variables:
                 given[COLLECTION] = _mapped(state, with_probe)
-            with watching(products, zeros) if metrics else nullcontext():
+            with measuring_step(products, zeros) if metrics else nullcontext():
                 out = loss(given, *args, **kwargs)
             if not has_aux or not isinstance(out, tuple) or len(out) != 2:
                 return out  # JAX says what is wrong
             return out[0], _marked(out[1], given.get(COLLECTION, {}))
 
         graded = jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=has_aux)
-        with rolled_later():
-            value, (grads, counts, rows) = graded(trained, probes, zeros_for(products))
+        with without_forward_updates():
+            value, (grads, counts, rows) = graded(trained, probes, measurement_zeros(products))
         grads = grads[wrt] if isinstance(wrt, str) else grads
         rolled = _mapped(state, lambda path, kept: advance(observe(kept, counts.get(path))))
         if has_aux:

@@ -143,7 +143,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             return node
         seen.add(id(node))
         recipe = site.recipe.frozen()
-        needed = site.recipe.beside_stored(1) if _is_stored(node) else site.recipe
+        needed = site.recipe.with_stored(1) if _is_stored(node) else site.recipe
         if not needed.frozen().is_calibrated:
             return node
         amaxes, found = calibration.amaxes(site.path), FoundModule(node, [site.path])

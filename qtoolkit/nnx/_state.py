@@ -18,20 +18,20 @@ from qtoolkit.products.internal import (
     MOVING,
     PROBE,
     Batch,
-    Track,
+    ForwardState,
     advance,
     check_trainable,
+    measured_matmuls,
+    measurement_zeros,
+    measuring_step,
     metrics_of,
     observe,
     probe_of,
-    products_in,
-    rolled_later,
     started,
     taken_over,
     uncalibrated,
     unstarted,
-    watching,
-    zeros_for,
+    without_forward_updates,
 )
 
 
@@ -180,7 +180,7 @@ class ProductState(nnx.Module):
             return False
         return True
 
-    def track(self) -> Track:
+    def track(self) -> ForwardState:
         """The state for one call of the product, which also writes what the call moves."""
         arrays = self.arrays
         amax = arrays.get(AMAX)
@@ -195,7 +195,7 @@ class ProductState(nnx.Module):
             )
         is_moved = any(name in arrays for name in MOVING)
         write = self.write if is_moved and self._is_writable else None
-        return Track(self.recipe, self.path, arrays, write)
+        return ForwardState(self.recipe, self.path, arrays, write)
 
     def take_over(self, was: "ProductState") -> None:
         """Takes over the state that the product had under another recipe, where it is valid.
@@ -285,12 +285,12 @@ def value_and_grad(
         products = _products_in(loss, model, args, kwargs) if metrics else {}
 
         def watched(model: nnx.Module, zeros: Any, *args: Any, **kwargs: Any) -> Any:
-            with watching(products, zeros) if metrics else nullcontext():
+            with measuring_step(products, zeros) if metrics else nullcontext():
                 return loss(model, *args, **kwargs)
 
         graded = nnx.value_and_grad(watched, argnums=(both, 1), has_aux=has_aux)
-        with bridged_probes(model), rolled_later():
-            value, (found, rows) = graded(model, zeros_for(products), *args, **kwargs)
+        with bridged_probes(model), without_forward_updates():
+            value, (found, rows) = graded(model, measurement_zeros(products), *args, **kwargs)
         probes, grads = nnx.split_state(found, probe, ...)
         roll(model, probes)
         return (value, grads, metrics_of(products, rows)) if metrics else (value, grads)
@@ -307,7 +307,7 @@ def _products_in(loss: Any, model: nnx.Module, args: Any, kwargs: Any) -> Any:
         value = loss(nnx.merge(graph, state, copy=True), *args, **kwargs)
         return value[0] if isinstance(value, tuple) else value
 
-    return products_in(run, state, batch.arrays)
+    return measured_matmuls(run, state, batch.arrays)
 
 
 def _check_model(model: Any) -> None:

@@ -17,6 +17,7 @@ from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     adapters,
     become,
+    follow,
     has_products,
     is_left,
     layer_of,
@@ -31,9 +32,9 @@ from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
     FirstLast,
+    LayerRecipe,
     Module,
     Place,
-    Site,
     cache_format,
     check_all_quantized,
     check_rules,
@@ -68,8 +69,8 @@ def wrap(
     of a model and whether it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. So is a parameter
-    that a module without products passes to another as an array: pass the Variable. Those of
-    generators and coroutines are quantized only where a method with other products runs them.
+    that a function outside of the model passes as an array: pass the Variable. Those of
+    asynchronous generators are quantized only where a method with other matmuls runs them.
     Normalization, softmax, look-up of embeddings and everything else stays as it is. Under
     `nnx.vmap` each example has scales of its own, see `qtoolkit.dot_general`.
 
@@ -151,7 +152,7 @@ def _keep_all(wrapped: Any, given: Any) -> None:
     that the kernels in the products do not have.
     """
     modules = [found.module for found in modules_of(wrapped)]
-    layers: list[tuple[Any, Site]] = [
+    layers: list[tuple[Any, LayerRecipe]] = [
         (module, vars(module)["qtoolkit_site"])
         for module in modules
         if "qtoolkit_site" in vars(module)
@@ -215,6 +216,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     modules = modules_of(model)
     layers = _checked_layers(where, model, modules, rules, cache)
     recipes = {} if rules is None else _recipes(where, model, rules, layers, modules)
+    # Layers of Flax take no parameters as arguments; others may get one from a module around them.
+    own = [path for path, (f, recipe) in recipes.items() if recipe and not is_of_flax(f.module)]
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         shown = "/".join(map(str, path))
@@ -229,6 +232,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
                 leave(node, shown)  # so that a module around it leaves its products, too
         elif rules is not None and is_left(node):  # by an earlier wrap
             detach(node)
+        if not is_left(node) and any(f"{one}/".startswith(f"{shown}/".lstrip("/")) for one in own):
+            follow(node)
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
@@ -327,7 +332,7 @@ def attach(
       kernels: Those of its parameters that have a recipe of their own.
     """
     found = FoundModule(layer, [""]) if found is None else found
-    site, states = Site(recipe, found.paths[0], tuple(kernels)), product_states(layer)
+    site, states = LayerRecipe(recipe, found.paths[0], tuple(kernels)), product_states(layer)
     detach(layer)
     become(layer, methods=methods_of(layer))
     layer.qtoolkit_site = site
@@ -338,7 +343,7 @@ def attach(
             kept.take_over(states[name])
 
 
-def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> None:
+def _keep(layer: Any, recipe: Recipe, site: LayerRecipe, names: Mapping[str, Any]) -> None:
     """Gives a layer the states of its products."""
     kind = original_class(type(layer))
     entry = layer_of(kind)

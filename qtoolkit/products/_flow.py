@@ -12,19 +12,18 @@ import jax
 import jax.numpy as jnp
 
 from qtoolkit.products._calibration import (
-    Batch,
     Calibration,
     calibration_of,
     check_calibrated,
     summary_of,
 )
-from qtoolkit.products._constant import Constant
+from qtoolkit.products._first_scales import first_scales
+from qtoolkit.products._inputs import Batch, Constant
+from qtoolkit.products._instruments import explained
 from qtoolkit.products._numerics import Numerics, Sums, sums_of
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
-from qtoolkit.products._starting import first_scales
 from qtoolkit.products._states import LEARNED, first_values
-from qtoolkit.products._taps import explained
 
 
 class Adapter(Protocol):

@@ -1,6 +1,6 @@
-"""Operands whose scales are parameters: LSQ and LSQ+ in front of a product.
+"""Operands whose scales are parameters: LSQ and LSQ+ before a matmul.
 
-LSQ rounds the operand; the product and its derivatives then use the rounded array as it is. A
+LSQ rounds the operand; the matmul and its derivatives then use the rounded array as it is. A
 kernel that was trained this way is stored as codes and its learned scale.
 """
 
@@ -17,10 +17,10 @@ from qtoolkit.casts.internal import WIDTHS, exact_float32
 from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
 from qtoolkit.gradients.internal import LEAST
+from qtoolkit.products._instruments import Tap
 from qtoolkit.products._operand import Learned, Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import Tap
 from qtoolkit.scaling import QArray, quantize
 from qtoolkit.scaling.internal import Scales, operand_values
 
@@ -91,12 +91,12 @@ def _rounded(
     if tap is None or side not in tap.roles:
         return y
     assert zeros is not None
-    held = x if offset is None else x - offset.astype(x.dtype)
-    held, scale = lax.stop_gradient((held, scale))
-    q, scales = operand_values(held, operand.spec, given=Scales(scale.reshape((1,) * x.ndim)))
-    seen = tap(held, Rounded(q, scales, operand.spec))
-    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    return y + linear_with_transpose(_Nothing(out), _Seen(), (seen,), zeros[side])
+    shifted = x if offset is None else x - offset.astype(x.dtype)
+    shifted, scale = lax.stop_gradient((shifted, scale))
+    q, scales = operand_values(shifted, operand.spec, given=Scales(scale.reshape((1,) * x.ndim)))
+    measured = tap(shifted, Rounded(q, scales, operand.spec))
+    zero = _Zero(jax.ShapeDtypeStruct(y.shape, y.dtype))
+    return y + linear_with_transpose(zero, _Measured(), (measured,), zeros[side])
 
 
 # Always traced, so that a call outside of `jit` does the same as one inside: `lsq` then takes a
@@ -135,7 +135,7 @@ def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Nothing:
+class _Zero:
     """Returns zeros that vary over the same mesh axes as its argument."""
 
     out: jax.ShapeDtypeStruct
@@ -145,8 +145,8 @@ class _Nothing:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seen:
-    """Serves as the transpose of `_Nothing`: returns the tap's measurement for any cotangent."""
+class _Measured:
+    """Serves as the transpose of `_Zero`: returns the tap's measurement for any cotangent."""
 
     def __call__(self, residuals: tuple[Array, ...], cotangent: Array) -> Array:
         return residuals[0]

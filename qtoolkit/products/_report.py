@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from qtoolkit.products._finding import Quantized
+from qtoolkit.products._control_flow import MATMULS, QUANTIZED_MATMUL, SCALED, jaxprs_in
+from qtoolkit.products._derivative import Cotangent
+from qtoolkit.products._instruments import Quantized, has_no_derivative, instrumented
 from qtoolkit.products._multiplications import (
     is_native,
     multiplications_of,
@@ -22,10 +24,9 @@ from qtoolkit.products._multiplications import (
     runs_of,
 )
 from qtoolkit.products._operand import Learned
-from qtoolkit.products._place import MODEL, Marked, marks_of
-from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
+from qtoolkit.products._place import MODEL, Mark, marks_of
+from qtoolkit.products._recipe import UNQUANTIZED
 from qtoolkit.products._stored import STORED
-from qtoolkit.products._taps import has_no_derivative, instrumented
 from qtoolkit.scaling import QArray
 
 # Folders of installed packages, not just names: a user's model may lie in a folder named "flax".
@@ -152,7 +153,7 @@ BY_RULE, BY_RECIPE = "left by a rule", "left wide by the recipe"
 INTEGERS = "integers are not rounded"
 # End the operands of products whose recipe says `arithmetic="native"`.
 _NATIVE, _EMULATED = " (native)", " (emulated)"
-_WIDE = "wide x wide"
+_UNQUANTIZED = f"{UNQUANTIZED} x {UNQUANTIZED}"
 _NO_HISTORY = "no history yet"
 _GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
@@ -175,7 +176,9 @@ def report_of(
     places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
 
     def total(floats: list[Any]) -> Any:
-        merged = with_values(leaves, places, floats)
+        merged = list(leaves)
+        for place, value in zip(places, floats, strict=True):
+            merged[place] = value
         outs = jax.tree.leaves(function(*jax.tree.unflatten(structure, merged)))
         parts = [jnp.real(out) for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
         return sum((jnp.sum(part.astype(jnp.float32)) for part in parts), 0.0)
@@ -313,7 +316,7 @@ def _products(
     jaxpr: Any,
     part: str,
     stack: str = "",
-    mark: Marked | None = None,
+    mark: Mark | None = None,
     is_quantized: bool = False,
     around: str = "",
     line: str = "",
@@ -337,7 +340,7 @@ def _products(
         own = next((marks[var] for var in eqn.outvars if var in marks), mark)
         if name == "linear_with_transpose":
             yield from _derivatives(eqn, own, times)
-        elif name in (*PRODUCTS, SCALED):
+        elif name in (*MATMULS, SCALED):
             number = times * multiplications_of(eqn)
             # `lax.associative_scan` makes products of empty arrays.
             if not number or _RECOMPUTED in here:
@@ -350,22 +353,22 @@ def _products(
                 found = _left(eqn, own, part_here, around, where)
             yield dataclasses.replace(found, multiplications=number)
         else:
-            inside = is_quantized or eqn.params.get("name") == MARKER
+            inside = is_quantized or eqn.params.get("name") == QUANTIZED_MATMUL
             outer = _OPAQUE.get(name, around)
             # JAX keeps some twenty frames of a traceback, and `jnp.linalg.solve` and others use all
             # of them: there the line of an equation around it says where the user called it.
             outer_line = _users_line(eqn) or line
             again = times * runs_of(eqn)
-            for inner in inner_jaxprs(eqn):
+            for inner in jaxprs_in(eqn.params):
                 yield from _products(inner, part, here, own, inside, outer, outer_line, again)
 
 
-def _quantized(eqn: Any, mark: Marked | None) -> Product:
+def _quantized(eqn: Any, mark: Mark | None) -> Product:
     """A product in the forward pass of a quantized one; without a mark, one on plain arrays."""
     if mark is None or mark.recipe is None:
         return Product("", "forward", "")
     label = " x ".join(mark.labels)
-    reason = BY_RECIPE if label == _WIDE else ""
+    reason = BY_RECIPE if label == _UNQUANTIZED else ""
     if mark.recipe.arithmetic == "native" and not reason:
         label += _NATIVE if is_native(eqn) else _EMULATED
     return Product(mark.path, "forward", label, reason)
@@ -382,7 +385,7 @@ _OPAQUE = {
 }
 
 
-def _derivatives(eqn: Any, mark: Marked | None, times: int) -> Iterator[Product]:
+def _derivatives(eqn: Any, mark: Mark | None, times: int) -> Iterator[Product]:
     """The products dgrad and wgrad in the equation that computes both.
 
     The parameter `forward` of the equation is a `Cotangent`; its plan says how operands are
@@ -391,37 +394,36 @@ def _derivatives(eqn: Any, mark: Marked | None, times: int) -> Iterator[Product]
     function = eqn.params["forward"]
     while hasattr(function, "function"):
         function = function.function
-    facts = getattr(function, "facts", None)
-    if facts is None or hasattr(function, "out"):  # a tangent, or rounding alone
+    if not isinstance(function, Cotangent):  # a tangent, or rounding alone
         return
-    number = times * multiplications_of_gradient(eqn, facts)
+    number = times * multiplications_of_gradient(eqn, function.product)
     if not number:
         return
-    recipe = facts.plan.recipe
+    recipe = function.product.plan.recipe
     is_asked = recipe.arithmetic == "native"
     native = native_gradients(eqn, recipe.axis_names) if is_asked else []
     forward = [] if mark is None else list(mark.labels)
-    for index, side in enumerate(facts.sides):
+    for index, side in enumerate(function.product.sides):
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
-        labels = ["wide" if operand is None else str(operand) for operand in pair]
+        labels = [UNQUANTIZED if operand is None else str(operand) for operand in pair]
         # Stored and learned operands are rounded before the product, so its recipe has None for
         # them. The derivatives use the same arrays: take the label from the forward product.
         other = 1 - side
         if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
             labels[other] = forward[other]
         label = " x ".join(labels)
-        reason = BY_RECIPE if label == _WIDE else ""
+        reason = BY_RECIPE if label == _UNQUANTIZED else ""
         if is_asked and not reason:
             label += _NATIVE if native[index] else _EMULATED
         path = "" if mark is None else mark.path
         yield Product(path, part, label, reason, multiplications=number)
 
 
-def _left(eqn: Any, mark: Marked | None, part: str, around: str, where: str) -> Product:
+def _left(eqn: Any, mark: Mark | None, part: str, around: str, where: str) -> Product:
     shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
     dtypes = [x.aval.dtype for x in eqn.invars[:2]]
-    if mark is not None and mark.is_left:
+    if mark is not None and mark.is_excluded:
         reason = BY_RULE
     elif any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
         reason = "complex numbers are not rounded: multiply real and imaginary parts"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import qtoolkit as qt
-from qtoolkit.products._features import moved
-from qtoolkit.products._sources import (
+from qtoolkit.products._analyses import (
     ACTIVATION,
     CONSTANT,
     Source,
     Step,
     along,
+    features_of,
     original_of,
     sources_of,
 )
@@ -66,7 +66,7 @@ def test_where_features_lie(name):
     x[..., 3] = 1
     out = np.asarray(function(jnp.asarray(x)))
     jaxpr = jax.make_jaxpr(function)(x).jaxpr
-    (place,) = along(jaxpr, moved, [-1], -1)
+    (place,) = along(jaxpr, features_of, [-1], -1)
     others = tuple(axis for axis in range(out.ndim) if axis - out.ndim != place)
     if name != "heads":  # where the features are cut in two axes, the last one has them
         assert np.ptp(out, axis=place).max() > 0
