@@ -1,11 +1,12 @@
-"""What both Flax packages do with a wrapped model, once: measure it, and set what it keeps.
+"""What both Flax packages do with a model: train, measure, calibrate, report and quantize it.
 
-nnx and linen say through an `Adapter` how their models are called. The state of a model is passed
-as products, `Product` each, whose arrays `products._states` names.
+nnx and linen each say, through an `Adapter` or a `Step`, how to call a model and how to read and
+write its state. `products._states` names the arrays of the state.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,8 +24,12 @@ from qtoolkit.products._numerics import Numerics, Sums, sums_of
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
 from qtoolkit.products._starting import first_scales
+from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._recording import rolled_later
 from qtoolkit.products._states import LEARNED, first_values
+from qtoolkit.products._stored import check_trainable
 from qtoolkit.products._taps import explained
+from qtoolkit.products._watching import metrics_of, products_in, watching, zeros_for
 
 
 class Adapter(Protocol):
@@ -54,6 +59,51 @@ class Kept(NamedTuple):
     may_idle: bool = False
 
 
+class Step(Protocol):
+    """One training step of a wrapped model, which `value_and_grad` runs.
+
+    Attributes:
+      trained: The parameters by which to differentiate.
+    """
+
+    trained: Any
+
+    def pure(self, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+        """The loss as a function of (arrays, *args, **kwargs), and the arrays of the model."""
+
+    def differentiated(
+        self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """(value, gradients, gradients of the probes, gradients of `zeros`).
+
+        Args:
+          loss: A function of (model, zeros, *args, **kwargs).
+        """
+
+    def finished(self, value: Any, grads: Any, probes: Any) -> tuple[Any, ...]:
+        """Updates the state by the gradients of the probes. Returns what the user gets."""
+
+
+def value_and_grad(
+    step: Step, loss: Callable[..., Any], args: Any, kwargs: Any, *, metrics: bool
+) -> tuple[Any, ...]:
+    check_trainable(step.trained)
+    products = {}
+    if metrics:
+        batch = Batch.of((args, kwargs))
+        function, arrays = step.pure(loss)
+        products = products_in(batch.bound(function), arrays, batch.arrays)
+
+    def watched(model: Any, zeros: Any, *args: Any, **kwargs: Any) -> Any:
+        with watching(products, zeros) if metrics else nullcontext():
+            return loss(model, *args, **kwargs)
+
+    with rolled_later():
+        value, grads, probes, rows = step.differentiated(watched, zeros_for(products), args, kwargs)
+    results = step.finished(value, grads, probes)
+    return (*results, metrics_of(products, rows)) if metrics else results
+
+
 def calibrate(
     adapter: Adapter, arrays: Any, batches: Iterable[Any], observer: Any, options: dict[str, Any]
 ) -> Calibration:
@@ -64,12 +114,43 @@ def calibrate(
     return calibration_of(summarize, batches, observer, options)
 
 
-def check_calibration(calibration: Any, line: str) -> None:
+class Layer(NamedTuple):
+    """What `freeze` has to know of a layer.
+
+    Attributes:
+      path: The path of the layer.
+      recipe: The recipe of the operands that need a calibrated scale.
+      may_idle: Whether it may be used although it ran in no batch.
+    """
+
+    path: str
+    recipe: Recipe
+    may_idle: bool
+
+
+def frozen_amaxes(
+    calibration: Calibration, line: str, layers: Iterable[Layer] = ()
+) -> dict[str, dict[str, jax.Array]]:
+    """For each layer the calibrated amaxes of its products, by path and name.
+
+    Args:
+      line: What to write to get a calibration, for the message.
+      layers: The layers of the model, if they are known before it runs.
+    """
     if not isinstance(calibration, Calibration):
         raise TypeError(
             f"freeze: calibration has type {type(calibration).__name__}, expected a Calibration; "
             f"write {line}"
         )
+    amaxes = {path: calibration.amaxes(path) for path in calibration.paths}
+    missing = [str(place) for place in calibration.unreached]
+    unreached = {place.path for place in calibration.unreached}
+    for layer in layers:
+        missing.extend(calibration.partly_known(layer.path, layer.recipe))
+        if not layer.may_idle and layer.path not in amaxes and layer.path not in unreached:
+            missing.append(layer.path)
+    check_calibrated("freeze", dict.fromkeys(missing))
+    return amaxes
 
 
 def numerics(adapter: Adapter, arrays: Any, batch: Any, loss_fn: Any, given: str) -> Numerics:
