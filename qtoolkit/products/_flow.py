@@ -22,10 +22,10 @@ from qtoolkit.products._calibration import (
 from qtoolkit.products._constant import Constant
 from qtoolkit.products._numerics import Numerics, Sums, sums_of
 from qtoolkit.products._place import MODEL
-from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
-from qtoolkit.products._starting import first_scales
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._recording import rolled_later
+from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
+from qtoolkit.products._starting import first_scales
 from qtoolkit.products._states import LEARNED, first_values
 from qtoolkit.products._stored import check_trainable
 from qtoolkit.products._taps import explained
