@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qtoolkit.products._rewrite import Known, Multiply, Replacing, replacing
-from qtoolkit.products._sources import ACTIVATION, Source
+from qtoolkit.products._analyses import ACTIVATION, Source
+from qtoolkit.products._matmul_trace import Known, MatmulTrace, Multiply, replacing_matmuls
 from qtoolkit.scaling import QArray
 
 
@@ -29,7 +29,9 @@ def rewritten(
     def rewriting(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, QArray))
         names = [""] * len(leaves) if parameters is None else jax.tree.leaves(parameters(*args))
-        with replacing(Replacing(multiply, {name: name for name in names if name})) as trace:
+        with replacing_matmuls(
+            MatmulTrace(multiply, {name: name for name in names if name})
+        ) as trace:
             values = []
             for x, name in zip(leaves, names, strict=True):
                 value = x.dequantize() if isinstance(x, QArray) else jnp.asarray(x)

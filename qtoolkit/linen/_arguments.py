@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from qtoolkit.products.internal import as_jax, held, with_numbers
+from qtoolkit.products.internal import as_jax, set_variable, with_numbers
 
 _RESERVED = ("module", "orig_method")  # parameters of `run_interceptors` in flax.linen.module
 _integers: contextvars.ContextVar[bool] = contextvars.ContextVar("integers", default=True)
@@ -15,7 +15,7 @@ def converting(call: Callable[[], Any], inputs: Any) -> Any:
     """`call()`, a call of `apply` or `init`, in which `arguments_of` converts arrays."""
 
     def calling(integers: bool) -> Any:
-        with held(_integers, integers):
+        with set_variable(_integers, integers):
             return call()
 
     return with_numbers(calling, inputs)

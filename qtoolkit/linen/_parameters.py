@@ -8,13 +8,13 @@ from flax import linen as nn
 from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
-from qtoolkit.products.internal import Replacing
+from qtoolkit.products.internal import MatmulTrace
 from qtoolkit.scaling import QArray
 
 STORED = "qtoolkit_stored"  # the name under which interceptors see a method with stored kernels
 
 
-def know_parameters(module: nn.Module, names: dict[int, str], trace: Replacing) -> None:
+def know_parameters(module: nn.Module, names: dict[int, str], trace: MatmulTrace) -> None:
     """Tells a trace which arrays are parameters of a module and those in it, and their names.
 
     Does nothing if the module has no more parameters than it had before.
@@ -43,7 +43,7 @@ def run_with_arrays(
     method: Callable[..., Any],
     call: Callable[..., Any],
     module: nn.Module,
-    trace: Replacing,
+    trace: MatmulTrace,
     names: dict[int, str],
     paths: dict[int, Any],
     args: Any,

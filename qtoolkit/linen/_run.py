@@ -21,25 +21,25 @@ from qtoolkit.linen._state import COLLECTION, SCALES, Kept
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
-    Found,
-    Marked,
+    ForwardState,
+    LayerRecipe,
+    Mark,
+    Matmul,
+    MatmulNames,
+    MatmulTrace,
     Module,
     Multiply,
-    Names,
     Place,
-    Replacing,
-    Site,
-    Track,
-    enclosing,
-    held,
+    in_high_precision,
     kernels_as_modules,
-    leaving,
     present_trace,
+    quantizing_dot,
     recipes_of,
-    replacing,
+    replacing_matmuls,
+    set_variable,
     started,
-    unmeasured,
     unstarted,
+    without_measuring,
 )
 from qtoolkit.scaling import QArray
 
@@ -100,7 +100,7 @@ class Kernels:
 
     def note(
         self,
-        found: Found,
+        found: Matmul,
         paths: Mapping[Any, Any],
         recipe: Recipe,
         layer: tuple[str, ...],
@@ -126,7 +126,7 @@ class Kernels:
 
 def noting_kernels() -> AbstractContextManager[Kernels]:
     """In this context wrapped modules record how they use their parameters."""
-    return held(_kernels, Kernels())
+    return set_variable(_kernels, Kernels())
 
 
 # jax.jit caches traces. This value is part of the cache key, so that `nn.jit` does not reuse the
@@ -139,7 +139,7 @@ _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", d
 
 def visiting() -> AbstractContextManager[Visited]:
     """In this context the modules that run inside of wrapped ones are recorded."""
-    return held(_visited, Visited())
+    return set_variable(_visited, Visited())
 
 
 def is_visited() -> bool:
@@ -180,7 +180,7 @@ def run(
     intercepting = nn.intercept_methods(this.intercept)
     # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
     observed = None if visited is None and _kernels.get() is None else object()
-    with held(_active, this), intercepting, _traced_for((rules, cache, starting, observed)):
+    with set_variable(_active, this), intercepting, _traced_for((rules, cache, starting, observed)):
         try:
             out = method(module, *args, **kwargs)
         except TypeError as error:
@@ -324,7 +324,7 @@ class _Run:
         self._visit(path, kinds, kind, seen)
         try:
             if recipe is None:
-                with leaving(self.shown(path), seen):
+                with in_high_precision(self.shown(path), seen):
                     return call(*args, **kwargs)
             method = getattr(context.orig_method, "func", None)
             if _is_in(method, _FLAX) and not _is_layer(kind, name):
@@ -333,7 +333,7 @@ class _Run:
                 return call(*args, **kwargs)
             if self.starting:
                 return self._counted(recipe, path, call, args, kwargs, context, seen)
-            site = Site(recipe, self.shown(path), kernels)
+            site = LayerRecipe(recipe, self.shown(path), kernels)
             return self._quantized(site, path, call, args, kwargs, context, seen)
         finally:
             self._visit(path, kinds, kind, seen, kernels_of(module))
@@ -354,7 +354,7 @@ class _Run:
 
     def _quantized(
         self,
-        site: Site,
+        site: LayerRecipe,
         path: str,
         call: Callable[..., Any],
         args: Any,
@@ -369,16 +369,16 @@ class _Run:
         paths: dict[int, Any] = {}
         multiply = self._multiply(site, path, name, module, paths)
         names: dict[int, str] = {}
-        trace = Replacing(
+        trace = MatmulTrace(
             multiply,
             names,
             mark=site.mark,
             other_uses=None if kernels is None else set(),
             seen=seen,
         )
-        measured = unmeasured() if _is_under(module, ["custom_vjp("]) else nullcontext()
-        dots = Site(site.recipe.without_state(), site.path)
-        with enclosing(dots), measured, replacing(trace):
+        measured = without_measuring() if _is_under(module, ["custom_vjp("]) else nullcontext()
+        dots = LayerRecipe(site.recipe.without_state(), site.path)
+        with quantizing_dot(dots), measured, replacing_matmuls(trace):
             method: Any = getattr(context.orig_method, "func", None)
             out = run_with_arrays(method, call, module, trace, names, paths, args, kwargs)
         if kernels is not None and trace.other_uses is not None:
@@ -401,11 +401,11 @@ class _Run:
         is_kept = moves_state(recipe) and not _is_apart(context.module, recipe)
         names: dict[int, str] = {}
         look = functools.partial(know_parameters, context.module, names)
-        mark = Marked(Place(self.shown(path), ""), is_left=True)
+        mark = Mark(Place(self.shown(path), ""), is_left=True)
         count = self._count(recipe, path, context.method_name) if is_kept else lambda found: None
-        trace = Replacing(count, names, mark=mark, look=look, seen=seen)
+        trace = MatmulTrace(count, names, mark=mark, look=look, seen=seen)
         trace.know_inputs((args, kwargs))
-        with replacing(trace):
+        with replacing_matmuls(trace):
             return call(*args, **kwargs)
 
     def shown(self, path: str) -> str:
@@ -422,7 +422,7 @@ class _Run:
         return tuple(kind for outer in around for kind in self.kinds.get(outer, ()))
 
     def _multiply(
-        self, site: Site, path: str, name: str, module: nn.Module, paths: Mapping[int, Any]
+        self, site: LayerRecipe, path: str, name: str, module: nn.Module, paths: Mapping[int, Any]
     ) -> Multiply:
         """A `multiply` for the products of a method.
 
@@ -443,7 +443,7 @@ class _Run:
         )
         kernels = _kernels.get()
 
-        def note(found: Found, product: str) -> None:
+        def note(found: Matmul, product: str) -> None:
             own = site.recipe_of(found.kernel_name)
             if kernels is not None and own is not None:
                 kernels.note(found, paths, own, (*self.root, key_of(path)), product)
@@ -451,7 +451,7 @@ class _Run:
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
 
-        def track(product: str) -> Track | None:
+        def track(product: str) -> ForwardState | None:
             known = {**kept.get(product, {}), **scales.get(product, {})}
             if not known and rng is None:
                 return None
@@ -462,18 +462,18 @@ class _Run:
 
     def _track(
         self, recipe: Recipe, path: str, product: str, kept: Kept, rng: jax.Array | None
-    ) -> Track:
+    ) -> ForwardState:
         moved = self.moved.setdefault((path, product), {})
         # What moves in an inner trace does not reach the collection.
         is_carried = self.is_mutable and self.trace == present_trace()
         write = moved.update if is_carried else None
-        return Track(recipe, f"{path}:{product}", {**kept, **moved}, write, rng)
+        return ForwardState(recipe, f"{path}:{product}", {**kept, **moved}, write, rng)
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
         """A `multiply` that replaces no product, but counts it and records its recipe."""
-        names, kinds = Names(), self._kinds(path)
+        names, kinds = MatmulNames(), self._kinds(path)
 
-        def count(found: Found) -> None:
+        def count(found: Matmul) -> None:
             product, kernel = f"{name}.{names(found)}", found.kernel_name
             _, kernels = recipes_of(self.rules, [path], kinds, [kernel] if kernel else [])
             own = dict(kernels).get(kernel, recipe)

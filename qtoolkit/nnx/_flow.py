@@ -159,8 +159,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             node.qtoolkit_dot.write({AMAX: amaxes["dot"]})
         return node
 
-    model = nnx.recursive_map(frozen, wrapped, graph=True)
-    return model
+    return nnx.recursive_map(frozen, wrapped, graph=True)
 
 
 def _is_stored(layer: nnx.Module) -> bool:

@@ -20,16 +20,16 @@ from qtoolkit.formats import BlockFormat
 from qtoolkit.nnx._cache import caching
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
-    Replacing,
-    Site,
-    Track,
+    ForwardState,
+    LayerRecipe,
+    MatmulTrace,
     as_jax,
-    computes_product,
-    enclosing,
-    leaving,
+    computes_matmul,
+    in_high_precision,
+    matmul_attributes,
     overridden,
-    product_attributes,
-    replacing,
+    quantizing_dot,
+    replacing_matmuls,
     returns_later,
     with_numbers,
 )
@@ -71,7 +71,7 @@ def methods_of(module: Any) -> tuple[str, ...]:
     kind = original_class(type(module))
     entry = layer_of(kind)
     main = () if entry is None else (entry[0],)
-    return tuple(dict.fromkeys((*main, *product_methods(kind, product_attributes(vars(module))))))
+    return tuple(dict.fromkeys((*main, *product_methods(kind, matmul_attributes(vars(module))))))
 
 
 def adapters(module: Any) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tup
         if not isinstance(function, types.FunctionType) or returns_later(function):
             continue
         candidates = (function, *overridden(function, kind))
-        if any(computes_product(one, kind, attributes) for one in candidates):
+        if any(computes_matmul(one, kind, attributes) for one in candidates):
             found.append(name)
     return tuple(found)
 
@@ -184,7 +184,7 @@ def _remade(*made: Any) -> Any:
 def _left(method: Callable[..., Any], path: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def left(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with leaving(path):
+        with in_high_precision(path):
             return method(self, *args, **kwargs)
 
     return left
@@ -225,13 +225,13 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
 
     @functools.wraps(method)
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        site: Site | None = getattr(self, _SITE, None)
+        site: LayerRecipe | None = getattr(self, _SITE, None)
         if site is None:
             return method(self, *args, **kwargs)
         kept, states = getattr(self, "qtoolkit_dot", None), product_states(self)
         named = functools.partial(name_of, original_class(type(self)), method_name)
 
-        def state_of(name: str) -> Track | None:
+        def state_of(name: str) -> ForwardState | None:
             return states[name].track() if name in states else None
 
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
@@ -241,12 +241,12 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
             given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, given)
             parameters: dict[Any, str] = {}
-            trace = Replacing(site.multiply(state_of, named), parameters, mark=site.mark)
+            trace = MatmulTrace(site.multiply(state_of, named), parameters, mark=site.mark)
             for i, node in enumerate(given):
                 _know(trace, parameters, node, f"argument{i}")
             _know(trace, parameters, self)  # the last: an argument may be a parameter of its own
-            dotted = enclosing(dots, None if kept is None else kept.track().unmoved)
-            with _dequantized(self, trace, parameters) as module, dotted, replacing(trace):
+            dotted = quantizing_dot(dots, None if kept is None else kept.track().unmoved)
+            with _dequantized(self, trace, parameters) as module, dotted, replacing_matmuls(trace):
                 return method(module, *args, **kwargs)
 
         return with_numbers(run, (args, kwargs))
@@ -255,7 +255,7 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
 
 
 @contextlib.contextmanager
-def _dequantized(module: Any, trace: Replacing, parameters: dict[Any, str]) -> Iterator[Any]:
+def _dequantized(module: Any, trace: MatmulTrace, parameters: dict[Any, str]) -> Iterator[Any]:
     """The module; if it has stored kernels, a copy with ordinary arrays in their place.
 
     What the method sets in the copy is then set in the module.
@@ -282,7 +282,7 @@ def _dequantized(module: Any, trace: Replacing, parameters: dict[Any, str]) -> I
             setattr(module, name, value)
 
 
-def _know(trace: Replacing, names: dict[Any, str], node: Any, argument: str = "") -> None:
+def _know(trace: MatmulTrace, names: dict[Any, str], node: Any, argument: str = "") -> None:
     """Tells a trace which arrays of a module or an argument are parameters, and their names.
 
     A parameter that the module around this one passes as an array is known already. It is named

@@ -16,7 +16,7 @@ from qtoolkit.products.internal import (
     LEARNED,
     MOVING,
     PROBE,
-    Track,
+    ForwardState,
     advance,
     flow,
     observe,
@@ -173,7 +173,7 @@ class ProductState(nnx.Module):
             return False
         return True
 
-    def track(self) -> Track:
+    def track(self) -> ForwardState:
         """The state for one call of the product, which also writes what the call moves."""
         arrays = self.arrays
         amax = arrays.get(AMAX)
@@ -188,7 +188,7 @@ class ProductState(nnx.Module):
             )
         is_moved = any(name in arrays for name in MOVING)
         write = self.write if is_moved and self._is_writable else None
-        return Track(self.recipe, self.path, arrays, write)
+        return ForwardState(self.recipe, self.path, arrays, write)
 
     def take_over(self, was: "ProductState") -> None:
         """Takes over the state that the product had under another recipe, where it is valid.

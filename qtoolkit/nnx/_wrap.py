@@ -31,9 +31,9 @@ from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
     FirstLast,
+    LayerRecipe,
     Module,
     Place,
-    Site,
     cache_format,
     check_all_quantized,
     check_rules,
@@ -151,7 +151,7 @@ def _keep_all(wrapped: Any, given: Any) -> None:
     that the kernels in the products do not have.
     """
     modules = [found.module for found in modules_of(wrapped)]
-    layers: list[tuple[Any, Site]] = [
+    layers: list[tuple[Any, LayerRecipe]] = [
         (module, vars(module)["qtoolkit_site"])
         for module in modules
         if "qtoolkit_site" in vars(module)
@@ -325,7 +325,7 @@ def attach(
       kernels: Those of its parameters that have a recipe of their own.
     """
     found = FoundModule(layer, [""]) if found is None else found
-    site, states = Site(recipe, found.paths[0], tuple(kernels)), product_states(layer)
+    site, states = LayerRecipe(recipe, found.paths[0], tuple(kernels)), product_states(layer)
     detach(layer)
     become(layer, methods=methods_of(layer))
     layer.qtoolkit_site = site
@@ -336,7 +336,7 @@ def attach(
             kept.take_over(states[name])
 
 
-def _keep(layer: Any, recipe: Recipe, site: Site, names: Mapping[str, Any]) -> None:
+def _keep(layer: Any, recipe: Recipe, site: LayerRecipe, names: Mapping[str, Any]) -> None:
     """Gives a layer the states of its products."""
     kind = original_class(type(layer))
     entry = layer_of(kind)

@@ -4,6 +4,8 @@ They are made with the arguments of JAX's functions after the operands.
 """
 
 import dataclasses
+import types
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,17 +14,41 @@ import numpy as np
 import opt_einsum
 from jax import lax
 
-from qtoolkit.products._intercepted import (
-    conv_general_dilated,
-    dot_general,
-    einsum,
-    ragged_dot_general,
-)
 from qtoolkit.products._scaled import Blocked, Scaled, others, scaled_dot, scaled_result
 
 # What `lax.ragged_dot` computes, and its derivative by the second operand.
 RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 _BY_GROUP = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
+
+def _copied(function: Any) -> Callable[..., Any]:
+    """A copy that runs JAX's code, even while qwix has replaced the code of the original.
+
+    An interceptor such as qwix does so while a model runs. Inside a quantized matmul it would get
+    codes in place of the operands, and leave its tracers in traces that JAX caches.
+    """
+    if not isinstance(function, types.FunctionType):
+        return function  # somebody has replaced it for good
+    code = function.__code__
+    if code.co_name != function.__name__:
+        raise ImportError(
+            f"qtoolkit.products: imported while {function.__name__} of JAX runs the code of "
+            f"{code.co_filename}, expected its own; import qtoolkit.products before the model runs"
+        )
+    copied = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+dot_general, conv_general_dilated, ragged_dot_general, _einsum = map(
+    _copied, (lax.dot_general, lax.conv_general_dilated, lax.ragged_dot_general, jnp.einsum)
+)
+
+
+def einsum(*args: Any, **options: Any) -> Any:
+    return _einsum(*args, _dot_general=dot_general, **options)
 
 
 class Axes(NamedTuple):

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
+from qtoolkit.products._instruments import Tapped, tapped
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import Tapped, tapped
 from qtoolkit.scaling import (
     MSE,
     AbsMax,

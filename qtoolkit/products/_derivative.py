@@ -12,10 +12,10 @@ from jax.custom_derivatives import SymbolicZero
 from qtoolkit.casts.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import OnSide, Transposed, combined
-from qtoolkit.products._kept import Kept, kept, restored
+from qtoolkit.products._instruments import ROLES
 from qtoolkit.products._plan import Given, Plan, State, operand_of
+from qtoolkit.products._residuals import SavedCodes, from_residual, to_residual
 from qtoolkit.products._rounded import Cut, Rounded, largest_over, rounded
-from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_to_keep, histogram
 
@@ -38,7 +38,7 @@ class Residuals:
       extra: The integer arrays of the function.
     """
 
-    operands: tuple[Kept | Rounded, ...]
+    operands: tuple[SavedCodes | Rounded, ...]
     amax: Array | None
     key: Array | None
     seen: Any
@@ -52,7 +52,7 @@ def residual_of(
     given: tuple[Given, Given],
     operands: tuple[Rounded, Rounded],
     state: State,
-) -> Kept | Rounded:
+) -> SavedCodes | Rounded:
     """The operand by which the cotangent is multiplied to get the gradient of one side.
 
     That is the other side's operand. If the recipe rounds it as in the forward product, the rounded
@@ -66,7 +66,7 @@ def residual_of(
     if how != plan.forward(*given)[other]:
         operand = operand_of(x, state.amaxes[other], state.key, how)
     structs = (x if isinstance(x, QArray) else jax.typeof(x) for x in given)
-    return kept(operand, x, how, plan.contracted(side, *structs)[1])
+    return to_residual(operand, x, how, plan.contracted(side, *structs)[1])
 
 
 def seen_of(given: tuple[Given, Given]) -> Any:
@@ -165,7 +165,7 @@ class Tangent:
         for side, kept_other, x in zip(facts.sides, residuals.operands, xs, strict=False):
             function = OnSide(facts.plan.function, side, residuals.extra)
             how = facts.plan.other(side, *facts.given)
-            other = how.untransformed(restored(kept_other), facts.given[1 - side].shape)
+            other = how.untransformed(from_residual(kept_other), facts.given[1 - side].shape)
             terms.append(combined(function, Rounded(x, Scales(), None), other))
         if not terms:  # somebody differentiates only by the probe or the zeros
             return jnp.zeros_like(xs[-1], shape=self.out.shape, dtype=self.out.dtype)
@@ -191,7 +191,7 @@ class Cotangent:
             function = Transposed(facts.plan.function, side, residuals.extra, wide)
             contracted = facts.plan.contracted(side, *facts.given)
             dtype = facts.given[side].dtype
-            out = facts.plan.combined(function, found[how], restored(other), contracted, dtype)
+            out = facts.plan.combined(function, found[how], from_residual(other), contracted, dtype)
             outs.append(differentiable_in_dtype(out, dtype))
         if facts.is_observed:
             outs.append(self._observed((*residuals.seen, amax_to_keep(cotangent))))

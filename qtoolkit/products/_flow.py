@@ -20,16 +20,21 @@ from qtoolkit.products._calibration import (
     summary_of,
 )
 from qtoolkit.products._constant import Constant
+from qtoolkit.products._first_scales import first_scales
+from qtoolkit.products._forward_state import without_forward_updates
+from qtoolkit.products._instruments import explained
 from qtoolkit.products._numerics import Numerics, Sums, sums_of
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._recording import rolled_later
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
-from qtoolkit.products._starting import first_scales
 from qtoolkit.products._states import LEARNED, first_values
+from qtoolkit.products._step_metrics import (
+    measured_matmuls,
+    measurement_zeros,
+    measuring_step,
+    metrics_of,
+)
 from qtoolkit.products._stored import check_trainable
-from qtoolkit.products._taps import explained
-from qtoolkit.products._watching import metrics_of, products_in, watching, zeros_for
 
 
 class Adapter(Protocol):
@@ -92,14 +97,16 @@ def value_and_grad(
     if metrics:
         batch = Batch.of((args, kwargs))
         function, arrays = step.pure(loss)
-        products = products_in(batch.bound(function), arrays, batch.arrays)
+        products = measured_matmuls(batch.bound(function), arrays, batch.arrays)
 
     def watched(model: Any, zeros: Any, *args: Any, **kwargs: Any) -> Any:
-        with watching(products, zeros) if metrics else nullcontext():
+        with measuring_step(products, zeros) if metrics else nullcontext():
             return loss(model, *args, **kwargs)
 
-    with rolled_later():
-        value, grads, probes, rows = step.differentiated(watched, zeros_for(products), args, kwargs)
+    with without_forward_updates():
+        value, grads, probes, rows = step.differentiated(
+            watched, measurement_zeros(products), args, kwargs
+        )
     results = step.finished(value, grads, probes)
     return (*results, metrics_of(products, rows)) if metrics else results
 

@@ -17,10 +17,10 @@ from qtoolkit.casts.internal import WIDTHS, exact_float32
 from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
 from qtoolkit.gradients.internal import LEAST
+from qtoolkit.products._instruments import Tap
 from qtoolkit.products._operand import Learned, Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import Tap
 from qtoolkit.scaling import QArray, quantize
 from qtoolkit.scaling.internal import Scales, operand_values
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from qtoolkit.products._rewrite import PRODUCTS, SCALED, inner_jaxprs
+from qtoolkit.products._matmul_trace import MATMULS, SCALED, inner_jaxprs
 
 
 def multiplications_of(eqn: Any) -> int:
@@ -69,7 +69,7 @@ def _traceable(aval: Any) -> Any:
 def _products(jaxpr: Any) -> list[Any]:
     found = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in (*PRODUCTS, SCALED):
+        if eqn.primitive.name in (*MATMULS, SCALED):
             found.append(eqn)
         else:
             found += [product for inner in inner_jaxprs(eqn) for product in _products(inner)]

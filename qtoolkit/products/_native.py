@@ -17,7 +17,7 @@ from qtoolkit.casts.internal import (
     power_to_stored,
 )
 from qtoolkit.formats import E4M3FN, E8M0FNU, FLOAT32, BlockFormat, FloatFormat, Format
-from qtoolkit.products._kept import code_values, in_place, poisoned
+from qtoolkit.products._residuals import code_values, in_place, poisoned
 from qtoolkit.products._rounded import LARGEST, Rounded
 from qtoolkit.products._scaled import Blocked, Scaled
 from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec, single_scale

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.products._instruments import Stored, Tapped, tapped
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import Stored, Tapped, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,
@@ -36,7 +36,7 @@ HEADER = (
     *("flushed %", "cosine"),
 )
 _VERSION = 1
-# For each role of `_taps.ROLES` the operand that it is, and below the product that uses it.
+# For each role of `_instruments.ROLES` the operand that it is, and below the product that uses it.
 _OPERANDS = ("lhs", "rhs", "cotangent", "rhs", "lhs", "cotangent")
 _PARTS = ("forward", "forward", "dgrad", "dgrad", "wgrad", "wgrad")
 _STATIC: Any = {"static": True}

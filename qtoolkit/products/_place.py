@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Marked:
+class Mark:
     """What a program says about one of its matmuls.
 
     Attributes:
@@ -63,19 +63,19 @@ class Marked:
 _place_p = Primitive("qtoolkit_place")
 
 
-def marked(x: Any, mark: Marked) -> Any:
+def with_mark(x: Any, mark: Mark) -> Any:
     """The identity, with a mark for those who read the program; nothing where there is none."""
     if not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, np.number):
         return x
     return _place_p.bind(x, mark=mark, is_transposed=False)
 
 
-def mark_in(primitive: Any, params: Mapping[str, Any]) -> Marked | None:
+def mark_in(primitive: Any, params: Mapping[str, Any]) -> Mark | None:
     """The mark that a primitive is; None for other primitives."""
     return params["mark"] if primitive is _place_p else None
 
 
-def marks_of(jaxpr: Any) -> dict[Any, Marked]:
+def marks_of(jaxpr: Any) -> dict[Any, Mark]:
     """The mark of each equation of a jaxpr, by the variables that it makes.
 
     The mark follows the equation in the forward pass, and precedes it in the backward pass.
@@ -89,7 +89,7 @@ def marks_of(jaxpr: Any) -> dict[Any, Marked]:
                 before[out] = mark
             else:
                 after[x] = mark
-    found: dict[Any, Marked] = {}
+    found: dict[Any, Mark] = {}
     for eqn in jaxpr.eqns:
         marks = [after[var] for var in eqn.outvars if var in after]
         marks += [before[x] for x in eqn.invars if not hasattr(x, "val") and x in before]
@@ -104,7 +104,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return _place_p.bind(x, **params), moved
 
 
-def _transpose(cotangent: Any, _: Any, *, mark: Marked, is_transposed: bool) -> list[Any]:
+def _transpose(cotangent: Any, _: Any, *, mark: Mark, is_transposed: bool) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [cotangent]
     return [_place_p.bind(cotangent, mark=mark, is_transposed=not is_transposed)]

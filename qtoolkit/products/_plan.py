@@ -10,13 +10,13 @@ from jax import lax
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import Forward, Transposed, combined, native, native_constant
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral, Einsum
-from qtoolkit.products._kept import keeps_codes
+from qtoolkit.products._instruments import Tap, swapped_rows
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._residuals import saves_codes
 from qtoolkit.products._rounded import Cut, Rounded, cut, rounded
 from qtoolkit.products._stored import restored_operand
-from qtoolkit.products._taps import Tap, swapped_rows
 from qtoolkit.scaling import QArray
 
 Array = jax.Array
@@ -30,7 +30,7 @@ class State(NamedTuple):
       amax: float32[3], the amaxes by which to scale lhs, rhs and the cotangent, from earlier steps.
         A 0 says: scale by the amax of the array at hand, or by `Delayed.initial`.
       probe: float32[3, BUCKETS] of zeros. Its gradient is a histogram of the amaxes of this step,
-        from which the layer updates its history; see `_taps` for why a gradient.
+        from which the layer updates its history; see `_instruments` for why a gradient.
       key: uint32[2], the words of a key for stochastic rounding.
       zeros: float32[len(ROLES), size] of zeros. Its gradient is what a tap measured.
       step: uint32, how many steps the layer has been trained, for a recipe with a warm-up.
@@ -150,6 +150,6 @@ def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rou
     if isinstance(x, QArray):
         return restored_operand(x)
     # Nobody needs the derivative of this rounding: `_product_jvp` ignores the tangent of a rounded
-    # operand, and second derivatives flow through `Kept.carrier`. Stopping it here saves JAX the
-    # tracing. An operand that is not kept as codes has no carrier and must keep its derivative.
-    return rounded(lax.stop_gradient(x) if keeps_codes(how) else x, amax, key, how)
+    # operand, and second derivatives flow through `SavedCodes.carrier`. Stopping it here saves JAX
+    # the tracing. An operand that is not saved as codes has no carrier and must keep its own.
+    return rounded(lax.stop_gradient(x) if saves_codes(how) else x, amax, key, how)

@@ -40,14 +40,13 @@ from qtoolkit.products._derivative import (
     seen_of,
     tapped_of,
 )
-from qtoolkit.products._finding import HIGH_PRECISION
+from qtoolkit.products._instruments import HIGH_PRECISION, Tap, instrument
 from qtoolkit.products._learned import with_learned_scales
 from qtoolkit.products._place import Place
 from qtoolkit.products._plan import Given, Plan, State, operand_of
 from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._stored import stored_label
-from qtoolkit.products._taps import Tap, instrument
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import TornBlocksError
 
@@ -247,7 +246,7 @@ def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]
     residuals that are codes, by the carrier beside the codes.
 
     Delayed scales need the amaxes of each step, which come out as the gradient of the probe. What
-    a layer does if nobody differentiates by the probe is said in `_recording`.
+    a layer does if nobody differentiates by the probe is said in `_forward_state`.
     """
     given: tuple[Given, Given]
     (given, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from qtoolkit.products._finding import Quantized
+from qtoolkit.products._instruments import Quantized, has_no_derivative, instrumented
+from qtoolkit.products._matmul_trace import (
+    MATMULS,
+    QUANTIZED_MATMUL,
+    SCALED,
+    inner_jaxprs,
+    with_values,
+)
 from qtoolkit.products._multiplications import (
     is_native,
     multiplications_of,
@@ -22,10 +29,8 @@ from qtoolkit.products._multiplications import (
     runs_of,
 )
 from qtoolkit.products._operand import Learned
-from qtoolkit.products._place import MODEL, Marked, marks_of
-from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
+from qtoolkit.products._place import MODEL, Mark, marks_of
 from qtoolkit.products._stored import STORED
-from qtoolkit.products._taps import has_no_derivative, instrumented
 from qtoolkit.scaling import QArray
 
 # Folders of installed packages, not just names: a user's model may lie in a folder named "flax".
@@ -313,7 +318,7 @@ def _products(
     jaxpr: Any,
     part: str,
     stack: str = "",
-    mark: Marked | None = None,
+    mark: Mark | None = None,
     is_quantized: bool = False,
     around: str = "",
     line: str = "",
@@ -337,7 +342,7 @@ def _products(
         own = next((marks[var] for var in eqn.outvars if var in marks), mark)
         if name == "linear_with_transpose":
             yield from _derivatives(eqn, own, times)
-        elif name in (*PRODUCTS, SCALED):
+        elif name in (*MATMULS, SCALED):
             number = times * multiplications_of(eqn)
             # `lax.associative_scan` makes products of empty arrays.
             if not number or _RECOMPUTED in here:
@@ -350,7 +355,7 @@ def _products(
                 found = _left(eqn, own, part_here, around, where)
             yield dataclasses.replace(found, multiplications=number)
         else:
-            inside = is_quantized or eqn.params.get("name") == MARKER
+            inside = is_quantized or eqn.params.get("name") == QUANTIZED_MATMUL
             outer = _OPAQUE.get(name, around)
             # JAX keeps some twenty frames of a traceback, and `jnp.linalg.solve` and others use all
             # of them: there the line of an equation around it says where the user called it.
@@ -360,7 +365,7 @@ def _products(
                 yield from _products(inner, part, here, own, inside, outer, outer_line, again)
 
 
-def _quantized(eqn: Any, mark: Marked | None) -> Product:
+def _quantized(eqn: Any, mark: Mark | None) -> Product:
     """A product in the forward pass of a quantized one; without a mark, one on plain arrays."""
     if mark is None or mark.recipe is None:
         return Product("", "forward", "")
@@ -382,7 +387,7 @@ _OPAQUE = {
 }
 
 
-def _derivatives(eqn: Any, mark: Marked | None, times: int) -> Iterator[Product]:
+def _derivatives(eqn: Any, mark: Mark | None, times: int) -> Iterator[Product]:
     """The products dgrad and wgrad in the equation that computes both.
 
     The parameter `forward` of the equation is a `Cotangent`; its plan says how operands are
@@ -418,7 +423,7 @@ def _derivatives(eqn: Any, mark: Marked | None, times: int) -> Iterator[Product]
         yield Product(path, part, label, reason, multiplications=number)
 
 
-def _left(eqn: Any, mark: Marked | None, part: str, around: str, where: str) -> Product:
+def _left(eqn: Any, mark: Mark | None, part: str, around: str, where: str) -> Product:
     shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
     dtypes = [x.aval.dtype for x in eqn.invars[:2]]
     if mark is not None and mark.is_left:

@@ -12,12 +12,11 @@ import numpy as np
 
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
-from qtoolkit.products._finding import HIGH_PRECISION
+from qtoolkit.products._instruments import HIGH_PRECISION, Stored, instrumented
 from qtoolkit.products._numerics import check_ran, loss_of
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
-from qtoolkit.products._taps import Stored, instrumented
 from qtoolkit.scaling import QArray
 
 _STATIC: Any = {"static": True}

@@ -11,10 +11,10 @@ from qtoolkit.casts import pack
 from qtoolkit.casts.internal import WIDTHS, check_holds, exact_float32, values_of
 from qtoolkit.formats import BlockFormat, Format, Rules
 from qtoolkit.products._bilinear import Axes, Einsum
-from qtoolkit.products._kept import code_values, poisoned
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._residuals import code_values, poisoned
 from qtoolkit.products._rounded import Rounded, cut
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales

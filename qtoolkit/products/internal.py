@@ -4,22 +4,26 @@
 
 from qtoolkit.products import _flow as flow
 from qtoolkit.products._allocation import allocated
+from qtoolkit.products._analyses import Matmul, MatmulNames
 from qtoolkit.products._bilinear import Axes
-from qtoolkit.products._cache import cache_format, cached
-from qtoolkit.products._calibration import Batch, check_calibrated
-from qtoolkit.products._constant import Constant
-from qtoolkit.products._context import held
-from qtoolkit.products._finding import kernels_in, layers_in
-from qtoolkit.products._flow import Kept
-from qtoolkit.products._found import Found, Names
-from qtoolkit.products._inputs import as_jax, with_numbers
-from qtoolkit.products._inspection import (
-    computes_product,
+from qtoolkit.products._bytecode import (
+    computes_matmul,
+    matmul_attributes,
     overridden,
-    product_attributes,
     returns_later,
 )
+from qtoolkit.products._cache import cache_format, cached
+from qtoolkit.products._calibration import Batch
+from qtoolkit.products._constant import Constant
+from qtoolkit.products._flow import Kept
+from qtoolkit.products._forward_state import (
+    ForwardState,
+    present_trace,
+)
+from qtoolkit.products._inputs import as_jax, with_numbers
+from qtoolkit.products._instruments import kernels_in, layers_in, set_variable, without_measuring
 from qtoolkit.products._json import spec_from_json, spec_to_json
+from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot
 from qtoolkit.products._matching import (
     Module,
     check_rules,
@@ -28,17 +32,13 @@ from qtoolkit.products._matching import (
     training_rules,
     unused_rules,
 )
+from qtoolkit.products._matmul_trace import MatmulTrace, Multiply, replacing_matmuls
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
-from qtoolkit.products._place import MODEL, Marked, Place
+from qtoolkit.products._place import MODEL, Mark, Place
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
 from qtoolkit.products._post_training import PlainModel, input_statistics, settings, tuned
 from qtoolkit.products._recipe import check_recipe
-from qtoolkit.products._recording import (
-    Track,
-    present_trace,
-    rolled_later,
-)
 from qtoolkit.products._report import (
     BY_RULE,
     check_all_quantized,
@@ -46,8 +46,6 @@ from qtoolkit.products._report import (
     report_of,
     strict_inputs,
 )
-from qtoolkit.products._rewrite import Multiply, Replacing, replacing
-from qtoolkit.products._site import Site, enclosing, leaving
 from qtoolkit.products._states import (
     AMAX,
     HISTORY,
@@ -63,6 +61,4 @@ from qtoolkit.products._states import (
     uncalibrated,
     unstarted,
 )
-from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
-from qtoolkit.products._taps import unmeasured
-from qtoolkit.products._watching import metrics_of, products_in, watching, zeros_for
+from qtoolkit.products._stored import einsum_axes, serving_rules, stored_kernel

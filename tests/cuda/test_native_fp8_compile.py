@@ -22,7 +22,7 @@ import qtoolkit as qt
 from qtoolkit.products import native_calls
 from qtoolkit.products._bilinear import DotGeneral, Einsum
 from qtoolkit.products._compiled import Program
-from qtoolkit.products.internal import Found, Site, State
+from qtoolkit.products.internal import LayerRecipe, Matmul, State
 from qtoolkit.scaling.internal import BUCKETS
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -58,8 +58,8 @@ def compiled(way, name, shape):
     def step(x, w, ct, amax):
         def product(x, w, probe):
             state = State(amax, probe) if recipe.is_delayed else None
-            found = Found("dot_general", DotGeneral(NUMBERS), x, w, (), ("", "kernel"), x.dtype)
-            return Site(recipe).product(found, "0", state)
+            found = Matmul("dot_general", DotGeneral(NUMBERS), x, w, (), ("", "kernel"), x.dtype)
+            return LayerRecipe(recipe).product(found, "0", state)
 
         y, pull = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))
         return y, *pull(ct)[: 2 + recipe.is_delayed]
@@ -265,8 +265,8 @@ def block_text(way, name):
                 if recipe is None:
                     return by_hand(subscripts, name.endswith("current"))(a, b, probes[place])
                 state = State(amaxes[place], probes[place]) if recipe.is_delayed else None
-                found = Found("einsum", Einsum(subscripts), a, b, (), ("", "kernel"), a.dtype)
-                return Site(recipe).product(found, "0", state)
+                found = Matmul("einsum", Einsum(subscripts), a, b, (), ("", "kernel"), a.dtype)
+                return LayerRecipe(recipe).product(found, "0", state)
 
             return attention(x, w, multiply)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import qtoolkit as qt
-from qtoolkit.products._features import moved
-from qtoolkit.products._sources import (
+from qtoolkit.products._analyses import (
     ACTIVATION,
     CONSTANT,
     Source,
     Step,
     along,
+    moved,
     original_of,
     sources_of,
 )

@@ -16,7 +16,7 @@ import qtoolkit as qt
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products import Current, Delayed, Operand, Recipe, Static, recipes
 from qtoolkit.products._bilinear import DotGeneral
-from qtoolkit.products.internal import Found, Site, State
+from qtoolkit.products.internal import LayerRecipe, Matmul, State
 from qtoolkit.scaling.internal import BUCKETS
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -37,8 +37,8 @@ def three(recipe, numbers=MATMUL, amaxes=AMAXES):
     def run(x, w, ct):
         def product(x, w, probe):
             state = State(amaxes, probe) if recipe.is_delayed else None
-            found = Found("dot_general", DotGeneral(numbers), x, w, (), ("", "kernel"), x.dtype)
-            return Site(recipe).product(found, "0", state)
+            found = Matmul("dot_general", DotGeneral(numbers), x, w, (), ("", "kernel"), x.dtype)
+            return LayerRecipe(recipe).product(found, "0", state)
 
         y, back = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))
         dx, dw, counts = back(ct)

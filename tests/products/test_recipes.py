@@ -26,7 +26,7 @@ from qtoolkit.casts import Projection
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products import Delayed, Hadamard, Operand, Recipe, Static, recipes
 from qtoolkit.products._bilinear import DotGeneral
-from qtoolkit.products.internal import Found, Site, State
+from qtoolkit.products.internal import LayerRecipe, Matmul, State
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import BUCKETS
 
@@ -354,13 +354,13 @@ def draw(*shape, seed=0):
 def three(ours, recipe):
     """y, dx and dw of a product by `recipe`, compiled as one program."""
     if recipe.is_delayed:
-        site = Site(recipe)
+        site = LayerRecipe(recipe)
 
         def run(x, w, ct):
             def product(x, w, probe):
                 state = State(amax=jnp.array(AMAXES), probe=probe)
                 parameters = "", "kernel"
-                found = Found("dot_general", DotGeneral(MATMUL), x, w, (), parameters, x.dtype)
+                found = Matmul("dot_general", DotGeneral(MATMUL), x, w, (), parameters, x.dtype)
                 return site.product(found, "0", state)
 
             y, back = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from qtoolkit.casts.internal import exact_float32
+from qtoolkit.products._instruments import ROLES, Stored, Tapping, instrumented
 from qtoolkit.products._numerics import labels
 from qtoolkit.products._place import Place
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import ROLES, Stored, Tapping, instrumented
 from qtoolkit.scaling.internal import (
     amax_of,
     effective,
@@ -83,7 +83,9 @@ def _at_least(is_any: Array, flags: Array) -> Array:
 Products = Mapping[Place, tuple[Any, Stored]]
 
 
-def products_in(function: Callable[..., Any], *arguments: Any) -> dict[Place, tuple[Any, Stored]]:
+def measured_matmuls(
+    function: Callable[..., Any], *arguments: Any
+) -> dict[Place, tuple[Any, Stored]]:
     """The products that run in a function, found by tracing it."""
     finding = Tapping(_WatchTap())
     with instrumented(finding):
@@ -91,13 +93,13 @@ def products_in(function: Callable[..., Any], *arguments: Any) -> dict[Place, tu
     return finding.found
 
 
-def zeros_for(products: Products) -> dict[str, Array]:
+def measurement_zeros(products: Products) -> dict[str, Array]:
     """Zeros by which to differentiate: their gradients are what `metrics_of` takes."""
     return {str(place): jnp.zeros((len(ROLES), _WatchTap().size)) for place in products}
 
 
 @contextlib.contextmanager
-def watching(products: Products, zeros: Mapping[str, Array]) -> Iterator[None]:
+def measuring_step(products: Products, zeros: Mapping[str, Array]) -> Iterator[None]:
     """In this context products measure their operands."""
     with instrumented(Tapping(_WatchTap(), {place: zeros[str(place)] for place in products})):
         yield

@@ -41,7 +41,7 @@ CODES = "qtoolkit_codes"  # for jax.checkpoint_policies.save_only_these_names
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class SavedCodes:
     """A rounded operand as the forward product saves it for derivatives: 8-bit codes and scales.
 
     Attributes:
@@ -74,12 +74,14 @@ def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
     return codes if order is None else lax.transpose(codes, np.argsort(order))
 
 
-def keeps_codes(how: Cut) -> bool:
-    """Whether derivatives keep an operand as codes: see `Kept`."""
+def saves_codes(how: Cut) -> bool:
+    """Whether derivatives keep an operand as codes: see `SavedCodes`."""
     return _codes_format(how) is not None
 
 
-def kept(operand: Rounded, x: Array, how: Cut, contracted: tuple[int, ...] = ()) -> Kept | Rounded:
+def to_residual(
+    operand: Rounded, x: Array, how: Cut, contracted: tuple[int, ...] = ()
+) -> SavedCodes | Rounded:
     """The form in which derivatives keep an operand that was rounded from `x`.
 
     Args:
@@ -93,7 +95,7 @@ def kept(operand: Rounded, x: Array, how: Cut, contracted: tuple[int, ...] = ())
         codes = code_values(lax.stop_gradient(operand.q), fmt)
     codes = checkpoint_name(codes, CODES)
     scales = jax.tree.map(lambda scale: checkpoint_name(scale, CODES), operand.scales)
-    return Kept(codes, lax.stop_gradient(scales), _carrier(x), how, fmt, order)
+    return SavedCodes(codes, lax.stop_gradient(scales), _carrier(x), how, fmt, order)
 
 
 @elementwise
@@ -122,8 +124,8 @@ def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
     return jnp.where(blocks.gather(is_bad), nan, scale)
 
 
-def restored(operand: Kept | Rounded) -> Rounded:
-    return operand.restored() if isinstance(operand, Kept) else operand
+def from_residual(operand: SavedCodes | Rounded) -> Rounded:
+    return operand.restored() if isinstance(operand, SavedCodes) else operand
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))

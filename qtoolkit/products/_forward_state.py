@@ -22,11 +22,10 @@ from jax import lax
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
-from qtoolkit.products._context import held
+from qtoolkit.products._instruments import instrument, set_variable
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import BAD, HISTORY, MOVING, PROBE, STEP, advance, state_of
-from qtoolkit.products._taps import instrument
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import amax_of, rolled_by
 
@@ -55,9 +54,9 @@ _traced_for = jax.make_user_context(None)
 
 
 @contextmanager
-def rolled_later() -> Iterator[None]:
+def without_forward_updates() -> Iterator[None]:
     """In this context the forward pass records nothing: `value_and_grad` updates all state."""
-    with held(_is_rolled, True), _traced_for("rolled"):
+    with set_variable(_is_rolled, True), _traced_for("rolled"):
         yield
 
 
@@ -65,7 +64,7 @@ def present_trace() -> Any:
     return get_opaque_trace_state(convention="flax")
 
 
-class Track:
+class ForwardState:
     """Gives a product its state, and stores the new state where the product moves it.
 
     Args:

@@ -13,18 +13,19 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.casts.internal import varying_alike
-from qtoolkit.products._context import held
 from qtoolkit.products._place import Place
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
 
+Value = TypeVar("Value")
+HIGH_PRECISION = Recipe((None, None), None)
 ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
 
 
@@ -72,6 +73,16 @@ class Instrument(Protocol):
         ...
 
 
+@contextmanager
+def set_variable(variable: contextvars.ContextVar[Any], value: Value) -> Iterator[Value]:
+    """In this context `variable` has another value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
 _instrument: contextvars.ContextVar[Instrument | None] = contextvars.ContextVar(
     "instrument", default=None
 )
@@ -87,11 +98,11 @@ def instrument() -> Instrument | None:
 
 @contextmanager
 def instrumented(by: Instrument) -> Iterator[None]:
-    with held(_instrument, by), _traced_under(object()):
+    with set_variable(_instrument, by), _traced_under(object()):
         yield
 
 
-def unmeasured() -> AbstractContextManager[None]:
+def without_measuring() -> AbstractContextManager[None]:
     """In this context a tap finds products, but measures none: no gradient would bring it out.
 
     `jax.custom_vjp` refuses functions that close over an array by which somebody differentiates, as
@@ -209,3 +220,52 @@ def has_no_derivative(error: ValueError) -> bool:
 def swapped_rows(rows: jax.Array) -> jax.Array:
     """A tap's rows with lhs and rhs exchanged: dgrad of one is wgrad of the other."""
     return rows[jnp.array([1, 0, 5, 4, 3, 2])]
+
+
+@dataclasses.dataclass
+class Finding:
+    """The instrument that lists products.
+
+    Attributes:
+      kernels: For each product, in the order in which they run, the shape of its kernel; None for a
+        product of two activations.
+    """
+
+    kernels: dict[Place, tuple[int, ...] | None] = dataclasses.field(default_factory=dict)
+
+    def product(
+        self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
+    ) -> jax.Array:
+        out: jax.Array = compute(HIGH_PRECISION, None)
+        return out
+
+
+class Quantized:
+    """The instrument that computes all products as their recipe says, also during a warm-up."""
+
+    def product(
+        self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
+    ) -> jax.Array:
+        out: jax.Array = compute(recipe, state)
+        return out
+
+
+def note_kernel(place: Place, operands: tuple[Any, Any], kernel: int | None) -> None:
+    by = instrument()
+    if isinstance(by, Finding):
+        by.kernels.setdefault(place, None if kernel is None else operands[kernel].shape)
+
+
+def layers_in(kernels: Mapping[Place, Any]) -> list[str]:
+    """The paths of the layers that multiply a kernel, in the order in which they run."""
+    return list(dict.fromkeys(place.path for place, shape in kernels.items() if shape is not None))
+
+
+def kernels_in(
+    function: Callable[..., Any], *arguments: Any
+) -> dict[Place, tuple[int, ...] | None]:
+    """The products that run in a function, with the shapes of their kernels."""
+    finding = Finding()
+    with instrumented(finding):
+        jax.eval_shape(function, *arguments)
+    return finding.kernels

@@ -9,16 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from qtoolkit.products._analyses import Matmul, MatmulNames, following
 from qtoolkit.products._bilinear import DotGeneral
-from qtoolkit.products._context import held
-from qtoolkit.products._features import following
-from qtoolkit.products._finding import note_kernel
-from qtoolkit.products._found import Found, Names
-from qtoolkit.products._place import MODEL, Marked, Place, marked
+from qtoolkit.products._instruments import note_kernel, set_variable
+from qtoolkit.products._matmul_trace import MatmulTrace, Multiply, is_watched, replacing_matmuls
+from qtoolkit.products._place import MODEL, Mark, Place, with_mark
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rewrite import Multiply, Replacing, is_watched, replacing
 from qtoolkit.products._stored import stored_label
 from qtoolkit.scaling import QArray
 
@@ -33,7 +31,7 @@ class _Enclosing(NamedTuple):
       state: The state for all calls of `dot` in this layer.
     """
 
-    site: "Site | None" = None
+    site: "LayerRecipe | None" = None
     state: State | None = None
 
 
@@ -42,7 +40,7 @@ _enclosing: contextvars.ContextVar[_Enclosing] = contextvars.ContextVar("site", 
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class LayerRecipe:
     """Computes the products of one layer by one recipe. Hashable: equal sites share one trace.
 
     Attributes:
@@ -60,34 +58,34 @@ class Site:
         return dict(self.kernels).get(kernel, self.recipe) if kernel else self.recipe
 
     @property
-    def mark(self) -> Marked:
+    def mark(self) -> Mark:
         """The mark of products in the layer that stay as they are, such as those of integers."""
-        return Marked(Place(self.path, ""))
+        return Mark(Place(self.path, ""))
 
     def multiply(
         self,
         state_of: Callable[[str], StateLike] = lambda name: None,
         named: Callable[[str], str] = str,
-        note: Callable[[Found, str], None] = lambda found, name: None,
+        note: Callable[[Matmul, str], None] = lambda found, name: None,
     ) -> Multiply:
-        """A `multiply` for `Replacing`, which computes each product with the state of its name.
+        """A `multiply` for `MatmulTrace`, which computes each product with the state of its name.
 
         Args:
           named: From the name that a trace gives a product to that in the layer.
           note: Called with each product and its name.
         """
-        names = Names()
+        names = MatmulNames()
 
-        def multiply(found: Found) -> jax.Array | Marked:
+        def multiply(found: Matmul) -> jax.Array | Mark:
             name = named(names(found))
             note(found, name)
             if self.kernels and self.recipe_of(found.kernel_name) is None:
-                return Marked(Place(self.path, name), is_left=True)
+                return Mark(Place(self.path, name), is_left=True)
             return self.product(found, name, state_of(name))
 
         return multiply
 
-    def product(self, found: Found, name: str, state: StateLike) -> jax.Array:
+    def product(self, found: Matmul, name: str, state: StateLike) -> jax.Array:
         """Computes a product of the layer.
 
         A kernel on either side is rounded as a kernel; of two activations both are rounded as
@@ -103,7 +101,7 @@ class Site:
         recipe = recipe.of_activations() if found.kernel is None else recipe
         recipe = following(recipe, found)
         operands, is_swapped = (found.lhs, found.rhs), found.kernel == 0
-        if callable(state):  # it stores what the product moves, see `_recording`
+        if callable(state):  # it stores what the product moves, see `_forward_state`
             state = state(*operands[::-1]) if is_swapped else state(*operands)
         place = Place(self.path, name)
         note_kernel(place, operands, found.kernel)
@@ -121,21 +119,23 @@ class Site:
             )
         # Reports name lhs first, recipes the input.
         shown = recipe.swapped() if is_swapped else recipe
-        return marked(out, Marked(place, shown, (stored_label(found.lhs), stored_label(found.rhs))))
+        return with_mark(
+            out, Mark(place, shown, (stored_label(found.lhs), stored_label(found.rhs)))
+        )
 
 
-def enclosing(
-    site: Site | None, state: State | None = None
+def quantizing_dot(
+    site: LayerRecipe | None, state: State | None = None
 ) -> contextlib.AbstractContextManager[_Enclosing]:
     """In this context `dot` computes by `site`, with one state for all its calls."""
-    return held(_enclosing, _Enclosing(site, state))
+    return set_variable(_enclosing, _Enclosing(site, state))
 
 
 @contextlib.contextmanager
-def leaving(path: str, seen: list[str] | None = None) -> Iterator[None]:
+def in_high_precision(path: str, seen: list[str] | None = None) -> Iterator[None]:
     """In this context products stay in high precision, because a rule says so."""
-    mark = Marked(Place(path, ""), is_left=True)
-    with enclosing(None), replacing(Replacing(None, {}, mark=mark, seen=seen)):
+    mark = Mark(Place(path, ""), is_left=True)
+    with quantizing_dot(None), replacing_matmuls(MatmulTrace(None, {}, mark=mark, seen=seen)):
         yield
 
 
@@ -176,4 +176,4 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
     parameters = ("kernel", "") if stored == [True, False] else ("", "kernel")
     function, dtype = DotGeneral(numbers, precision), jnp.result_type(lhs, rhs)
-    return site.product(Found("dot", function, lhs, rhs, (), parameters, dtype), "dot", state)
+    return site.product(Matmul("dot", function, lhs, rhs, (), parameters, dtype), "dot", state)

@@ -12,9 +12,9 @@ import numpy as np
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.gradients.internal import LEAST
 from qtoolkit.products._calibration import BITS, MARKED, total_of
+from qtoolkit.products._instruments import tapped
 from qtoolkit.products._operand import Learned, Operand
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._taps import tapped
 from qtoolkit.scaling.internal import extreme, marked
 
 

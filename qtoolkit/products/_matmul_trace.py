@@ -19,6 +19,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
+from qtoolkit.products._analyses import (
+    ACTIVATION,
+    CONSTANT,
+    LAST,
+    Matmul,
+    Source,
+    Step,
+    moved,
+    of_result,
+    original_of,
+    sources_of,
+)
 from qtoolkit.products._bilinear import (
     RAGGED,
     Bilinear,
@@ -26,23 +38,13 @@ from qtoolkit.products._bilinear import (
     DotGeneral,
     RaggedDot,
 )
-from qtoolkit.products._context import held
-from qtoolkit.products._features import moved, of_result
-from qtoolkit.products._found import LAST, Found
-from qtoolkit.products._place import Marked, Place, mark_in, marked
-from qtoolkit.products._sources import (
-    ACTIVATION,
-    CONSTANT,
-    Source,
-    Step,
-    original_of,
-    sources_of,
-)
+from qtoolkit.products._instruments import set_variable
+from qtoolkit.products._place import Mark, Place, mark_in, with_mark
 from qtoolkit.scaling import QArray
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 SCALED = "scaled_dot"  # never replaced: its operands are rounded already
-MARKER = "qtoolkit_product"  # the jitted function around each quantized product
+QUANTIZED_MATMUL = "qtoolkit_product"  # the jitted function around each quantized product
 _OF_CONVOLUTION = (  # parameters of the primitive that describe the product
     *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
     *("feature_group_count", "batch_group_count", "precision"),
@@ -50,7 +52,7 @@ _OF_CONVOLUTION = (  # parameters of the primitive that describe the product
 
 _MOVING = ("transpose", "jit", "pjit")  # may move features away from the last axis
 # The result of a product; a mark, if a rule leaves it in high precision; None, if it just stays.
-Multiply = Callable[[Found], "jax.Array | Marked | None"]
+Multiply = Callable[[Matmul], "jax.Array | Mark | None"]
 
 
 class Known(NamedTuple):
@@ -74,10 +76,10 @@ class Known(NamedTuple):
 
 
 _ACTIVATION = Known()
-_NOWHERE = Marked(Place("", ""))
+_NOWHERE = Mark(Place("", ""))
 
 
-class Replacing(jax.core.Trace):
+class MatmulTrace(jax.core.Trace):
     """The trace that replaces products, on top of the one in which the function runs.
 
     Attributes:
@@ -98,9 +100,9 @@ class Replacing(jax.core.Trace):
         multiply: Multiply | None,
         names: Mapping[Any, str],
         *,
-        mark: Marked = _NOWHERE,
+        mark: Mark = _NOWHERE,
         other_uses: set[Any] | None = None,
-        look: Callable[["Replacing"], None] | None = None,
+        look: Callable[["MatmulTrace"], None] | None = None,
         seen: list[str] | None = None,
     ) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class Replacing(jax.core.Trace):
             pass
         self._known: dict[int, tuple[Any, Known]] = {}
         self._parameters: list[jax.Array] = []
-        if isinstance(parent, Replacing):  # of the module around this one
+        if isinstance(parent, MatmulTrace):  # of the module around this one
             self._known, parent = parent._known, parent.parent_trace
         self.parent_trace = parent
         self.multiply, self.names, self.mark = multiply, names, mark
@@ -151,9 +153,9 @@ class Replacing(jax.core.Trace):
         known = self.known_of(x)
         return x if known.original is None else known.original
 
-    def again(self) -> "Replacing":
+    def again(self) -> "MatmulTrace":
         """The same on top of the present trace, for the body of a loop."""
-        return Replacing(
+        return MatmulTrace(
             self.multiply,
             self.names,
             mark=self.mark,
@@ -177,17 +179,17 @@ class Replacing(jax.core.Trace):
                 out = primitive.bind(*args, **params)
                 self.know(out, self.known_of(args[0])._replace(is_left=True))
                 return out
-            if name not in PRODUCTS and not _computes_products(primitive, params):
+            if name not in MATMULS and not _computes_products(primitive, params):
                 return self._as_it_is(primitive, args, params)
             if self.multiply is not None and not any(self.known_of(x).is_left for x in args):
                 if name in _REWRITES:
                     return self._replaced_within(name, args, params)
-                found = self._found(name, args, params) if name in PRODUCTS else None
+                found = self._found(name, args, params) if name in MATMULS else None
                 if found is not None:
                     self.seen.append(name)
                     with _watched(None):  # equal products share one trace, eager or not
                         out = self.multiply(found)
-                    if isinstance(out, Marked):
+                    if isinstance(out, Mark):
                         return self._left(primitive, args, params, out)
                     if out is not None:
                         self.know(out, Known(features=of_result(found, out.ndim)))
@@ -201,7 +203,7 @@ class Replacing(jax.core.Trace):
     def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
         outs = self.parent_trace.process_custom_vjp_call(*args, **params)
         with set_current_trace(self.parent_trace):
-            outs = [marked(out, self.mark) for out in outs]
+            outs = [with_mark(out, self.mark) for out in outs]
         return self._noted(Step("custom_vjp_call", {}, *_types(args[-1], outs)), args[-1], outs)
 
     def process_call(self, *args: Any, **params: Any) -> Any:
@@ -214,7 +216,7 @@ class Replacing(jax.core.Trace):
 
         def inside(*shards: Any) -> Any:
             inner = self.again()
-            with replacing(inner):
+            with replacing_matmuls(inner):
                 for x, one in zip(shards, known, strict=True):
                     inner.know(x, one.within())
                 return function(*shards)
@@ -232,7 +234,7 @@ class Replacing(jax.core.Trace):
                 self.know(out, _ACTIVATION)
         return outs
 
-    def _left(self, primitive: Any, args: Any, params: Any, mark: Marked) -> Any:
+    def _left(self, primitive: Any, args: Any, params: Any, mark: Mark) -> Any:
         """An operation with products that stay as they are.
 
         The mark after it is for reports. The one before it tells a trace around this one, which may
@@ -243,14 +245,14 @@ class Replacing(jax.core.Trace):
         args = list(args)
         at = next((i for i, x in enumerate(args) if _is_number(x)), None)
         if mark.is_left and at is not None:
-            args[at] = marked(args[at], mark)
+            args[at] = with_mark(args[at], mark)
         outs = self._as_it_is(primitive, args, params)
         if primitive.multiple_results:
             return [self._marked(out, mark) for out in outs]
         return self._marked(outs, mark)
 
-    def _marked(self, x: Any, mark: Marked) -> Any:
-        out = marked(x, mark)
+    def _marked(self, x: Any, mark: Mark) -> Any:
+        out = with_mark(x, mark)
         if out is not x:
             self.know(out, self.known_of(x))
         return out
@@ -292,7 +294,7 @@ class Replacing(jax.core.Trace):
                 if value.source.order is not None:
                     self.other_uses.add(value.source.parameter)
 
-    def _found(self, name: str, args: Any, params: Any) -> Found | None:
+    def _found(self, name: str, args: Any, params: Any) -> Matmul | None:
         """The product that an operation computes.
 
         None for integers, and for ragged products other than `lax.ragged_dot`.
@@ -314,7 +316,7 @@ class Replacing(jax.core.Trace):
         lhs, rhs = known = [self.known_of(x) for x in args[:2]]
         dtype = params["preferred_element_type"]
         first, second = (self.names.get(x.source.parameter, "") for x in known)
-        return Found(
+        return Matmul(
             name,
             function,
             self.original(args[0]),
@@ -345,7 +347,7 @@ def _is_number(x: Any) -> bool:
 
 with jax.core.eval_context(), take_current_trace() as _trace:
     _EAGER: Any = type(_trace)
-_running: contextvars.ContextVar[Replacing | None] = contextvars.ContextVar("run", default=None)
+_running: contextvars.ContextVar[MatmulTrace | None] = contextvars.ContextVar("run", default=None)
 # Part of the key by which `jax.jit` finds compiled functions: without it, an eager call of
 # `jnp.matmul` would run one that was compiled before, and no trace would see its product.
 _watched = jax.make_user_context(None)
@@ -362,31 +364,31 @@ def _copied(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 @contextlib.contextmanager
-def replacing(trace: Replacing) -> Iterator[Replacing]:
+def replacing_matmuls(trace: MatmulTrace) -> Iterator[MatmulTrace]:
     """In this context products are computed by `trace.multiply`."""
     watched = _watched(True) if trace.is_eager else contextlib.nullcontext()
-    with set_current_trace(trace), held(_running, trace), watched:
+    with set_current_trace(trace), set_variable(_running, trace), watched:
         yield trace
 
 
 def is_watched() -> bool:
     """Whether a product that is computed now is seen, and may be replaced."""
     with take_current_trace() as trace:
-        return isinstance(trace, Replacing)
+        return isinstance(trace, MatmulTrace)
 
 
 @functools.lru_cache(maxsize=4096)
 def has_products(jaxpr: Any) -> bool:
     """Whether a jaxpr computes a product that is not a quantized one."""
     return any(
-        eqn.primitive.name in PRODUCTS or _computes_products(eqn.primitive, eqn.params)
+        eqn.primitive.name in MATMULS or _computes_products(eqn.primitive, eqn.params)
         for eqn in jaxpr.eqns
     )
 
 
 def _computes_products(primitive: Any, params: Any) -> bool:
     """Whether an operation runs jaxprs that compute products which are not quantized ones."""
-    if primitive.name == "linear_with_transpose" or params.get("name") == MARKER:
+    if primitive.name == "linear_with_transpose" or params.get("name") == QUANTIZED_MATMUL:
         return False
     return any(map(has_products, jaxprs_in(params)))
 
@@ -414,22 +416,22 @@ def with_values(leaves: Sequence[Any], places: Sequence[int], values: Sequence[A
     return merged
 
 
-def _inlined(trace: Replacing, args: Any, params: Any) -> Any:
+def _inlined(trace: MatmulTrace, args: Any, params: Any) -> Any:
     return _run(trace, params["jaxpr"], args)
 
 
-def _run(trace: Replacing, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+def _run(trace: MatmulTrace, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     with set_current_trace(trace):
         return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
 
 
-def _remat(trace: Replacing, args: Any, params: Any) -> Any:
+def _remat(trace: MatmulTrace, args: Any, params: Any) -> Any:
     body = _body(trace, ClosedJaxpr(params["jaxpr"], ()), args)
     options = {name: params[name] for name in ("prevent_cse", "policy")}
     return jax.checkpoint(body, **options)(*map(trace.original_codes, args))
 
 
-def _scan(trace: Replacing, args: Any, params: Any) -> Any:
+def _scan(trace: MatmulTrace, args: Any, params: Any) -> Any:
     if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
         fixed, carries, _ = (len(part) for part in params["ft_in"].unpack())
     else:
@@ -448,13 +450,13 @@ def _scan(trace: Replacing, args: Any, params: Any) -> Any:
     return [*carry, *ys]
 
 
-def _cond(trace: Replacing, args: Any, params: Any) -> Any:
+def _cond(trace: MatmulTrace, args: Any, params: Any) -> Any:
     index, *rest = args
     branches = [_body(trace, closed, rest) for closed in params["branches"]]
     return lax.switch(index, branches, *map(trace.original_codes, rest))
 
 
-def _while(trace: Replacing, args: Any, params: Any) -> Any:
+def _while(trace: MatmulTrace, args: Any, params: Any) -> Any:
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     of_cond, of_body = args[:n_cond], args[n_cond : n_cond + n_body]
     state = args[n_cond + n_body :]
@@ -466,7 +468,7 @@ def _while(trace: Replacing, args: Any, params: Any) -> Any:
     )
 
 
-def _sliceable(trace: Replacing, x: Any) -> Any:
+def _sliceable(trace: MatmulTrace, x: Any) -> Any:
     """Prepares a value that a scan slices along its first axis.
 
     A QArray that is a stack of kernels, each with its own scales, is sliced as codes. Any other
@@ -481,7 +483,7 @@ def _sliceable(trace: Replacing, x: Any) -> Any:
 
 
 def _body(
-    trace: Replacing, closed: ClosedJaxpr, args: Sequence[Any], carried: range = range(0)
+    trace: MatmulTrace, closed: ClosedJaxpr, args: Sequence[Any], carried: range = range(0)
 ) -> Callable[..., list[Any]]:
     """A jaxpr as a function of arrays and stored parameters, with its products replaced.
 
@@ -493,7 +495,7 @@ def _body(
 
     def function(*arrays: Any) -> list[Any]:
         inner = trace.again()
-        with replacing(inner):
+        with replacing_matmuls(inner):
             values = []
             for x, one, place in zip(arrays, known, places, strict=True):
                 value = x.dequantize() if isinstance(x, QArray) else x

@@ -21,7 +21,7 @@ _DEPTH = 4  # how many levels of calls are followed
 
 
 @functools.cache
-def computes_product(
+def computes_matmul(
     function: Any, kind: type, attributes: frozenset[str] = frozenset(), depth: int = _DEPTH
 ) -> bool:
     """Whether a function, or one that it calls, computes a product, as far as its code shows.
@@ -29,7 +29,7 @@ def computes_product(
     Args:
       function: A plain function of Python, such as a method of `kind`.
       kind: The class in which names after `self.` are looked up.
-      attributes: Further names after `self.` that are products: see `product_attributes`.
+      attributes: Further names after `self.` that are products: see `matmul_attributes`.
     """
     codes = list(_codes(function.__code__))
     # A method may name its module otherwise; the first argument of a function may be an array.
@@ -45,7 +45,7 @@ def computes_product(
     return any(
         other.__name__ in _PRODUCTS  # `from jax.numpy import dot as multiply`
         if _is_of_library(other.__module__)
-        else computes_product(other, kind, attributes, depth - 1)
+        else computes_matmul(other, kind, attributes, depth - 1)
         for other in others
     )
 
@@ -69,7 +69,7 @@ def overridden(function: Any, kind: type) -> Iterator[Any]:
             yield from (method for method in found if isinstance(method, types.FunctionType))
 
 
-def product_attributes(values: Mapping[str, Any]) -> frozenset[str]:
+def matmul_attributes(values: Mapping[str, Any]) -> frozenset[str]:
     """The names of a module's attributes that hold functions which compute products.
 
     For example `self.attention_fn = nnx.dot_product_attention`, which the module calls.
@@ -81,7 +81,7 @@ def _is_product(value: Any) -> bool:
     function = _undecorated(value)
     if not isinstance(function, types.FunctionType):
         return False
-    return function.__name__ in _PRODUCTS or computes_product(function, object)
+    return function.__name__ in _PRODUCTS or computes_matmul(function, object)
 
 
 def _undecorated(x: Any) -> Any:
