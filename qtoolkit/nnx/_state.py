@@ -299,7 +299,8 @@ class _Step:
         self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
     ) -> tuple[Any, Any, Any, Any]:
         both = nnx.DiffState(0, nnx.Any(self.wanted, _PROBES))
-        graded = nnx.value_and_grad(loss, argnums=(both, 1), has_aux=self.has_aux)
+        # `compat`: in the graph mode, whatever mode the user has set for nnx.
+        graded = nnx.compat.value_and_grad(loss, argnums=(both, 1), has_aux=self.has_aux)
         with bridged_probes(self.model):
             value, (found, rows) = graded(self.model, zeros, *args, **kwargs)
         probes, grads = nnx.split_state(found, _PROBES, ...)

@@ -116,7 +116,7 @@ class MatmulTrace(jax.core.Trace):
         self.multiply, self.names, self.mark = multiply, names, mark
         self.other_uses, self.look = other_uses, look
         self.seen: list[str] = [] if seen is None else seen
-        self.is_eager = isinstance(parent, _EAGER)
+        self.is_eager = getattr(parent, "is_eager", isinstance(parent, EAGER))
         self.requires_low = parent.requires_low
         # Flax compares this reference to forbid that a variable of one trace is changed in another.
         # It is the parent's: no value of this trace differs from one of that.
@@ -346,7 +346,7 @@ def _is_number(x: Any) -> bool:
 
 
 with jax.core.eval_context(), take_current_trace() as _trace:
-    _EAGER: Any = type(_trace)
+    EAGER: Any = type(_trace)
 _running: contextvars.ContextVar[MatmulTrace | None] = contextvars.ContextVar("run", default=None)
 # Part of the key by which `jax.jit` finds compiled functions: without it, an eager call of
 # `jnp.matmul` would run one that was compiled before, and no trace would see its product.
@@ -431,11 +431,16 @@ def _remat(trace: MatmulTrace, args: Any, params: Any) -> Any:
     return jax.checkpoint(body, **options)(*map(trace.original_codes, args))
 
 
-def _scan(trace: MatmulTrace, args: Any, params: Any) -> Any:
+def scan_lengths(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carried values a scan has."""
     if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
-        fixed, carries, _ = (len(part) for part in params["ft_in"].unpack())
-    else:
-        fixed, carries = params["num_consts"], params["num_carry"]
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def _scan(trace: MatmulTrace, args: Any, params: Any) -> Any:
+    fixed, carries = scan_lengths(params)
     consts, state, xs = args[:fixed], args[fixed:][:carries], args[fixed + carries :]
     body = _body(trace, params["jaxpr"], args, range(fixed, fixed + carries))
     passed = [*map(trace.original_codes, consts)]
