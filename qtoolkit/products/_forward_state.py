@@ -110,7 +110,7 @@ class ForwardState:
             lhs,
             rhs,
             is_carried=write is not None,
-            delays_cotangent=self.recipe.delays_cotangent,
+            delayed=self.recipe.delayed,
             home=self.home if write is None else None,
         )
         if moved and write is not None:
@@ -129,7 +129,7 @@ def recorded(
     rhs: Any,
     *,
     is_carried: bool,
-    delays_cotangent: bool,
+    delayed: tuple[bool, bool, bool],
     home: Hashable = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state by which a product is computed, and the state after it.
@@ -142,8 +142,8 @@ def recorded(
     Args:
       lhs, rhs: The operands in the order (input, kernel).
       is_carried: Whether the caller stores the state after the product.
-      delays_cotangent: Whether the recipe delays the scale of a cotangent: then a warning says that
-        it is a current one.
+      delayed: See `Recipe.delayed`. If it delays that of the cotangent, a warning says that it is a
+        current one.
     """
     names = [name for name in MOVING if name in kept]
     arrays = {side: x for side, x in enumerate((lhs, rhs)) if not isinstance(x, QArray)}
@@ -163,7 +163,7 @@ def recorded(
         has_probe=bool(probe),
         sides=tuple(arrays),
         is_carried=is_carried,
-        delays_cotangent=delays_cotangent,
+        delayed=delayed,
         is_rolled=is_rolled,
         home=home,
         lead=0,
@@ -217,7 +217,7 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
         replaced = {HISTORY: jnp.zeros_like, STEP: lambda x: jnp.full_like(x, np.uint32(2**32 - 1))}
         used = [replaced[name](state[name]) for name in _COMPUTED_BY if name in state]
         return [*used, *values]
-    if has_history and params["delays_cotangent"]:
+    if has_history and params["delayed"][2]:
         warnings.warn(COTANGENTS, RuntimeWarning, stacklevel=2)
     used = [state[HISTORY].at[..., 2, :].set(0)] if has_history else []
     used += [state[STEP]] if STEP in state else []
@@ -235,7 +235,8 @@ def _moved(state: Kept, arrays: Any, params: Mapping[str, Any]) -> tuple[Array, 
     nothing = jnp.zeros(history.shape[:lead], jnp.float32), jnp.zeros(history.shape[:lead], bool)
     seen = [nothing] * 3
     for side, x in zip(params["sides"], arrays, strict=True):
-        seen[side] = measure(lax.stop_gradient(x))
+        amax, is_bad = measure(lax.stop_gradient(x))
+        seen[side] = (amax if params["delayed"][side] else nothing[0]), is_bad
     amax, is_bad = (jnp.stack(parts, axis=-1) for parts in zip(*seen, strict=True))
     # Shards of a `shard_map` that are given one history update it alike.
     seen_on, kept_on = (jax.typeof(x).manual_axis_type.varying for x in (amax, history))

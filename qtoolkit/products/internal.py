@@ -38,7 +38,7 @@ from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._place import MODEL, Mark, Place
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
-from qtoolkit.products._post_training import PlainModel, input_statistics, settings, tuned
+from qtoolkit.products._post_training import PlainModel, input_statistics, settings
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     BY_RULE,
