@@ -17,11 +17,11 @@ STORED = "qtoolkit_stored"  # the name under which interceptors see a method wit
 def know_parameters(module: nn.Module, names: dict[int, str], trace: MatmulTrace) -> None:
     """Tells a trace which arrays are parameters of a module and those in it, and their names.
 
-    Does nothing if the module has no more parameters than it had before.
+    Does nothing if all are known.
     """
     params = module.variables.get("params", {})
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_stored)
-    if len(leaves) <= len(names):
+    if all(id(array) in names for _, array in leaves if not isinstance(array, QArray)):
         return
     for path, array in leaves:
         if not isinstance(array, QArray):
@@ -57,7 +57,8 @@ def run_with_arrays(
     as they are, since their own calls treat them.
     """
     collections = {name: x for name, x in module.variables.items() if name != "params"}
-    trace.know_inputs((collections, args, kwargs))
+    trace.know_inputs(collections)
+    trace.know_arguments(jax.tree.leaves((args, kwargs)))
     own = own_parameters(module)
     paths.update(own)
     is_stored = any(

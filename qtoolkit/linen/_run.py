@@ -4,8 +4,8 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +39,7 @@ from qtoolkit.products.internal import (
     quantizing_dot,
     recipes_of,
     replacing_matmuls,
+    run_in,
     set_variable,
     started,
     unstarted,
@@ -333,8 +334,8 @@ class _Run:
         self._visit(path, kinds, kind, seen)
         try:
             if recipe is None:
-                with in_high_precision(self.shown(path), seen):
-                    return call(*args, **kwargs)
+                left = functools.partial(in_high_precision, self.shown(path), seen)
+                return run_in(left, call, *args, **kwargs)
             method = getattr(context.orig_method, "func", None)
             if _is_in(method, _FLAX) and not _is_layer(kind, name):
                 if noted := _kernels.get():  # an `Embed` that looks up, for instance
@@ -385,11 +386,18 @@ class _Run:
             other_uses=None if kernels is None else set(),
             seen=seen,
         )
-        measured = without_measuring() if _is_under(module, ["custom_vjp("]) else nullcontext()
+        is_measured = not _is_under(module, ["custom_vjp("])
         dots = LayerRecipe(site.recipe.without_state(), site.path)
-        with quantizing_dot(dots), measured, replacing_matmuls(trace):
-            method: Any = getattr(context.orig_method, "func", None)
-            out = run_with_arrays(method, call, module, trace, names, paths, args, kwargs)
+
+        @contextmanager
+        def quantizing() -> Iterator[None]:
+            measured = nullcontext() if is_measured else without_measuring()
+            with quantizing_dot(dots), measured, replacing_matmuls(trace.again()):
+                yield
+
+        method: Any = getattr(context.orig_method, "func", None)
+        arguments = method, call, module, trace, names, paths, args, kwargs
+        out = run_in(quantizing, run_with_arrays, *arguments)
         if kernels is not None and trace.other_uses is not None:
             returned = (trace.known_of(x).source for x in jax.tree.leaves(out))
             uses = {*trace.other_uses, *(x.parameter for x in returned if x.order is not None)}
@@ -410,12 +418,11 @@ class _Run:
         is_kept = moves_state(recipe) and not _is_apart(context.module, recipe)
         names: dict[int, str] = {}
         look = functools.partial(know_parameters, context.module, names)
-        mark = Mark(Place(self.shown(path), ""), is_left=True)
+        mark = Mark(Place(self.shown(path), ""), is_excluded=True)
         count = self._count(recipe, path, context.method_name) if is_kept else lambda found: None
         trace = MatmulTrace(count, names, mark=mark, look=look, seen=seen)
-        trace.know_inputs((args, kwargs))
-        with replacing_matmuls(trace):
-            return call(*args, **kwargs)
+        trace.know_arguments(jax.tree.leaves((args, kwargs)))
+        return run_in(lambda: replacing_matmuls(trace.again()), call, *args, **kwargs)
 
     def shown(self, path: str) -> str:
         """The path from the model around it, where the wrapped module is a part of one."""

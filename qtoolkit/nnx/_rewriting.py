@@ -26,11 +26,12 @@ from qtoolkit.products.internal import (
     as_jax,
     computes_matmul,
     in_high_precision,
+    is_watched,
     matmul_attributes,
     overridden,
     quantizing_dot,
     replacing_matmuls,
-    returns_later,
+    run_in,
     with_numbers,
 )
 from qtoolkit.scaling import QArray
@@ -97,7 +98,7 @@ def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tup
     found = []
     for name, method in _public_methods(kind).items():
         function = inspect.unwrap(method)
-        if not isinstance(function, types.FunctionType) or returns_later(function):
+        if not isinstance(function, types.FunctionType) or inspect.isasyncgenfunction(function):
             continue
         candidates = (function, *overridden(function, kind))
         if any(computes_matmul(one, kind, attributes) for one in candidates):
@@ -184,8 +185,8 @@ def _remade(*made: Any) -> Any:
 def _left(method: Callable[..., Any], path: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def left(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with in_high_precision(path):
-            return method(self, *args, **kwargs)
+        context = functools.partial(in_high_precision, path)
+        return run_in(context, method, self, *args, **kwargs)
 
     return left
 
@@ -199,6 +200,18 @@ def leave(module: Any, path: str) -> None:
     """Marks the products that a module computes, and those in all that it calls, as left."""
     if not is_left(module):
         become(module, methods=(), left=path)
+
+
+def follow(module: Any) -> None:
+    """Gives a module that computes no matmul a trace, which follows the parameters that it passes.
+
+    Without it, a parameter that it passes to another module as an array is an activation there.
+    Flax's modules, such as `nnx.Sequential`, pass none.
+    """
+    kind = original_class(type(module))
+    if kind.__module__.split(".")[0] != "flax":
+        methods = (*made_of(module).methods, *_public_methods(kind))
+        become(module, methods=tuple(dict.fromkeys(methods)))
 
 
 def name_of(kind: type, method: str, name: str) -> str:
@@ -221,12 +234,16 @@ def product_states(layer: Any) -> dict[str, ProductState]:
 
 
 def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]:
-    """A method whose products are computed by the module's site."""
+    """A method whose matmuls are computed by the module's recipe.
+
+    A module without a recipe computes none. Its trace only follows the parameters that it passes to
+    the modules in it.
+    """
 
     @functools.wraps(method)
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: LayerRecipe | None = getattr(self, _SITE, None)
-        if site is None:
+        if site is None and is_watched():  # the trace around it knows its parameters
             return method(self, *args, **kwargs)
         kept, states = getattr(self, "qtoolkit_dot", None), product_states(self)
         named = functools.partial(name_of, original_class(type(self)), method_name)
@@ -235,39 +252,44 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
             return states[name].track() if name in states else None
 
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        dots = dataclasses.replace(site, recipe=site.recipe.without_state())
+        dots = site and dataclasses.replace(site, recipe=site.recipe.without_state())
 
         def run(integers: bool) -> Any:
             given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, given)
             parameters: dict[Any, str] = {}
-            trace = MatmulTrace(site.multiply(state_of, named), parameters, mark=site.mark)
+            multiply = None if site is None else site.multiply(state_of, named)
+            mark = None if site is None else site.mark
+            trace = MatmulTrace(multiply, parameters, mark=mark)
+            trace.know_arguments([None if _is_node(leaf) else leaf for leaf in given])
             for i, node in enumerate(given):
                 _know(trace, parameters, node, f"argument{i}")
             _know(trace, parameters, self)  # the last: an argument may be a parameter of its own
-            dotted = quantizing_dot(dots, None if kept is None else kept.track().unmoved)
-            with _dequantized(self, trace, parameters) as module, dotted, replacing_matmuls(trace):
-                return method(module, *args, **kwargs)
+            module = _with_arrays(self, trace, parameters)
+            unmoved = None if kept is None else kept.track().unmoved
+
+            @contextlib.contextmanager
+            def context() -> Iterator[None]:
+                dotted = quantizing_dot(dots, unmoved)
+                with _written_to(self, module), dotted, replacing_matmuls(trace.again()):
+                    yield
+
+            return run_in(context, method, module, *args, **kwargs)
 
         return with_numbers(run, (args, kwargs))
 
     return entering
 
 
-@contextlib.contextmanager
-def _dequantized(module: Any, trace: MatmulTrace, parameters: dict[Any, str]) -> Iterator[Any]:
-    """The module; if it has stored kernels, a copy with ordinary arrays in their place.
-
-    What the method sets in the copy is then set in the module.
-    """
+def _with_arrays(module: Any, trace: MatmulTrace, parameters: dict[Any, str]) -> Any:
+    """The module; if it has stored kernels, a copy with ordinary arrays in their place."""
     stored = {
         name: value
         for name, value in vars(module).items()
         if isinstance(value, nnx.Param) and isinstance(value.get_value(), QArray)
     }
     if not stored:
-        yield module
-        return
+        return module
     copied = object.__new__(type(module))
     vars(copied).update(vars(module))
     for name, value in stored.items():
@@ -275,25 +297,22 @@ def _dequantized(module: Any, trace: MatmulTrace, parameters: dict[Any, str]) ->
         parameters[id(array)] = name
         trace.know_parameter(array, value.get_value())
         vars(copied)[name] = type(value).from_metadata(array, value.get_metadata())
-    before = dict(vars(copied))
-    yield copied
-    for name, value in vars(copied).items():
+    return copied
+
+
+@contextlib.contextmanager
+def _written_to(module: Any, copied: Any) -> Iterator[None]:
+    """What is set in the copy in this context is then set in the module."""
+    before = {} if copied is module else dict(vars(copied))
+    yield
+    for name, value in () if copied is module else vars(copied).items():
         if value is not before.get(name):
             setattr(module, name, value)
 
 
 def _know(trace: MatmulTrace, names: dict[Any, str], node: Any, argument: str = "") -> None:
-    """Tells a trace which arrays of a module or an argument are parameters, and their names.
-
-    A parameter that the module around this one passes as an array is known already. It is named
-    like the argument, as its path in the other module might be that of a parameter here.
-    """
+    """Tells a trace which arrays of a module or an argument are parameters, and their names."""
     if not _is_node(node):
-        parameter = trace.known_of(node).source.parameter
-        if parameter is None:
-            trace.know_inputs(node)
-        else:
-            names.setdefault(parameter, argument)
         return
     is_module = isinstance(node, nnx.Module)
     variables = nnx.to_flat_state(nnx.state(node)) if is_module else [((argument,), node)]

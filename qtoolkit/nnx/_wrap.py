@@ -17,6 +17,7 @@ from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     adapters,
     become,
+    follow,
     has_products,
     is_left,
     layer_of,
@@ -68,8 +69,8 @@ def wrap(
     of a model and whether it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. So is a parameter
-    that a module without products passes to another as an array: pass the Variable. Those of
-    generators and coroutines are quantized only where a method with other products runs them.
+    that a function outside of the model passes as an array: pass the Variable. Those of
+    asynchronous generators are quantized only where a method with other matmuls runs them.
     Normalization, softmax, look-up of embeddings and everything else stays as it is. Under
     `nnx.vmap` each example has scales of its own, see `qtoolkit.dot_general`.
 
@@ -213,6 +214,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     modules = modules_of(model)
     layers = _checked_layers(where, model, modules, rules, cache)
     recipes = {} if rules is None else _recipes(where, model, rules, layers, modules)
+    # Layers of Flax take no parameters as arguments; others may get one from a module around them.
+    own = [path for path, (f, recipe) in recipes.items() if recipe and not is_of_flax(f.module)]
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         shown = "/".join(map(str, path))
@@ -227,6 +230,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
                 leave(node, shown)  # so that a module around it leaves its products, too
         elif rules is not None and is_left(node):  # by an earlier wrap
             detach(node)
+        if not is_left(node) and any(f"{one}/".startswith(f"{shown}/".lstrip("/")) for one in own):
+            follow(node)
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)

@@ -50,12 +50,6 @@ def computes_matmul(
     )
 
 
-def returns_later(function: Any) -> bool:
-    """Whether a call only makes a generator or coroutine: its trace has no products yet."""
-    is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-    return is_generator or inspect.iscoroutinefunction(function)
-
-
 def overridden(function: Any, kind: type) -> Iterator[Any]:
     """Methods of the classes that `kind` inherits from, if `function`, a method, may call them.
 

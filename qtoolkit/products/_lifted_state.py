@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
+from qtoolkit.products._control_flow import jaxprs_in, scan_lengths
 from qtoolkit.products._forward_state import moved_state, recorded_p
-from qtoolkit.products._matmul_trace import EAGER, jaxprs_in, scan_lengths
+from qtoolkit.products._matmul_trace import EAGER
 from qtoolkit.products._states import BAD, HISTORY
 
 # For each product, by its `home`, what has moved. Of two moves of one product, or of all iterations

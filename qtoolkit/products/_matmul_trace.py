@@ -1,22 +1,40 @@
-"""Replaces the products that a function computes by itself, such as `x @ w` or `jnp.einsum`.
+"""Replace the matmuls that a method computes, while it runs.
 
-While the function runs, a `jax.core.Trace` stands between it and JAX, as those of `jax.vmap` and
-`jax.jvp` do: it gets every operation, computes it as it is, and a product by `multiply`. Nothing is
-patched, so this works for whatever the function calls. The bodies of `jit`, `scan`, `cond`,
-`while_loop`, `remat` and `shard_map` arrive as jaxprs, and run in the same way. Products inside of
-custom derivatives are left as they are.
+A wrapped module runs its method in `replacing_matmuls`. This puts a `MatmulTrace` between the
+method and JAX, where `jax.vmap` and `jax.jvp` put theirs, and JAX hands it every operation. Nothing
+is patched, so it does not matter whether the method writes `x @ w` or `jnp.einsum`, or calls a
+library.
+
+1. An operation without matmuls runs unchanged in the trace underneath. What is known of its
+   operands becomes what is known of its results (`_analyses`): whether they are a parameter, and
+   along which axis features lie.
+2. A matmul becomes a `Matmul`, which says what is known of its operands, and `multiply` computes
+   it. That is `LayerRecipe.multiply` in `_layer`: it picks recipe and state, and calls the jitted
+   function `qtoolkit_product`. The result of that passes through an identity primitive (`_place`)
+   whose parameters are the matmul's path and recipe: from there reports read them.
+3. `scan`, `cond`, `while_loop`, `remat` and `jit` hold their bodies as jaxprs. If one has a matmul,
+   the body runs again, under a trace like this one (`_control_flow`). So does that of `shard_map`.
+4. A module inside of another one decides first, because its trace lies on top. If it does so in the
+   body of a loop, the outer trace sees that body later, and respects it: it looks into no call of
+   `qtoolkit_product`, and replaces no matmul whose operand has the mark that a rule excludes it.
+5. A function with a `custom_jvp` or `custom_vjp` runs unchanged, because the user has defined the
+   derivative of exactly this function.
+
+State enters in step 2: `ForwardState` (`_forward_state`) reads the layer's histories and keys, and
+stores what they become. A trainer that knows nothing of us updates them, too: they pass through a
+primitive that returns them unchanged, but its derivative rule, which only a training step calls,
+returns them updated.
 """
 
 import contextlib
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
 from qtoolkit.products._analyses import (
@@ -26,8 +44,8 @@ from qtoolkit.products._analyses import (
     Matmul,
     Source,
     Step,
-    moved,
-    of_result,
+    features_of,
+    features_of_result,
     original_of,
     sources_of,
 )
@@ -38,59 +56,54 @@ from qtoolkit.products._bilinear import (
     DotGeneral,
     RaggedDot,
 )
-from qtoolkit.products._instruments import set_variable
-from qtoolkit.products._place import Mark, Place, mark_in, with_mark
+from qtoolkit.products._control_flow import BODIES, INLINED, MATMULS, holds_matmuls
+from qtoolkit.products._instruments import instrument, set_variable
+from qtoolkit.products._place import Mark, mark_in, with_mark
 from qtoolkit.scaling import QArray
 
-MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-SCALED = "scaled_dot"  # never replaced: its operands are rounded already
-QUANTIZED_MATMUL = "qtoolkit_product"  # the jitted function around each quantized product
-_OF_CONVOLUTION = (  # parameters of the primitive that describe the product
+_OF_CONVOLUTION = (  # parameters of the primitive that describe the convolution
     *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
     *("feature_group_count", "batch_group_count", "precision"),
 )
-
-_MOVING = ("transpose", "jit", "pjit")  # may move features away from the last axis
-# The result of a product; a mark, if a rule leaves it in high precision; None, if it just stays.
+_MOVING = ("transpose", *INLINED)  # may move features away from the last axis
+# Returns the result of a matmul; or a mark, if a rule excludes it; or None, to leave it unchanged.
 Multiply = Callable[[Matmul], "jax.Array | Mark | None"]
 
 
 class Known(NamedTuple):
-    """What is known of a value while a function runs.
+    """What is known of a value while a method runs.
 
     Attributes:
       source: Where it comes from.
       features: The axis along which features lie, from the end.
-      original: What a product rounds in its place: see `original_of`.
-      is_left: Whether it is an operand of a product that a rule leaves in high precision.
+      original: What a matmul rounds in its place: see `original_of`.
+      is_excluded: Whether it is an operand of a matmul that a rule excludes.
     """
 
     source: Source = ACTIVATION
     features: int = LAST
     original: Any = None
-    is_left: bool = False
+    is_excluded: bool = False
 
     def within(self) -> "Known":
         """The same of a value inside of a loop or a `shard_map`, where it is another array."""
         return self._replace(source=self.source._replace(order=None), original=None)
 
 
-_ACTIVATION = Known()
-_NOWHERE = Mark(Place("", ""))
+_ACTIVATION, _CONSTANT = Known(), Known(CONSTANT)
 
 
 class MatmulTrace(jax.core.Trace):
-    """The trace that replaces products, on top of the one in which the function runs.
+    """The trace that replaces matmuls, on top of the one in which the method is called.
 
     Attributes:
       parent_trace: The trace underneath, in which everything is computed.
-      multiply: Returns the result of a product; None leaves the product as it is. If there is no
-        `multiply`, all stay.
+      multiply: Computes a matmul. None: all stay unchanged, and the trace only follows parameters.
       names: The names of parameters, by what `Source.parameter` says.
-      mark: What the program says of products that stay as they are.
-      other_uses: Filled with the parameters that anything but a product uses; None: nobody asks.
-      look: Called before each operation, to know parameters that the function has made.
-      seen: The names of the primitives of the products that have run.
+      mark: What reports read of matmuls that stay unchanged; None for nothing.
+      other_uses: Filled with the parameters that anything but a matmul uses; None: nobody asks.
+      look: Called before each operation, to know parameters that the method has made.
+      seen: Filled with the names of the primitives of the matmuls that have run.
     """
 
     parent_trace: Any
@@ -98,9 +111,9 @@ class MatmulTrace(jax.core.Trace):
     def __init__(
         self,
         multiply: Multiply | None,
-        names: Mapping[Any, str],
+        names: dict[Any, str],
         *,
-        mark: Mark = _NOWHERE,
+        mark: Mark | None = None,
         other_uses: set[Any] | None = None,
         look: Callable[["MatmulTrace"], None] | None = None,
         seen: list[str] | None = None,
@@ -108,19 +121,29 @@ class MatmulTrace(jax.core.Trace):
         super().__init__()
         with take_current_trace() as parent:
             pass
-        self._known: dict[int, tuple[Any, Known]] = {}
+        # The module around this one is known by a variable, as a `vmap` or a loop may lie between.
+        # A `MatmulTrace` right below has nothing to do: this one decides.
+        around = _running.get()
+        self._known: dict[int, tuple[Any, Known]] = {} if around is None else around._known
         self._parameters: list[jax.Array] = []
-        if isinstance(parent, MatmulTrace):  # of the module around this one
-            self._known, parent = parent._known, parent.parent_trace
-        self.parent_trace = parent
+        self.parent_trace = parent.parent_trace if isinstance(parent, MatmulTrace) else parent
         self.multiply, self.names, self.mark = multiply, names, mark
         self.other_uses, self.look = other_uses, look
         self.seen: list[str] = [] if seen is None else seen
-        self.is_eager = getattr(parent, "is_eager", isinstance(parent, EAGER))
-        self.requires_low = parent.requires_low
+        below = self.parent_trace  # one of ours knows whether it is eager itself
+        self.is_eager = getattr(below, "is_eager", isinstance(below, EAGER))
+        self.requires_low = self.parent_trace.requires_low
         # Flax compares this reference to forbid that a variable of one trace is changed in another.
         # It is the parent's: no value of this trace differs from one of that.
-        self._weakref = parent._weakref
+        self._weakref = self.parent_trace._weakref
+
+    def again(self) -> "MatmulTrace":
+        """The same on top of the present trace: for the body of a loop, or a generator's step."""
+        same = MatmulTrace(self.multiply, self.names, mark=self.mark, seen=self.seen)
+        same.other_uses, same.look, same._known = self.other_uses, self.look, self._known
+        return same
+
+    # What is known of values.
 
     def know(self, x: Any, known: Known) -> None:
         with contextlib.suppress(TypeError):  # a number of Python or NumPy, which is a constant
@@ -132,6 +155,20 @@ class MatmulTrace(jax.core.Trace):
             if isinstance(x, jax.Array):
                 self.know(x, _ACTIVATION)
 
+    def know_arguments(self, arguments: Sequence[Any]) -> None:
+        """Notes the arrays that a method was called with.
+
+        They are activations, or parameters that the module around this one has. These are named
+        like the argument, because their path there may be that of a parameter here.
+        """
+        for i, argument in enumerate(arguments):
+            for x in jax.tree.leaves(argument):
+                parameter = self.known_of(x).source.parameter
+                if parameter is None:
+                    self.know_inputs(x)
+                else:
+                    self.names.setdefault(parameter, f"argument{i}")
+
     def know_parameter(self, x: jax.Array, original: Any = None) -> None:
         """Notes that an array is a parameter, whose key in `names` is its id."""
         self._parameters.append(x)  # so that no other array gets its id
@@ -141,28 +178,14 @@ class MatmulTrace(jax.core.Trace):
         reference, known = self._known.get(id(x), (None, _ACTIVATION))
         if reference is not None and reference() is x:
             return known
-        is_activation = isinstance(x, jax.core.Tracer)
-        return _ACTIVATION if is_activation else Known(CONSTANT)
+        return _ACTIVATION if isinstance(x, jax.core.Tracer) else _CONSTANT
 
-    def original_codes(self, x: Any) -> Any:
-        """The stored parameter that an array is, if it is one; else the array."""
+    def stored(self, x: Any) -> Any:
+        """The codes and scales of the stored parameter that an array is, if it is one; else `x`."""
         original = self.known_of(x).original
         return original if isinstance(original, QArray) else x
 
-    def original(self, x: Any) -> Any:
-        known = self.known_of(x)
-        return x if known.original is None else known.original
-
-    def again(self) -> "MatmulTrace":
-        """The same on top of the present trace, for the body of a loop."""
-        return MatmulTrace(
-            self.multiply,
-            self.names,
-            mark=self.mark,
-            other_uses=self.other_uses,
-            look=self.look,
-            seen=self.seen,
-        )
+    # What JAX calls.
 
     def stage_value(self, value: Any) -> Any:
         return self.parent_trace.stage_value(value)
@@ -174,37 +197,44 @@ class MatmulTrace(jax.core.Trace):
                 return primitive.bind(*args, **params)
             if self.look is not None:
                 self.look(self)
-            name, mark = primitive.name, mark_in(primitive, params)
-            if mark is not None and mark.is_left:
+            known = [self.known_of(x) for x in args]
+            mark = mark_in(primitive, params)
+            if mark is not None and mark.is_excluded:
                 out = primitive.bind(*args, **params)
-                self.know(out, self.known_of(args[0])._replace(is_left=True))
+                self.know(out, known[0]._replace(is_excluded=True))
                 return out
-            if name not in MATMULS and not _computes_products(primitive, params):
-                return self._as_it_is(primitive, args, params)
-            if self.multiply is not None and not any(self.known_of(x).is_left for x in args):
-                if name in _REWRITES:
-                    return self._replaced_within(name, args, params)
-                found = self._found(name, args, params) if name in MATMULS else None
-                if found is not None:
-                    self.seen.append(name)
-                    with _watched(None):  # equal products share one trace, eager or not
-                        out = self.multiply(found)
+            is_matmul = primitive.name in MATMULS
+            if not is_matmul and not holds_matmuls(primitive, params):
+                return self._unchanged(primitive, args, params, known)
+            mark = self.mark
+            if self.multiply is not None and not any(one.is_excluded for one in known):
+                if primitive.name in BODIES:
+                    return self._with_bodies(primitive, args, params, known)
+                matmul = self._matmul(primitive.name, args, params, known) if is_matmul else None
+                if matmul is not None:
+                    self.seen.append(primitive.name)
+                    with _watched(None):  # equal matmuls share one trace of JAX, eager or not
+                        out = self.multiply(matmul)
                     if isinstance(out, Mark):
-                        return self._left(primitive, args, params, out)
-                    if out is not None:
-                        self.know(out, Known(features=of_result(found, out.ndim)))
+                        mark = out
+                    elif out is not None:
+                        self.know(out, Known(features=features_of_result(matmul, out.ndim)))
                         return out
-            return self._left(primitive, args, params, self.mark)
+            return self._excluded(primitive, args, params, known, mark)
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
         outs = self.parent_trace.process_custom_jvp_call(*args, **params)
-        return self._noted(Step("custom_jvp_call", {}, *_types(args[-1], outs)), args[-1], outs)
+        return self._custom_call("custom_jvp_call", args[-1], outs)
 
     def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
         outs = self.parent_trace.process_custom_vjp_call(*args, **params)
         with set_current_trace(self.parent_trace):
-            outs = [with_mark(out, self.mark) for out in outs]
-        return self._noted(Step("custom_vjp_call", {}, *_types(args[-1], outs)), args[-1], outs)
+            outs = [self._marked(out, self.mark) for out in outs]
+        return self._custom_call("custom_vjp_call", args[-1], outs)
+
+    def _custom_call(self, name: str, args: Any, outs: Any) -> Any:
+        self._note(Step(name, {}, *_types(args, outs)), [self.known_of(x) for x in args], outs)
+        return outs
 
     def process_call(self, *args: Any, **params: Any) -> Any:
         return self.parent_trace.process_call(*args, **params)
@@ -226,80 +256,103 @@ class MatmulTrace(jax.core.Trace):
         self.know_inputs(list(outs))
         return outs
 
-    def _replaced_within(self, name: str, args: Any, params: Any) -> Any:
-        outs = _REWRITES[name](self, args, params)
-        if name not in ("jit", "pjit"):
-            self._note_uses([self.known_of(x) for x in args], [])
-            for out in outs:
-                self.know(out, _ACTIVATION)
+    # The ways of an operation.
+
+    def _unchanged(self, primitive: Any, args: Any, params: Any, known: Sequence[Known]) -> Any:
+        """Runs an operation as it is, and notes what is known of its results."""
+        if self.is_eager and primitive.name == "jit":
+            params = {**params, "jaxpr": _copied(params["jaxpr"])}
+        outs = primitive.bind(*args, **params)
+        listed = outs if primitive.multiple_results else [outs]
+        if (
+            known and primitive.name not in _MOVING and all(one is _ACTIVATION for one in known)
+        ):  # the most frequent case: a third of the tracing time of this class
+            self.know_inputs([x for x in listed if not isinstance(x, jax.core.Tracer)])
+            return outs
+        step = Step(primitive.name, params, *_types(args, listed))
+
+        def originals(source: Source) -> Any:
+            if source.parameter is None:
+                return None
+            bind = lambda x: primitive.bind(x, *args[1:], **params)  # noqa: E731
+            return original_of(step, bind, args[0], known[0].original)
+
+        self._note(step, known, listed, originals)
         return outs
 
-    def _left(self, primitive: Any, args: Any, params: Any, mark: Mark) -> Any:
-        """An operation with products that stay as they are.
+    def _excluded(
+        self, primitive: Any, args: Any, params: Any, known: list[Known], mark: Mark | None
+    ) -> Any:
+        """Runs an operation with matmuls that are not replaced.
 
         The mark after it is for reports. The one before it tells a trace around this one, which may
-        see it only later, in the body of a loop, that a rule leaves it.
+        see it only later, in the body of a loop, that a rule excludes it.
         """
         if self.multiply is None:
             self.seen.append(primitive.name)
-        args = list(args)
-        at = next((i for i, x in enumerate(args) if _is_number(x)), None)
-        if mark.is_left and at is not None:
+        is_number = [jnp.issubdtype(jnp.result_type(x), jnp.number) for x in args]
+        if mark is not None and mark.is_excluded and any(is_number):
+            args = list(args)
+            at = is_number.index(True)
             args[at] = with_mark(args[at], mark)
-        outs = self._as_it_is(primitive, args, params)
+        outs = self._unchanged(primitive, args, params, known)
         if primitive.multiple_results:
             return [self._marked(out, mark) for out in outs]
         return self._marked(outs, mark)
 
-    def _marked(self, x: Any, mark: Mark) -> Any:
+    def _marked(self, x: Any, mark: Mark | None) -> Any:
+        """A result with a mark for reports, which trace the model under an instrument."""
+        if mark is None or instrument() is None:
+            return x
         out = with_mark(x, mark)
         if out is not x:
             self.know(out, self.known_of(x))
         return out
 
-    def _as_it_is(self, primitive: Any, args: Any, params: Any) -> Any:
-        if self.is_eager and primitive.name == "jit":
-            params = {**params, "jaxpr": _copied(params["jaxpr"])}
-        outs = primitive.bind(*args, **params)
-        listed = outs if primitive.multiple_results else [outs]
-        is_plain = all(self.known_of(x) is _ACTIVATION for x in args) and len(args) > 0
-        if is_plain and primitive.name not in _MOVING:  # saves a third of the time
-            self.know_inputs([x for x in listed if not isinstance(x, jax.core.Tracer)])
-            return outs
-        step = Step(primitive.name, params, *_types(args, listed))
-        bind = functools.partial(_bound, primitive, args[1:], params)
-        self._noted(step, args, listed, bind)
+    def _with_bodies(self, primitive: Any, args: Any, params: Any, known: list[Known]) -> Any:
+        outs = BODIES[primitive.name](self, args, params)
+        if primitive.name not in INLINED:
+            self._note_uses(known, [])
+            for out in outs:
+                self.know(out, _ACTIVATION)
         return outs
 
-    def _noted(self, step: Step, args: Any, outs: Any, bind: Any = None) -> Any:
-        """Notes what is known of the results of an operation, which it returns."""
-        known = [self.known_of(x) for x in args]
-        sources = sources_of(step, [x.source for x in known])
-        self._note_uses(known, sources)
-        places = moved(step, [x.features for x in known]) if known else [LAST] * len(outs)
-        for out, source, place in zip(outs, sources, places, strict=True):
-            original = None
-            if source.parameter is not None and bind is not None:
-                original = original_of(step, bind, args[0], known[0].original)
-            this = Known(source, place, original)
-            if this != _ACTIVATION or not isinstance(out, jax.core.Tracer):
-                self.know(out, this)
-        return outs
+    def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        """Runs a jaxpr with its matmuls replaced."""
+        with set_current_trace(self):
+            return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
 
-    def _note_uses(self, known: Sequence[Known], sources: Sequence[Source]) -> None:
-        if self.other_uses is None:
-            return
-        if not sources or sources[0].order is None:
-            for value in known:
-                if value.source.order is not None:
-                    self.other_uses.add(value.source.parameter)
+    def body(
+        self, closed: ClosedJaxpr, args: Sequence[Any], carried: range = range(0)
+    ) -> Callable[..., list[Any]]:
+        """A jaxpr as a function of arrays and stored parameters, with its matmuls replaced.
 
-    def _found(self, name: str, args: Any, params: Any) -> Matmul | None:
-        """The product that an operation computes.
-
-        None for integers, and for ragged products other than `lax.ragged_dot`.
+        What is known of its arguments is what is known of `args`. Those that a loop carries may
+        change from one iteration to the next, so their features are taken to lie along the last
+        axis.
         """
-        if not all(_is_float(x) for x in args[:2]):
+        known = [self.known_of(x).within() for x in args]
+        for i in carried:
+            known[i] = known[i]._replace(features=LAST)
+
+        def function(*arrays: Any) -> list[Any]:
+            inner = self.again()
+            with replacing_matmuls(inner):
+                values = []
+                for x, one in zip(arrays, known, strict=True):
+                    is_stored = isinstance(x, QArray)
+                    values.append(x.dequantize() if is_stored else x)
+                    inner.know(values[-1], one._replace(original=x) if is_stored else one)
+                return inner.run(closed, values)
+
+        return function
+
+    def _matmul(self, name: str, args: Any, params: Any, known: list[Known]) -> Matmul | None:
+        """The matmul that an operation computes.
+
+        None for integers, and for ragged matmuls other than `lax.ragged_dot`.
+        """
+        if not all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in args[:2]):
             return None
         function: Bilinear
         match name:
@@ -313,43 +366,56 @@ class MatmulTrace(jax.core.Trace):
                 function = RaggedDot(params["precision"])
             case _:
                 function = ConvGeneralDilated(**{name: params[name] for name in _OF_CONVOLUTION})
-        lhs, rhs = known = [self.known_of(x) for x in args[:2]]
+        lhs, rhs = known[:2]
         dtype = params["preferred_element_type"]
-        first, second = (self.names.get(x.source.parameter, "") for x in known)
         return Matmul(
             name,
             function,
-            self.original(args[0]),
-            self.original(args[1]),
+            args[0] if lhs.original is None else lhs.original,
+            args[1] if rhs.original is None else rhs.original,
             tuple(args[2:]),
-            (first, second),
+            (
+                self.names.get(lhs.source.parameter, ""),
+                self.names.get(rhs.source.parameter, ""),
+            ),
             args[0].dtype if dtype is None else dtype,
             (lhs.source, rhs.source),
             (lhs.features, rhs.features),
         )
+
+    def _note(
+        self,
+        step: Step,
+        known: Sequence[Known],
+        outs: Any,
+        originals: Callable[[Source], Any] = lambda source: None,
+    ) -> None:
+        """Notes what is known of the results of an operation."""
+        sources = sources_of(step, [one.source for one in known])
+        self._note_uses(known, sources)
+        places = features_of(step, [one.features for one in known]) if known else [LAST] * len(outs)
+        for out, source, place in zip(outs, sources, places, strict=True):
+            this = Known(source, place, originals(source))
+            if this != _ACTIVATION or not isinstance(out, jax.core.Tracer):
+                self.know(out, this)
+
+    def _note_uses(self, known: Sequence[Known], sources: Sequence[Source]) -> None:
+        """Notes the parameters that an operation uses, unless it only transposes or casts one."""
+        if self.other_uses is not None and (not sources or sources[0].order is None):
+            self.other_uses.update(
+                one.source.parameter for one in known if one.source.order is not None
+            )
 
 
 def _types(args: Any, outs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(map(jax.typeof, args)), tuple(map(jax.typeof, outs))
 
 
-def _bound(primitive: Any, others: Any, params: Any, x: Any) -> Any:
-    return primitive.bind(x, *others, **params)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
-
-
-def _is_number(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.number)
-
-
 with jax.core.eval_context(), take_current_trace() as _trace:
     EAGER: Any = type(_trace)
 _running: contextvars.ContextVar[MatmulTrace | None] = contextvars.ContextVar("run", default=None)
 # Part of the key by which `jax.jit` finds compiled functions: without it, an eager call of
-# `jnp.matmul` would run one that was compiled before, and no trace would see its product.
+# `jnp.matmul` would run one that was compiled before, and no trace would see its matmul.
 _watched = jax.make_user_context(None)
 
 
@@ -365,160 +431,13 @@ def _copied(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 @contextlib.contextmanager
 def replacing_matmuls(trace: MatmulTrace) -> Iterator[MatmulTrace]:
-    """In this context products are computed by `trace.multiply`."""
+    """In this context matmuls are computed by `trace.multiply`."""
     watched = _watched(True) if trace.is_eager else contextlib.nullcontext()
     with set_current_trace(trace), set_variable(_running, trace), watched:
         yield trace
 
 
 def is_watched() -> bool:
-    """Whether a product that is computed now is seen, and may be replaced."""
+    """Whether a matmul that is computed now is seen, and may be replaced."""
     with take_current_trace() as trace:
         return isinstance(trace, MatmulTrace)
-
-
-@functools.lru_cache(maxsize=4096)
-def has_products(jaxpr: Any) -> bool:
-    """Whether a jaxpr computes a product that is not a quantized one."""
-    return any(
-        eqn.primitive.name in MATMULS or _computes_products(eqn.primitive, eqn.params)
-        for eqn in jaxpr.eqns
-    )
-
-
-def _computes_products(primitive: Any, params: Any) -> bool:
-    """Whether an operation runs jaxprs that compute products which are not quantized ones."""
-    if primitive.name == "linear_with_transpose" or params.get("name") == QUANTIZED_MATMUL:
-        return False
-    return any(map(has_products, jaxprs_in(params)))
-
-
-def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs among the parameters of an equation."""
-    return jaxprs_in(eqn.params)
-
-
-def jaxprs_in(params: Mapping[str, Any]) -> list[Any]:
-    found = []
-    for value in params.values():
-        for item in value if isinstance(value, list | tuple) else [value]:
-            jaxpr = getattr(item, "jaxpr", item)
-            if hasattr(jaxpr, "eqns"):
-                found.append(jaxpr)
-    return found
-
-
-def with_values(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """A copy of `leaves` with `values` at `places`."""
-    merged = list(leaves)
-    for place, value in zip(places, values, strict=True):
-        merged[place] = value
-    return merged
-
-
-def _inlined(trace: MatmulTrace, args: Any, params: Any) -> Any:
-    return _run(trace, params["jaxpr"], args)
-
-
-def _run(trace: MatmulTrace, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    with set_current_trace(trace):
-        return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
-
-
-def _remat(trace: MatmulTrace, args: Any, params: Any) -> Any:
-    body = _body(trace, ClosedJaxpr(params["jaxpr"], ()), args)
-    options = {name: params[name] for name in ("prevent_cse", "policy")}
-    return jax.checkpoint(body, **options)(*map(trace.original_codes, args))
-
-
-def scan_lengths(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many constants and how many carried values a scan has."""
-    if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
-        consts, carry, _ = params["ft_in"].unpack()
-        return len(consts), len(carry)
-    return params["num_consts"], params["num_carry"]
-
-
-def _scan(trace: MatmulTrace, args: Any, params: Any) -> Any:
-    fixed, carries = scan_lengths(params)
-    consts, state, xs = args[:fixed], args[fixed:][:carries], args[fixed + carries :]
-    body = _body(trace, params["jaxpr"], args, range(fixed, fixed + carries))
-    passed = [*map(trace.original_codes, consts)]
-
-    def step(carry: Any, x: Any) -> Any:
-        outs = body(*passed, *carry, *x)
-        return outs[:carries], outs[carries:]
-
-    sliced = [_sliceable(trace, x) for x in xs]
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = lax.scan(step, list(state), sliced, **options)
-    return [*carry, *ys]
-
-
-def _cond(trace: MatmulTrace, args: Any, params: Any) -> Any:
-    index, *rest = args
-    branches = [_body(trace, closed, rest) for closed in params["branches"]]
-    return lax.switch(index, branches, *map(trace.original_codes, rest))
-
-
-def _while(trace: MatmulTrace, args: Any, params: Any) -> Any:
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    of_cond, of_body = args[:n_cond], args[n_cond : n_cond + n_body]
-    state = args[n_cond + n_body :]
-    test = _body(trace, params["cond_jaxpr"], [*of_cond, *state], range(n_cond, 10**6))
-    step = _body(trace, params["body_jaxpr"], [*of_body, *state], range(n_body, 10**6))
-    of_cond, of_body = ([*map(trace.original_codes, part)] for part in (of_cond, of_body))
-    return lax.while_loop(
-        lambda carry: test(*of_cond, *carry)[0], lambda carry: step(*of_body, *carry), list(state)
-    )
-
-
-def _sliceable(trace: MatmulTrace, x: Any) -> Any:
-    """Prepares a value that a scan slices along its first axis.
-
-    A QArray that is a stack of kernels, each with its own scales, is sliced as codes. Any other
-    stays dequantized: its slices would tear blocks apart or lack a scale.
-    """
-    codes = trace.original_codes(x)
-    if isinstance(codes, QArray):
-        has_one = codes.tensor_scale is not None and codes.tensor_scale.ndim == 0
-        if codes.ndim < 2 or codes.blocks.lengths[0] != 1 or has_one:
-            return x
-    return codes
-
-
-def _body(
-    trace: MatmulTrace, closed: ClosedJaxpr, args: Sequence[Any], carried: range = range(0)
-) -> Callable[..., list[Any]]:
-    """A jaxpr as a function of arrays and stored parameters, with its products replaced.
-
-    What is known of its arguments is what is known of `args`. Those that a loop carries may change
-    from one iteration to the next, so their features are taken to lie along the last axis.
-    """
-    known = [trace.known_of(x) for x in args]
-    places = [LAST if i in carried else one.features for i, one in enumerate(known)]
-
-    def function(*arrays: Any) -> list[Any]:
-        inner = trace.again()
-        with replacing_matmuls(inner):
-            values = []
-            for x, one, place in zip(arrays, known, places, strict=True):
-                value = x.dequantize() if isinstance(x, QArray) else x
-                original = x if value is not x else None
-                inner.know(value, one.within()._replace(features=place, original=original))
-                values.append(value)
-            return _run(inner, closed, values)
-
-    return function
-
-
-_REWRITES = {
-    "jit": _inlined,
-    "pjit": _inlined,
-    "checkpoint": _remat,
-    "remat": _remat,
-    "remat2": _remat,
-    "scan": _scan,
-    "cond": _cond,
-    "while": _while,
-}

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from qtoolkit.products._matmul_trace import MATMULS, SCALED, inner_jaxprs
+from qtoolkit.products._control_flow import MATMULS, SCALED, jaxprs_in
 
 
 def multiplications_of(eqn: Any) -> int:
@@ -72,5 +72,5 @@ def _products(jaxpr: Any) -> list[Any]:
         if eqn.primitive.name in (*MATMULS, SCALED):
             found.append(eqn)
         else:
-            found += [product for inner in inner_jaxprs(eqn) for product in _products(inner)]
+            found += [product for inner in jaxprs_in(eqn.params) for product in _products(inner)]
     return found

@@ -1,8 +1,9 @@
 """Where in a model a matmul belongs, carried through a program as data.
 
 An identity primitive around the result of a matmul has the place as a parameter. JAX keeps it under
-`jit`, `vmap`, `scan`, `remat` and differentiation; the cotangent passes it on its way back, so that
-dgrad and wgrad are found, too. It lowers to nothing.
+`jit`, `vmap`, `scan`, `remat` and differentiation. The cotangent passes it on its way back, so that
+a report also knows the place of dgrad and wgrad. It lowers to nothing. (A name in the name stack,
+or a parameter of the jitted matmul, would not do: equal matmuls of many layers share one trace.)
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ MODEL = "(model)"  # the path of the model itself
 
 
 class Place(NamedTuple):
-    """Names a product: the path of its layer, and the name of the product within that layer."""
+    """Names a matmul: the path of its layer, and the name of the matmul within that layer."""
 
     path: str
     name: str
@@ -35,17 +36,17 @@ class Mark:
     """What a program says about one of its matmuls.
 
     Attributes:
-      place: The layer, and the product within it.
-      recipe: To what lhs and rhs are rounded; None if a rule leaves the layer in high precision, or
-        if the matmul lies in a function with a derivative of its own.
+      place: The layer, and the matmul within it.
+      recipe: To what lhs and rhs are rounded; None if a rule excludes the layer, or if the matmul
+        lies in a function with a derivative of its own.
       stored: Labels of lhs and rhs if they come as codes, whatever the recipe says; else "".
-      is_left: Whether a rule leaves the layer in high precision.
+      is_excluded: Whether a rule excludes the layer, so that no trace may replace the matmul.
     """
 
     place: Place
     recipe: Recipe | None = None
     stored: tuple[str, str] = ("", "")
-    is_left: bool = False
+    is_excluded: bool = False
 
     @property
     def path(self) -> str:
@@ -64,7 +65,7 @@ _place_p = Primitive("qtoolkit_place")
 
 
 def with_mark(x: Any, mark: Mark) -> Any:
-    """The identity, with a mark for those who read the program; nothing where there is none."""
+    """`x` with a mark for those who read the program; outside of a program, just `x`."""
     if not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, np.number):
         return x
     return _place_p.bind(x, mark=mark, is_transposed=False)
@@ -89,19 +90,19 @@ def marks_of(jaxpr: Any) -> dict[Any, Mark]:
                 before[out] = mark
             else:
                 after[x] = mark
-    found: dict[Any, Mark] = {}
+    by_variable: dict[Any, Mark] = {}
     for eqn in jaxpr.eqns:
         marks = [after[var] for var in eqn.outvars if var in after]
         marks += [before[x] for x in eqn.invars if not hasattr(x, "val") and x in before]
         if marks:
-            found.update(dict.fromkeys(eqn.outvars, marks[0]))
-    return found
+            by_variable.update(dict.fromkeys(eqn.outvars, marks[0]))
+    return by_variable
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     (x,), (dot,) = primals, tangents
-    moved = dot if isinstance(dot, ad.Zero) else _place_p.bind(dot, **params)
-    return _place_p.bind(x, **params), moved
+    out_dot = dot if isinstance(dot, ad.Zero) else _place_p.bind(dot, **params)
+    return _place_p.bind(x, **params), out_dot
 
 
 def _transpose(cotangent: Any, _: Any, *, mark: Mark, is_transposed: bool) -> list[Any]:
@@ -110,13 +111,12 @@ def _transpose(cotangent: Any, _: Any, *, mark: Mark, is_transposed: bool) -> li
     return [_place_p.bind(cotangent, mark=mark, is_transposed=not is_transposed)]
 
 
-def _batch(operands: Any, axes: Any, **params: Any) -> Any:
-    return _place_p.bind(*operands, **params), axes[0]
-
-
 _place_p.def_impl(lambda x, **_: x)
 _place_p.def_abstract_eval(lambda aval, **_: aval)
 ad.primitive_jvps[_place_p] = _jvp
 ad.primitive_transposes[_place_p] = _transpose
-batching.primitive_batchers[_place_p] = _batch
+batching.primitive_batchers[_place_p] = lambda xs, axes, **params: (
+    _place_p.bind(*xs, **params),
+    axes[0],
+)
 mlir.register_lowering(_place_p, lambda context, x, **_: [x])

@@ -13,14 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from qtoolkit.products._control_flow import MATMULS, QUANTIZED_MATMUL, SCALED, jaxprs_in
 from qtoolkit.products._instruments import Quantized, has_no_derivative, instrumented
-from qtoolkit.products._matmul_trace import (
-    MATMULS,
-    QUANTIZED_MATMUL,
-    SCALED,
-    inner_jaxprs,
-    with_values,
-)
 from qtoolkit.products._multiplications import (
     is_native,
     multiplications_of,
@@ -180,7 +174,9 @@ def report_of(
     places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
 
     def total(floats: list[Any]) -> Any:
-        merged = with_values(leaves, places, floats)
+        merged = list(leaves)
+        for place, value in zip(places, floats, strict=True):
+            merged[place] = value
         outs = jax.tree.leaves(function(*jax.tree.unflatten(structure, merged)))
         parts = [jnp.real(out) for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
         return sum((jnp.sum(part.astype(jnp.float32)) for part in parts), 0.0)
@@ -361,7 +357,7 @@ def _products(
             # of them: there the line of an equation around it says where the user called it.
             outer_line = _users_line(eqn) or line
             again = times * runs_of(eqn)
-            for inner in inner_jaxprs(eqn):
+            for inner in jaxprs_in(eqn.params):
                 yield from _products(inner, part, here, own, inside, outer, outer_line, again)
 
 
@@ -426,7 +422,7 @@ def _derivatives(eqn: Any, mark: Mark | None, times: int) -> Iterator[Product]:
 def _left(eqn: Any, mark: Mark | None, part: str, around: str, where: str) -> Product:
     shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
     dtypes = [x.aval.dtype for x in eqn.invars[:2]]
-    if mark is not None and mark.is_left:
+    if mark is not None and mark.is_excluded:
         reason = BY_RULE
     elif any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
         reason = "complex numbers are not rounded: multiply real and imaginary parts"

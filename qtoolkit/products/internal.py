@@ -10,11 +10,11 @@ from qtoolkit.products._bytecode import (
     computes_matmul,
     matmul_attributes,
     overridden,
-    returns_later,
 )
 from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch
 from qtoolkit.products._constant import Constant
+from qtoolkit.products._control_flow import run_in
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._forward_state import (
     ForwardState,
@@ -33,7 +33,7 @@ from qtoolkit.products._matching import (
     training_rules,
     unused_rules,
 )
-from qtoolkit.products._matmul_trace import MatmulTrace, Multiply, replacing_matmuls
+from qtoolkit.products._matmul_trace import MatmulTrace, Multiply, is_watched, replacing_matmuls
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._place import MODEL, Mark, Place
 from qtoolkit.products._plan import State

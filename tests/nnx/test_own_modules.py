@@ -1,6 +1,7 @@
 """Products in modules of one's own that inherit, yield, or are frozen."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -136,24 +137,74 @@ def test_a_method_that_does_not_call_its_module_self():
     )
 
 
-def test_a_method_that_yields_runs_as_it_is():
-    """Oracle: the plain model. Its products escaped from a trace, which raised."""
+class Yielding(Base):
+    def steps(self, x):
+        for _ in range(2):
+            x = yield x @ self.kernel[...]
 
-    class Yielding(Base):
+    async def awaited(self, x):
+        return x @ self.kernel[...]
+
+
+class Iterating(nnx.Module):
+    """Its own matmul and those of a generator in it; between two steps it computes one itself."""
+
+    def __init__(self):
+        self.inner, self.kernel = Yielding(), nnx.Param(0.7 * jnp.eye(16))
+
+    def __call__(self, x):
+        steps = self.inner.steps(x)
+        between = next(steps) @ self.kernel[...]
+        return between, steps.send(between)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("jit", [False, True])
+def test_matmuls_of_generators_are_quantized(jit):
+    """Oracle: the same matmuls in ordinary methods. They were left in high precision.
+
+    What runs between two steps runs by the recipe of the module that iterates.
+    """
+    own, other = qt.Recipe(("e4m3fn", "e4m3fn")), qt.Recipe(("e5m2", "e5m2"))
+    method, between = qt.nnx.wrap(Base(), own), Base()
+    between.kernel[...] = 0.7 * jnp.eye(16)
+    second = qt.nnx.wrap(between, other)(method(X))
+    expected = second, method(second)
+    wrapped = qt.nnx.wrap(Iterating(), qt.Rules({"inner": own}, default=other))
+    for got, one in zip((nnx.jit(wrapped) if jit else wrapped)(X), expected, strict=True):
+        np.testing.assert_array_equal(got, one)
+    assert np.abs(method(X) - Base()(X)).max() > 1e-3
+
+
+def test_a_class_whose_only_matmuls_are_in_a_generator_or_coroutine():
+    """`wrap` refused it. Oracle: the same matmul in an ordinary method."""
+    wrapped, expected = qt.nnx.wrap(Yielding()), qt.nnx.wrap(Base())(X)
+
+    class Only(nnx.Module):
         def __init__(self):
-            super().__init__()
-            self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+            self.kernel = nnx.Param(0.3 * jnp.eye(16))
 
         def steps(self, x):
-            for _ in range(2):
-                yield x @ self.kernel[...]
+            yield x @ self.kernel[...]
 
+    for steps in (wrapped.steps(X), qt.nnx.wrap(Only()).steps(X)):
+        np.testing.assert_array_equal(next(steps), expected)
+    with pytest.raises(StopIteration) as end:
+        wrapped.awaited(X).send(None)
+    np.testing.assert_array_equal(end.value.value, expected)
+
+
+def test_a_rule_excludes_the_matmuls_of_a_generator():
+    """Oracle: the plain module. The module around it computed them by its own recipe."""
+
+    class Around(Iterating):
         def __call__(self, x):
-            return self.linear(x)
+            return next(self.inner.steps(x @ self.kernel[...]))
 
-    model = Yielding()
-    for got, expected in zip(qt.nnx.wrap(model).steps(X), model.steps(X), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    wrapped = qt.nnx.wrap(Around(), qt.Rules({"inner": None}, default=qt.Recipe()))
+    between = Base()
+    between.kernel[...] = 0.7 * jnp.eye(16)
+    np.testing.assert_array_equal(wrapped(X), Base()(qt.nnx.wrap(between)(X)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +370,42 @@ class Receiving(nnx.Module):
 
     def __call__(self, x, kernel):
         return x @ self.own @ kernel
+
+
+class Tied(nnx.Module):
+    """Computes no matmul, but passes a parameter of one module to another, as an array."""
+
+    def __init__(self, how):
+        self.embed, self.head, self.how = nnx.Embed(8, 16, rngs=nnx.Rngs(0)), Head(), how
+
+    def __call__(self, tokens):
+        kernel, x = self.embed.embedding[...], self.embed(tokens)
+        match self.how:
+            case "cast":
+                kernel = kernel.astype(jnp.bfloat16)
+            case "vmap":
+                return jax.vmap(lambda x: self.head(x, kernel))(x[None])[0]
+        return self.head(x, kernel)
+
+
+class Head(nnx.Module):
+    def __call__(self, x, kernel):
+        return x @ kernel.T
+
+
+@pytest.mark.parametrize("how", ["array", "cast", "vmap"])
+def test_a_parameter_that_a_module_without_matmuls_passes_is_a_kernel(how):
+    """Oracle: the plain matmul with the kernel rounded by `quantize`. It was no kernel."""
+    model, tokens, spec = Tied(how), jnp.arange(4), qt.spec("e4m3fn")
+    wrapped = qt.nnx.wrap(model, qt.Recipe((None, spec), gradient=None))
+    kernel = model.embed.embedding[...]
+    expected = model.embed(tokens) @ qt.quantize(kernel, spec).dequantize().T
+    for call in (wrapped, nnx.jit(wrapped)):
+        np.testing.assert_allclose(call(tokens), expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(np.asarray(model(tokens), np.float32) - expected).max() > 1e-3
+    assert isinstance(wrapped, Tied)
+    for other in (nnx.clone(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        np.testing.assert_array_equal(other(tokens), wrapped(tokens))
 
 
 @pytest.mark.parametrize("how", ["array", "variable", "transposed", "method"])

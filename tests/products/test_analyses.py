@@ -16,7 +16,7 @@ from qtoolkit.products._analyses import (
     Source,
     Step,
     along,
-    moved,
+    features_of,
     original_of,
     sources_of,
 )
@@ -66,7 +66,7 @@ def test_where_features_lie(name):
     x[..., 3] = 1
     out = np.asarray(function(jnp.asarray(x)))
     jaxpr = jax.make_jaxpr(function)(x).jaxpr
-    (place,) = along(jaxpr, moved, [-1], -1)
+    (place,) = along(jaxpr, features_of, [-1], -1)
     others = tuple(axis for axis in range(out.ndim) if axis - out.ndim != place)
     if name != "heads":  # where the features are cut in two axes, the last one has them
         assert np.ptp(out, axis=place).max() > 0
