@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -242,4 +243,6 @@ class Cotangent:
             largest = largest_over(jnp.stack([amax, is_bad.astype(amax.dtype)]), names)
             (amax, is_bad), _ = varying_alike(largest, amax)
             is_bad = is_bad != 0
+        # Of operands that are not delayed the history needs only to know whether they are finite.
+        amax = jnp.where(np.array(self.product.plan.recipe.delayed), amax, 0)
         return jax.vmap(histogram)(amax, is_bad)
