@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.extend.core import set_current_trace
 
 from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import BlockFormat, Rules
@@ -23,6 +24,7 @@ from qtoolkit.products.internal import (
     Axes,
     ForwardState,
     LayerRecipe,
+    LiftingTrace,
     Mark,
     Matmul,
     MatmulNames,
@@ -30,6 +32,7 @@ from qtoolkit.products.internal import (
     Module,
     Multiply,
     Place,
+    after,
     in_high_precision,
     kernels_as_modules,
     present_trace,
@@ -181,12 +184,18 @@ def run(
     intercepting = nn.intercept_methods(this.intercept)
     # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
     observed = None if visited is None and _kernels.get() is None else object()
-    with set_variable(_active, this), intercepting, _traced_for((rules, cache, starting, observed)):
+    moves: dict[Any, Any] = {}
+    lifting = set_current_trace(LiftingTrace(moves)) if this.is_mutable and keeps else nullcontext()
+    key = rules, cache, starting, observed
+    with set_variable(_active, this), intercepting, _traced_for(key), lifting:
         try:
             out = method(module, *args, **kwargs)
         except TypeError as error:
             explain_reserved_name(error)
             raise
+    for (path, product), move in moves.items():
+        before = {**kept[key_of(path)][product], **this.moved[path, product]}
+        this.moved[path, product] = after(before, move)
     for (path, product), moved in this.moved.items():
         if moved:
             of_layer = module.variables[COLLECTION][key_of(path)]
@@ -471,10 +480,11 @@ class _Run:
         self, recipe: Recipe, path: str, product: str, kept: Kept, rng: jax.Array | None
     ) -> ForwardState:
         moved = self.moved.setdefault((path, product), {})
-        # What moves in an inner trace does not reach the collection.
+        # What moves in an inner trace reaches the collection through a `LiftingTrace`.
         is_carried = self.is_mutable and self.trace == present_trace()
         write = moved.update if is_carried else None
-        return ForwardState(recipe, f"{path}:{product}", {**kept, **moved}, write, rng)
+        home = (path, product) if self.is_mutable else None
+        return ForwardState(recipe, f"{path}:{product}", {**kept, **moved}, write, rng, home)
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
         """A `multiply` that replaces no product, but counts it and records its recipe."""

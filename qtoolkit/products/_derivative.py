@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -210,6 +211,8 @@ class Cotangent:
             largest = largest_over(jnp.stack([amax, is_bad.astype(amax.dtype)]), names)
             (amax, is_bad), _ = varying_alike(largest, amax)
             is_bad = is_bad != 0
+        # Of operands that are not delayed the history needs only to know whether they are finite.
+        amax = jnp.where(np.array(self.facts.plan.recipe.delayed), amax, 0)
         return jax.vmap(histogram)(amax, is_bad)
 
     def _tapped(self, residuals: Residuals, cotangent: Array, found: dict[Cut, Rounded]) -> Array:

@@ -253,10 +253,19 @@ class Recipe:
         return any(isinstance(scaling, Delayed) for scaling in self._scalings)
 
     @property
-    def delays_cotangent(self) -> bool:
-        """Whether the scale of a cotangent comes from earlier steps."""
-        cotangents = (self.dgrad[0], self.wgrad[1])
-        return any(o is not None and isinstance(o.scaling, Delayed) for o in cotangents)
+    def delayed(self) -> tuple[bool, bool, bool]:
+        """Whether lhs, rhs and the cotangent are scaled by earlier steps, in any of the matmuls."""
+        (lhs, rhs), (of_dgrad, dgrad_rhs), (wgrad_lhs, of_wgrad) = (
+            self.forward,
+            self.dgrad,
+            self.wgrad,
+        )
+        uses = (lhs, wgrad_lhs), (rhs, dgrad_rhs), (of_dgrad, of_wgrad)
+        first, second, third = (
+            any(o is not None and isinstance(o.scaling, Delayed) for o in operands)
+            for operands in uses
+        )
+        return first, second, third
 
     @property
     def is_calibrated(self) -> bool:

@@ -16,6 +16,7 @@ from qtoolkit.products._numerics import labels
 from qtoolkit.products._place import Place
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.scaling.internal import (
+    FAR,
     amax_of,
     effective,
     extreme,
@@ -26,7 +27,6 @@ from qtoolkit.scaling.internal import (
 )
 
 Array = jax.Array
-FAR = 2.0  # an element counts as bad if it is beyond the format's largest value by this factor
 _COUNTS = ("uses", "elements", "saturated", "underflowed", "bad")
 _MARKS = marked_size(0)
 _SAMPLE = 2**16
@@ -53,7 +53,7 @@ class _WatchTap:
             if scale.size > 1:  # else the elements need not be divided
                 u = jnp.abs(_sample(scaled_values(x, spec, rounded.scales)))
                 limit, most = jnp.asarray(largest), jnp.zeros_like(amax)
-            far = np.float32(FAR) * limit
+            far = FAR * limit
             # The largest of all elements counts, too: no sample misses that something saturates.
             counts = [
                 _at_least(most > limit, u > limit),
