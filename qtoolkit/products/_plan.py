@@ -14,7 +14,7 @@ from qtoolkit.products._instruments import Tap, swapped_rows
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._residuals import saves_codes
+from qtoolkit.products._residuals import codes_format
 from qtoolkit.products._rounded import Cut, Rounded, cut, rounded
 from qtoolkit.products._stored import restored_operand
 from qtoolkit.scaling import QArray
@@ -152,4 +152,4 @@ def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rou
     # Nobody needs the derivative of this rounding: `_product_jvp` ignores the tangent of a rounded
     # operand, and second derivatives flow through `SavedCodes.carrier`. Stopping it here saves JAX
     # the tracing. An operand that is not saved as codes has no carrier and must keep its own.
-    return rounded(lax.stop_gradient(x) if saves_codes(how) else x, amax, key, how)
+    return rounded(lax.stop_gradient(x) if codes_format(how) else x, amax, key, how)

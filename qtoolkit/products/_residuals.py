@@ -1,4 +1,8 @@
-"""What derivatives keep of a rounded operand: its codes and scales."""
+"""Residuals: what the forward matmul saves of a rounded operand for derivatives.
+
+Of a format of up to 8 bits these are codes and scales, a quarter of the bytes of float32; of others
+the rounded array itself.
+"""
 
 import dataclasses
 import functools
@@ -61,33 +65,21 @@ class SavedCodes:
     container: Format = dataclasses.field(metadata={"static": True})
     order: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def restored(self) -> Rounded:
-        assert self.how.operand is not None
-        codes = in_place(self.codes, self.order)
-        q = _restored(codes, self.scales, self.carrier, self.how, self.container)
-        own = codes if self.how.makes_codes else None
-        return Rounded(q, self.scales, self.how.operand.spec, own)
-
 
 def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
     """`codes`, whose axes are in the order `order`, with their axes in place."""
     return codes if order is None else lax.transpose(codes, np.argsort(order))
 
 
-def saves_codes(how: Cut) -> bool:
-    """Whether derivatives keep an operand as codes: see `SavedCodes`."""
-    return _codes_format(how) is not None
-
-
 def to_residual(
     operand: Rounded, x: Array, how: Cut, contracted: tuple[int, ...] = ()
 ) -> SavedCodes | Rounded:
-    """The form in which derivatives keep an operand that was rounded from `x`.
+    """What is saved of an operand that was rounded from `x`.
 
     Args:
       contracted: The axes over which the derivative sums.
     """
-    fmt = _codes_format(how)
+    fmt = codes_format(how)
     if fmt is None:
         return operand
     codes, order = operand.codes_for(contracted)
@@ -105,27 +97,34 @@ def code_values(q: Array, fmt: Format) -> Array:
     If the format has no infinity, infinities become NaN: either makes a sum non-finite. Formats
     without a NaN give a finite number for it; their scales must say so, see `poisoned`.
     """
-    wide = exact_float32(q)
+    values = exact_float32(q)
     # These formats would clamp an infinity. Others keep it or make it a NaN.
     if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
-        wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
+        values = jnp.where(jnp.isinf(values), np.float32(np.nan), values)
     if is_part_of_float16(fmt):
-        return codes_through_float16(wide, fmt).astype(fmt.code_dtype)
-    return codes_of(wide, fmt, UNCLAMPED)
+        return codes_through_float16(values, fmt).astype(fmt.code_dtype)
+    return codes_of(values, fmt, UNCLAMPED)
 
 
 def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
     """Stored scales, with a NaN for each block in which `x` holds an infinity or a NaN.
 
-    For elements whose format has neither: a product with such a block is still not finite.
+    For elements whose format has neither: a matmul with such a block is still not finite.
     """
     is_bad = jnp.any(~jnp.isfinite(exact_float32(blocks.split(x))), blocks.places, keepdims=True)
     nan = to_stored(jnp.full_like(scale, np.nan, dtype=jnp.float32), fmt)
     return jnp.where(blocks.gather(is_bad), nan, scale)
 
 
-def from_residual(operand: SavedCodes | Rounded) -> Rounded:
-    return operand.restored() if isinstance(operand, SavedCodes) else operand
+def from_residual(saved: SavedCodes | Rounded) -> Rounded:
+    """The rounded operand: the inverse of `to_residual`."""
+    if isinstance(saved, Rounded):
+        return saved
+    how = saved.how
+    assert how.operand is not None
+    codes = in_place(saved.codes, saved.order)
+    q = _restored(codes, saved.scales, saved.carrier, how, saved.container)
+    return Rounded(q, saved.scales, how.operand.spec, codes if how.makes_codes else None)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
@@ -154,8 +153,8 @@ def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _carrier(*primals), tangents[0]
 
 
-def _codes_format(how: Cut) -> Format | None:
-    """The format of the codes that derivatives keep; None where they keep the operand itself."""
+def codes_format(how: Cut) -> Format | None:
+    """The format of the saved codes; None where the operand itself is saved."""
     return None if how.operand is None else _container(how.operand.spec.element)
 
 
