@@ -10,8 +10,9 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.linen._kernels import Kernel, noting_kernels
 from qtoolkit.linen._post_training import plain_model, with_params
-from qtoolkit.linen._run import Kernel, moves_state, noting_kernels
+from qtoolkit.linen._run import moves_state
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, with_part
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
