@@ -1,4 +1,4 @@
-"""The first values of learned scales, from the operands in a first batch."""
+"""The first values of learned scales: what `start_scales` computes from a first batch."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from qtoolkit.scaling.internal import extreme, marked
 class _StartTap:
     """Measures [uses, sum of mean(|x|), marked max(-x, 0), marked max(x, 0)] of an operand.
 
-    A use is one run of the product in the step. `marked` encodes a number such that those of
+    A use is one run of the matmul in the step. `marked` encodes a number such that those of
     several runs can be added, and the largest read from the sum.
     """
 
@@ -30,34 +30,34 @@ class _StartTap:
     size: int = 2 + 2 * MARKED
 
     def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
-        wide = exact_float32(x)
-        finite = jnp.where(jnp.isfinite(wide), wide, np.float32(0))
-        count = jnp.maximum(jnp.sum(jnp.isfinite(wide), dtype=jnp.float32), 1)
+        values = exact_float32(x)
+        finite = jnp.where(jnp.isfinite(values), values, np.float32(0))
+        count = jnp.maximum(jnp.sum(jnp.isfinite(values), dtype=jnp.float32), 1)
         mean = jnp.sum(jnp.abs(finite) / count)
         ends = (marked(jnp.max(jnp.maximum(part, 0)), BITS) for part in (-finite, finite))
         return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), *ends])
 
 
-# The path of a layer, the name of a product in it, and 0 for lhs or 1 for rhs.
+# The path of a layer, the name of a matmul in it, and 0 for lhs or 1 for rhs.
 Key = tuple[str, str, int]
 
 
 def first_scales(function: Callable[..., Any], *arguments: Any) -> dict[Key, jax.Array]:
     """The first scale and offset of each operand that learns them, from one run of a pure function.
 
-    float32[2] each; NaN if the product was not measured.
+    float32[2] each; NaN if the matmul was not measured.
     """
-    found, _ = tapped("start_scales", _StartTap(), total_of(function), *arguments)
+    taps, _ = tapped("start_scales", _StartTap(), total_of(function), *arguments)
     return {
         (*place, side): _first(rows[side], operand)
-        for place, recipe, rows in zip(found.places, found.recipes, found.rows, strict=True)
+        for place, recipe, rows in zip(taps.places, taps.recipes, taps.rows, strict=True)
         for side, operand in enumerate(recipe.forward)
         if operand is not None and operand.is_learned
     }
 
 
 def _first(row: jax.Array, operand: Operand) -> jax.Array:
-    """float32[2]: scale and offset; NaN where the product was not used.
+    """float32[2]: scale and offset; NaN where the matmul was not used.
 
     LSQ: the scale is 2 mean(|x|) / sqrt(Qp), without an offset. LSQ+: the scale is the range of x,
     extended to zero, divided by the range of the format; the offset maps the least x to the least
