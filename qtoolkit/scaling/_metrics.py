@@ -28,16 +28,14 @@ from qtoolkit.casts.internal import (
     types_of,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
-from qtoolkit.scaling._blocks import explicit_spec
+from qtoolkit.scaling._blocks import blocks_of, explicit_spec
 from qtoolkit.scaling._elements import Scales
 from qtoolkit.scaling._engine import (
     block_codes,
-    blocks_of,
     dequantized,
-    find_scales,
-    in_float32,
     scaled_values,
 )
+from qtoolkit.scaling._find_scales import find_scales, in_float32
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import unclamped_range
 

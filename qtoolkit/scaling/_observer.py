@@ -39,8 +39,7 @@ from qtoolkit.casts.internal import (
     to_stored,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
-from qtoolkit.scaling._blocks import magnitude_max
-from qtoolkit.scaling._engine import blocks_of, scale_shape
+from qtoolkit.scaling._blocks import blocks_of, magnitude_max, scale_shape
 from qtoolkit.scaling._scales import scale_from, tensor_scale_from
 
 Array = jax.Array

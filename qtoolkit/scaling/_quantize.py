@@ -27,8 +27,10 @@ from qtoolkit.casts.internal import (
     without_derivative,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, SpecLike
+from qtoolkit.scaling._blocks import scale_shape
 from qtoolkit.scaling._elements import Scales
-from qtoolkit.scaling._engine import block_codes, find_scales, scale_shape
+from qtoolkit.scaling._engine import block_codes
+from qtoolkit.scaling._find_scales import find_scales
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._scales import least_scale
 

@@ -20,8 +20,9 @@ from qtoolkit.casts.internal import (
     power_of_two,
 )
 from qtoolkit.formats import BlockFormat
+from qtoolkit.scaling._blocks import blocks_of
 from qtoolkit.scaling._elements import Scales
-from qtoolkit.scaling._engine import blocks_of, scaled_and_unscaled
+from qtoolkit.scaling._engine import scaled_and_unscaled
 from qtoolkit.scaling._metrics import comparison, occurrences, saturates
 from qtoolkit.scaling._observer import MAX, SUM, AxisNames, Merge, merged
 from qtoolkit.scaling._scales import effective
