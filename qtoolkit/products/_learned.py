@@ -93,7 +93,7 @@ def _rounded(
     assert zeros is not None
     held = x if offset is None else x - offset.astype(x.dtype)
     held, scale = lax.stop_gradient((held, scale))
-    q, scales = operand_values(held, operand.spec, given=Scales(scale.reshape((1,) * x.ndim)))
+    q, scales = operand_values(held, operand.spec, fixed=Scales(scale.reshape((1,) * x.ndim)))
     seen = tap(held, Rounded(q, scales, operand.spec))
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
     return y + linear_with_transpose(_Nothing(out), _Seen(), (seen,), zeros[side])

@@ -1,6 +1,6 @@
 """How elements are rounded, and how the scale of its block is applied to each of them.
 
-`by_elements` turns a computation, such as `_engine.to_codes`, into one elementwise operation. The
+`by_elements` turns a computation, such as `_engine._codes`, into one elementwise operation. The
 computation gets the elements, the block format, and an object that divides and multiplies by the
 scales.
 """
@@ -23,6 +23,8 @@ from qtoolkit.casts.internal import (
     is_sharded,
     on_cpu,
     over_e8m0,
+    power_from_stored,
+    power_of_two,
     product,
     quotient,
     round_values,
@@ -31,12 +33,15 @@ from qtoolkit.casts.internal import (
     times_to_subnormal,
 )
 from qtoolkit.formats import E8M0FNU, BlockFormat, IntFormat
+from qtoolkit.formats.internal import binade
 from qtoolkit.scaling._blocks import Blocks, blocks_of
-from qtoolkit.scaling._scales import are_safe, effective, exponents, factors, has_normal_powers
+from qtoolkit.scaling._scales import effective, has_normal_powers
 
 Array = jax.Array
 # Integers are rounded to this format before the zero point is added: the sum fits as well.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
+# Multiplications by 2**e are used for -100 <= e <= 100 at most.
+_SAFE = 100
 
 
 class Scales(NamedTuple):
@@ -161,10 +166,10 @@ def by_elements(
         # XLA writes to memory what enters and leaves a branch. So `compute` takes elements in their
         # own dtype and returns the dtype of the result: with float32 on both sides MXFP8 of
         # bfloat16 took 4.7 times as long.
-        by_factors, is_exact = fast
+        scaling, is_exact = fast
         out = lax.cond(
             on_cpu() & is_exact,
-            lambda: _computed(compute, elements, spec, by_factors),
+            lambda: _computed(compute, elements, spec, scaling),
             lambda: _computed(compute, elements, spec, exact),
         )
     return jax.tree.map(blocks.join, out)
@@ -196,13 +201,23 @@ def _ways(
     # or, if none occurs, by one multiplication with 2**e. A short program has only the first way:
     # with both, an MXFP8 matmul with its derivatives compiled in 2.5 s instead of 1.2 s (d = 64,
     # two cores) and ran no faster.
-    exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
+    assert spec.scale is not None
+    exponent, is_nan = power_from_stored(blocks.spread(scales.scale), spec.scale)
+    exponent = exponent + np.int32(spec.element_exponent)
+    by_exponent = _ByExponent(exponent, is_nan)
     if not may_branch:
-        return _ByExponent(exponent, is_nan), None
-    down, up = factors(exponent, is_nan)
-    safe = are_safe(exponent, spec) | is_nan
-    all_safe = jnp.all(safe if nonzero is None else safe | ~nonzero)
-    return _ByExponent(exponent, is_nan), (_ByFactors(down, up), all_safe)
+        return by_exponent, None
+    # Divisions of 1, exact here: XLA's CPU divides once for each block, but repeats shifts and
+    # selections for each element.
+    one = jnp.where(is_nan, np.float32(np.nan), np.float32(1))
+    normal = jnp.clip(exponent, -126, 126)
+    by_factors = _ByFactors(one / power_of_two(normal), one / power_of_two(-normal))
+    # XLA's products read subnormal numbers as zero. Multiplying is exact nevertheless if every
+    # positive element times 2**e is at least 2**-125: for E4M3FN, whose least value is 2**-9, from
+    # e = -116 on. Subnormal data are then less than half of that and rounded to zero anyway.
+    lowest = -min(_SAFE, 125 + binade(spec.element.min_positive))
+    safe = (exponent >= lowest) & (exponent <= _SAFE) | is_nan
+    return by_exponent, (by_factors, jnp.all(safe if nonzero is None else safe | ~nonzero))
 
 
 def _computed(compute: Any, elements: Elements, spec: BlockFormat, scaling: Scaling) -> Any:

@@ -41,7 +41,7 @@ from qtoolkit.scaling._elements import (
     element_codes,
     element_values,
 )
-from qtoolkit.scaling._find_scales import NOT_GIVEN, max_of_all, scales_and_largest
+from qtoolkit.scaling._find_scales import NO_SCALES, max_of_all, scales_and_largest
 from qtoolkit.scaling._scales import effective, has_normal_powers
 
 Array = jax.Array
@@ -50,8 +50,8 @@ Array = jax.Array
 _DIRECTED = tuple(name for name, mode in MODES.items() if mode.below_middle != "never")
 
 
-def _divided(x: Elements, scaling: Scaling) -> Array:
-    """Elements divided by their scales, ready to be rounded."""
+def _quotients(x: Elements, scaling: Scaling) -> Array:
+    """Elements divided by their scales, to be rounded."""
     # XLA may read a subnormal quotient as 0. For directed roundings that would be wrong: 1e-45 /
     # 448, rounded toward positive, is the least value of E4M3FN, 2**-9.
     wide = widened(x.view)
@@ -60,12 +60,12 @@ def _divided(x: Elements, scaling: Scaling) -> Array:
     return kept_from_zero(u, wide) if is_directed else u
 
 
-def _saturated(y: Array, q: Array, dtype: DTypeLike, spec: BlockFormat) -> Array:
+def _without_overflow(y: Array, q: Array, dtype: DTypeLike, spec: BlockFormat) -> Array:
     """The results `y` = q * scale, rounded to `dtype`; only an infinite element is infinite."""
     # They may overflow: 65,504, the largest float16 number, becomes 4 * 2**14 in MXFP4. Overflow
     # becomes the largest number of `dtype`.
     rounded = in_dtype(y, dtype)
-    overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would flush subnormals
+    overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would make subnormals 0
     if spec.element.has_inf:
         overflows &= jnp.isfinite(q)
     largest = np.asarray(ml_dtypes.finfo(dtype).max, dtype)
@@ -73,7 +73,7 @@ def _saturated(y: Array, q: Array, dtype: DTypeLike, spec: BlockFormat) -> Array
 
 
 def _codes(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    return element_codes(_divided(x, scaling), spec, x.projection, x.zero_point)
+    return element_codes(_quotients(x, scaling), spec, x.projection, x.zero_point)
 
 
 def block_codes(
@@ -98,8 +98,8 @@ def block_codes(
 
 
 def _values(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    q = element_values(_divided(x, scaling), spec, x.projection, x.zero_point)
-    return _saturated(scaling.multiply(q), q, x.dtype, spec)
+    q = element_values(_quotients(x, scaling), spec, x.projection, x.zero_point)
+    return _without_overflow(scaling.multiply(q), q, x.dtype, spec)
 
 
 def block_values(
@@ -129,22 +129,23 @@ def block_values(
     return by_elements(_values, x, spec, scales, projection, dtype, nonzero=nonzero)
 
 
-def _dequantized(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+def _numbers(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     q = values_of(x.view, spec.element, jnp.float32)
     q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
-    return _saturated(scaling.multiply(q), q, x.dtype, spec)
+    return _without_overflow(scaling.multiply(q), q, x.dtype, spec)
 
 
 def dequantized(
     codes: Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: DTypeLike
 ) -> Array:
     """The numbers that codes and scales stand for, in the shape of `codes`."""
-    return by_elements(_dequantized, codes, spec, scales, dtype=dtype, blocks=blocks)
+    return by_elements(_numbers, codes, spec, scales, dtype=dtype, blocks=blocks)
 
 
 def _operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    q, wide = element_values(_divided(x, scaling), spec, x.projection, None), exact_float32(x.view)
-    return jnp.where(jnp.isfinite(wide), q, wide).astype(x.view.dtype)
+    q = element_values(_quotients(x, scaling), spec, x.projection, None)
+    numbers = exact_float32(x.view)
+    return jnp.where(jnp.isfinite(numbers), q, numbers).astype(x.view.dtype)
 
 
 def _limited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
@@ -159,7 +160,7 @@ def _limited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array
 def _unlimited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     """The same without a clamp, for elements that `_never_overflow`."""
     assert isinstance(spec.element, FloatFormat)
-    return unlimited_values(_divided(x, scaling), spec.element).astype(x.view.dtype)
+    return unlimited_values(_quotients(x, scaling), spec.element).astype(x.view.dtype)
 
 
 def _never_overflow(spec: BlockFormat) -> bool:
@@ -178,7 +179,7 @@ def operand_values(
     x: Array,
     spec: BlockFormat,
     projection: Projection = NEAREST,
-    given: Scales = NOT_GIVEN,
+    fixed: Scales = NO_SCALES,
     *,
     is_power: bool = False,
 ) -> tuple[Array, Scales]:
@@ -186,10 +187,10 @@ def operand_values(
 
     Infinities and NaNs stay what they are in q, whatever the format: a product of q is not finite
     wherever that of x is not. `spec` has no zero points; the dtype of `x` holds its elements;
-    `is_power` says that given float32 scales are powers of two.
+    `is_power` says that fixed float32 scales are powers of two.
     """
-    scales, largest = scales_and_largest(x, spec, given, holds_nan=True)
-    is_own = given.scale is None and given.tensor_scale is None
+    scales, largest = scales_and_largest(x, spec, fixed, holds_nan=True)
+    is_own = fixed.scale is None and fixed.tensor_scale is None
     compute = _operands
     if projection == NEAREST and has_unlimited_values(spec.element):
         compute = _unlimited_operands if is_own and _never_overflow(spec) else _limited_operands
@@ -241,7 +242,7 @@ def operand_codes(x: Array, spec: BlockFormat, scale: Array, *, is_power: bool =
     return by_elements(_native_codes, x, spec, Scales(scale), is_power=is_power)
 
 
-def _multiplied(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+def _products(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     q = exact_float32(x.view)
     y = scaling.multiply(q)
     if may_overflow(spec, x.dtype):
@@ -272,20 +273,20 @@ def unscaled_values(
     `dtype` must hold every product that does not overflow. With `is_own` q and scales are results
     of `operand_values`, which takes fewer operations; float32 subnormals may be zero then.
     """
-    return by_elements(_multiplied, q, spec, scales, dtype=dtype, is_short=True, is_own=is_own)
+    return by_elements(_products, q, spec, scales, dtype=dtype, is_short=True, is_own=is_own)
 
 
-def _unrounded(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+def _scaled(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     u = scaling.divide(widened(x.view))
     return u if x.zero_point is None else u + x.zero_point.astype(u.dtype)
 
 
 def scaled_values(x: Array, spec: BlockFormat, scales: Scales) -> Array:
     """The numbers that are rounded: x / scale + zero point; float32, in the shape of `x`."""
-    return by_elements(_unrounded, x, spec, scales)
+    return by_elements(_scaled, x, spec, scales)
 
 
-def _divided_and_multiplied(
+def _quotients_and_products(
     x: Elements, spec: BlockFormat, scaling: Scaling
 ) -> tuple[Array, Array]:
     numbers, q = x.view
@@ -296,7 +297,7 @@ def scaled_and_unscaled(
     x: Array, q: Array, spec: BlockFormat, scales: Scales
 ) -> tuple[Array, Array]:
     """`scaled_values` of `x` and `unscaled_values` of `q`; the scales are broadcast once."""
-    return by_elements(_divided_and_multiplied, (x, q), spec, scales, is_short=True)
+    return by_elements(_quotients_and_products, (x, q), spec, scales, is_short=True)
 
 
 def single_scale(scales: Scales, spec: BlockFormat) -> Array:

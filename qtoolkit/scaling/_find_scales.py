@@ -29,20 +29,20 @@ from qtoolkit.scaling._elements import Scales, element_values, is_one
 from qtoolkit.scaling._scales import asymmetric, candidate_scales, effective, tensor_scale_from
 
 Array = jax.Array
-NOT_GIVEN = Scales()
+NO_SCALES = Scales()
 
 
 def find_scales(
-    x: Array, spec: BlockFormat, given: Scales = NOT_GIVEN
+    x: Array, spec: BlockFormat, fixed: Scales = NO_SCALES
 ) -> tuple[Scales, Array | None]:
     """The scales of `x` as stored, and which blocks have an amax above zero.
 
-    `given` scales are used as they are. If the element format has no NaN, a NaN in a block makes
+    `fixed` scales are used as they are. If the element format has no NaN, a NaN in a block makes
     the scale of the block NaN; otherwise only its own element is NaN. The second result is bool, in
-    a shape that broadcasts to the view; None if scales were given, or the format has no scales or
+    a shape that broadcasts to the view; None if scales were fixed, or the format has no scales or
     has zero points.
     """
-    scales, largest = scales_and_largest(x, spec, given, holds_nan=spec.element.has_nan)
+    scales, largest = scales_and_largest(x, spec, fixed, holds_nan=spec.element.has_nan)
     return scales, None if largest is None else _above_zero(largest)
 
 
@@ -52,14 +52,14 @@ def _above_zero(x: Array) -> Array:
 
 
 def scales_and_largest(
-    x: Array, spec: BlockFormat, given: Scales, *, holds_nan: bool
+    x: Array, spec: BlockFormat, fixed: Scales, *, holds_nan: bool
 ) -> tuple[Scales, Array | None]:
     """The scales of `x`, and the `largest_ordinal` of each block in place of `nonzero`.
 
     With `holds_nan` elements can be NaN, so that the scale of their block need not be.
     """
-    if spec.scale is None or given.scale is not None:
-        return given, None
+    if spec.scale is None or fixed.scale is not None:
+        return fixed, None
     if x.dtype == jnp.float64:
         # To odd for powers of two: an amax just above 448 must stay above it.
         x = in_float32(x, "to_odd" if spec.has_powers else "nearest_even")
@@ -70,7 +70,7 @@ def scales_and_largest(
         return Scales(blocks.gather(scale), None, blocks.gather(zero_point)), None
     largest = largest_ordinal(view, blocks.places, nan_wins=not holds_nan)
     amax = exact_float32(from_magnitude_ordinal(largest, view.dtype))
-    tensor_scale = given.tensor_scale
+    tensor_scale = fixed.tensor_scale
     if spec.tensor_scale is not None and tensor_scale is None:
         if holds_nan:  # then no block has the amax NaN
             all_of_x = exact_float32(from_magnitude_ordinal(max_of_all(largest), x.dtype))

@@ -86,7 +86,7 @@ class Metrics:
 
 
 def cells_of(metrics: Metrics) -> dict[str, str]:
-    """What is shown of each field, by its title."""
+    """The text of each field, by its title, for `repr` and tables."""
     histogram = metrics.histogram
     used = "" if histogram is None else f"{np.count_nonzero(histogram)} of {len(histogram)}"
     return {
@@ -94,7 +94,7 @@ def cells_of(metrics: Metrics) -> dict[str, str]:
         "max error": f"{float(metrics.max_error):.4g}",
         "cosine": f"{float(metrics.cosine):.6f}",
         "saturated": _percent(metrics.saturated),
-        "flushed": _percent(metrics.flushed),
+        "underflowed": _percent(metrics.flushed),
         "not finite": str(int(metrics.nonfinite)),
         "codes used": used,
     }
@@ -104,10 +104,10 @@ def metrics_of(
     x: ArrayLike, spec: SpecLike, scales: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> Metrics:
     """`metrics` for one spec."""
-    array, spec, given, projection = check_quantize("metrics", x, spec, **scales, **keywords)
+    array, spec, fixed, projection = check_quantize("metrics", x, spec, **scales, **keywords)
     array = array if isinstance(array, np.ndarray) else lax.stop_gradient(array)
     with types_of(array):
-        return _metrics(array, lax.stop_gradient(given), projection, spec)
+        return _metrics(array, lax.stop_gradient(fixed), projection, spec)
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -154,10 +154,10 @@ def _sqnr(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=3)
 def _metrics(
-    x: jax.Array | np.ndarray, given: Scales, projection: Projection, spec: BlockFormat
+    x: jax.Array | np.ndarray, fixed: Scales, projection: Projection, spec: BlockFormat
 ) -> Metrics:
     x = jnp.asarray(x)
-    scales, nonzero = find_scales(x, spec, given)
+    scales, nonzero = find_scales(x, spec, fixed)
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
     saturated = saturates(x, scaled_values(x, spec, scales), spec)
