@@ -93,7 +93,7 @@ def _rounded(
     assert zeros is not None
     shifted = x if offset is None else x - offset.astype(x.dtype)
     shifted, scale = lax.stop_gradient((shifted, scale))
-    q, scales = operand_values(shifted, operand.spec, given=Scales(scale.reshape((1,) * x.ndim)))
+    q, scales = operand_values(shifted, operand.spec, fixed=Scales(scale.reshape((1,) * x.ndim)))
     measured = tap(shifted, Rounded(q, scales, operand.spec))
     zero = _Zero(jax.ShapeDtypeStruct(y.shape, y.dtype))
     return y + linear_with_transpose(zero, _Measured(), (measured,), zeros[side])

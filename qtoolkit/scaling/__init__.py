@@ -1,7 +1,7 @@
 """Chooses scales, x ~ q * scale, and quantizes arrays in blocks. Nothing here has derivatives."""
 
-from qtoolkit.scaling._amax import amax
 from qtoolkit.scaling._awq import awq_factors
+from qtoolkit.scaling._blocks import amax
 from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage
 from qtoolkit.scaling._equalization import cross_layer_factors, equalize, smoothing_factors
 from qtoolkit.scaling._gptq import gptq

@@ -16,8 +16,10 @@ from qtoolkit.casts.internal import (
     nearest_power_of_two,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
+from qtoolkit.scaling._blocks import scale_shape
 from qtoolkit.scaling._contraction import Contraction, check_inputs, squared_error
-from qtoolkit.scaling._engine import block_values, find_scales, scale_shape
+from qtoolkit.scaling._engine import block_values
+from qtoolkit.scaling._find_scales import find_scales
 from qtoolkit.scaling._hessian import Hessian
 
 Array = jax.Array

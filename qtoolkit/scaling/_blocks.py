@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -13,12 +14,14 @@ from jax.sharding import PartitionSpec
 
 from qtoolkit.casts.internal import (
     barrier_on_cpu,
+    check_differentiable,
     elementwise,
     exact_float32,
     from_magnitude_ordinal,
     infinity_ordinal,
     magnitude_ordinal,
 )
+from qtoolkit.formats import BlockFormat
 
 _STAGE = 32  # XLA for CPUs fuses a reduction of at most so many elements with their computation
 _VECTOR = 8  # neighbours that must stay adjacent, so that the loop is vectorized
@@ -133,6 +136,18 @@ class Blocks:
                 check_shards("block scaling", x, axis, self.lengths[axis])
 
 
+def blocks_of(x: jax.Array, spec: BlockFormat) -> Blocks:
+    return Blocks(x.shape, spec.block_lengths(x.shape))
+
+
+def scale_shape(where: str, spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`spec.scale_shape(shape)`, with errors that begin with `where`."""
+    try:
+        return spec.scale_shape(shape)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
 class TornBlocksError(ValueError):
     """Shards on an Explicit mesh do not hold whole blocks."""
 
@@ -227,6 +242,35 @@ def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
     return spec + (None,) * (x.ndim - len(spec))
 
 
+def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
+    """The largest finite |x|. Infinities and NaNs do not count.
+
+    Args:
+      x: float32, float16 or bfloat16, any shape; empty ones have amax 0. Subnormals count.
+      axis: The axes to reduce; None for all.
+
+    Returns:
+      float32: the rank of `x`, reduced axes with length 1; a scalar where `axis` is None.
+
+    Raises:
+      TypeError: `x` has another dtype; `axis` is something else.
+      ValueError: An axis is out of range, or comes twice.
+
+    Examples:
+      >>> x = jnp.asarray([[1.0, -3.0], [jnp.inf, 2.0], [jnp.nan, 0.5]])
+      >>> qt.scaling.amax(x)
+      Array(3., dtype=float32)
+      >>> qt.scaling.amax(x, axis=-1)
+      Array([[3. ],
+             [2. ],
+             [0.5]], dtype=float32)
+    """
+    x = lax.stop_gradient(check_differentiable("amax", x, wide=False))
+    axes = check_axes("amax", axis, x.ndim)
+    magnitude = magnitude_max(x, tuple(range(x.ndim)) if axes is None else axes, nan_wins=False)
+    return exact_float32(magnitude.reshape(()) if axes is None else magnitude)
+
+
 def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> jax.Array:
     """The largest finite |x| over `axes`, which keep length 1, in the dtype of `view`.
 
@@ -303,3 +347,31 @@ def _factors(n: int) -> list[int]:
 def _divisor(n: int, least_rest: int) -> int:
     """The largest divisor of n that one loop may reduce and that leaves `least_rest` or more."""
     return max((d for d in range(2, _STAGE + 1) if n % d == 0 and n // d >= least_rest), default=1)
+
+
+def check_axes(where: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
+    """The axes that `axis` names, from 0 up and rising; None for all."""
+    if axis is None:
+        return None
+    try:
+        axes = tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
+    except TypeError:
+        raise TypeError(
+            f"{where}: axis={axis!r}, expected None, an integer or several of them"
+        ) from None
+    if any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) < len(axes):
+        raise ValueError(
+            f"{where}: axis={axis} of an array with {ndim} axes, expected different axes from "
+            f"{-ndim} to {ndim - 1}"
+        )
+    return tuple(sorted(a % ndim for a in axes))
+
+
+def checked_axis(where: str, name: str, array: jax.Array, axis: int) -> int:
+    """`axis` counted from the front; ValueError where `array` has none such."""
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{where}: axis {axis} of {name}, an array of shape {array.shape}, expected "
+            + (f"{-array.ndim} to {array.ndim - 1}" if array.ndim else "an array with an axis")
+        )
+    return axis % array.ndim

@@ -1,67 +1,47 @@
-"""What is computed for the elements of blocks, and how the scale of its block is applied to each.
+"""How elements are rounded, and how the scale of its block is applied to each of them.
 
-A computation takes elements, a block format, and an object that divides and multiplies by the
-scales. `of_elements` makes it one elementwise operation, with the object that suits the scales.
+`by_elements` turns a computation, such as `_engine._codes`, into one elementwise operation. The
+computation gets the elements, the block format, and an object that divides and multiplies by the
+scales.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import (
-    MODES,
+    NEAREST,
     codes_from_dtype,
     codes_of,
     elementwise,
-    exact_float32,
-    has_unlimited_values,
-    in_dtype,
     is_sharded,
-    kept_from_zero,
-    native_codes,
     on_cpu,
     over_e8m0,
+    power_from_stored,
+    power_of_two,
     product,
     quotient,
     round_values,
     times_e8m0,
     times_from_subnormal,
     times_to_subnormal,
-    unlimited_values,
-    values_of,
-    widened,
 )
-from qtoolkit.formats import (
-    E8M0FNU,
-    FLOAT32,
-    BlockFormat,
-    FloatFormat,
-    IntFormat,
-    format,
-)
-from qtoolkit.scaling._blocks import Blocks
-from qtoolkit.scaling._scales import (
-    are_safe,
-    effective,
-    exponents,
-    factors,
-    has_normal_powers,
-)
+from qtoolkit.formats import E8M0FNU, BlockFormat, IntFormat
+from qtoolkit.formats.internal import binade
+from qtoolkit.scaling._blocks import Blocks, blocks_of
+from qtoolkit.scaling._scales import effective, has_normal_powers
 
 Array = jax.Array
-Made = TypeVar("Made")  # an array or several
 # Integers are rounded to this format before the zero point is added: the sum fits as well.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
-# Roundings that do not make every tiny number 0: toward_positive rounds 2**-140 up to 2**-9, the
-# least value of E4M3FN.
-_DIRECTED = tuple(name for name, mode in MODES.items() if mode.below_middle != "never")
+# Multiplications by 2**e are used for -100 <= e <= 100 at most.
+_SAFE = 100
 
 
 class Scales(NamedTuple):
@@ -81,7 +61,7 @@ class Scales(NamedTuple):
 def element_codes(
     u: Array, spec: BlockFormat, projection: Projection, zero_point: Array | None
 ) -> Array:
-    """The codes of scaled values, as `element.code_dtype`."""
+    """The codes of elements `u` that have been divided by their scales, as `element.code_dtype`."""
     element = spec.element
     if zero_point is not None:
         return codes_of(_with_zero_point(u, spec, projection, zero_point), element)
@@ -108,7 +88,7 @@ def element_values(
 def _with_zero_point(
     u: Array, spec: BlockFormat, projection: Projection, zero_point: Array
 ) -> Array:
-    """Rounded to integers, moved by the zero point, clamped to the element format."""
+    """`u` rounded to integers, moved by the zero point, clamped to the element format."""
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
     clamping = Projection(projection.rounding, "finite", projection.draw)
     integers = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(u.dtype)
@@ -119,216 +99,134 @@ class Elements(NamedTuple):
     """The elements of blocks, and what is computed from them.
 
     Attributes:
-      view: Numbers or codes, in the shape of the view of blocks.
+      view: Numbers or codes in the shape of the view of blocks (see `Blocks`); or a pair of such.
       projection: If it is stochastic, it has random bits for each element.
       zero_point: int32, in a shape that broadcasts to the view; or None.
       dtype: The dtype of the results.
     """
 
-    view: Array
+    view: Any
     projection: Projection
     zero_point: Array | None
     dtype: np.dtype
 
 
-def elements_of(
-    x: Array,
-    blocks: Blocks,
-    projection: Projection,
-    scales: Scales,
-    dtype: DTypeLike = jnp.float32,
-) -> Elements:
-    view = blocks.split(x)
-    projection = projection.drawn(x.shape).reshaped(blocks.split)
-    zero_point = jax.tree.map(blocks.spread, scales.zero_point)  # or None
-    return Elements(view, projection, zero_point, np.dtype(dtype))
-
-
 class Scaling(Protocol):
-    """Applies to elements the scales of their blocks."""
+    """Divides and multiplies elements by the scales of their blocks."""
 
     def divide(self, x: Array) -> Array: ...
 
     def multiply(self, q: Array) -> Array: ...
 
 
-# What is computed for elements.
-
-
-def to_codes(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    return element_codes(_scaled(x, scaling), spec, x.projection, x.zero_point)
-
-
-def to_values(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    q = element_values(_scaled(x, scaling), spec, x.projection, x.zero_point)
-    return _saturated(scaling.multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
-
-
-def to_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    q, wide = element_values(_scaled(x, scaling), spec, x.projection, None), exact_float32(x.view)
-    return jnp.where(jnp.isfinite(wide), q, wide).astype(x.view.dtype)
-
-
-def never_overflows(spec: BlockFormat) -> bool:
-    """Whether elements divided by the scale of their own block never overflow the format.
-
-    They are rounded to nearest, by `unlimited_values`.
-    """
-    # A power of two that is `amax / 448` rounded up leaves at most 448. Otherwise amax / (amax /
-    # 448), with both quotients rounded, exceeds 448 by at most two units in float32's last place,
-    # which are rounded away.
-    if spec.rule in ("rceil", "ceil") and has_normal_powers(spec):
-        return True
-    is_exact = spec.scale == FLOAT32 and spec.tensor_scale is None and not spec.element_exponent
-    is_finite = spec.largest >= 1  # the scale
-    return is_exact and is_finite and spec.rule == "amax" and has_unlimited_values(spec.element)
-
-
-def to_unlimited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    assert isinstance(spec.element, FloatFormat)
-    return unlimited_values(_scaled(x, scaling), spec.element).astype(x.view.dtype)
-
-
-def to_limited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    assert isinstance(spec.element, FloatFormat)
-    wide, largest = exact_float32(x.view), np.float32(float(spec.element.max_finite))
-    limited = lax.clamp(-largest, scaling.divide(wide), largest)
-    limited = jnp.where(lax.is_finite(wide), limited, wide)
-    return unlimited_values(limited, spec.element).astype(x.view.dtype)
-
-
-def to_native_codes(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    fmt = spec.element
-    assert isinstance(fmt, FloatFormat)
-    wide, largest = exact_float32(x.view), np.float32(float(fmt.max_finite))
-    codes = native_codes(lax.clamp(-largest, scaling.divide(wide), largest), fmt)
-    return jnp.where(lax.is_finite(wide), codes, np.uint8(fmt.nan_codes[0]))
-
-
-def to_unscaled(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    q = exact_float32(x.view)
-    y = scaling.multiply(q)
-    if may_overflow(spec, x.dtype):
-        largest = np.float32(ml_dtypes.finfo(x.dtype).max)
-        y = jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
-    return y.astype(x.dtype)  # exact, so XLA may skip it
-
-
-def may_overflow(spec: BlockFormat, dtype: DTypeLike) -> bool:
-    """Whether an element times its scale may be more than the largest number of `dtype`.
-
-    MXFP8 rounds 3.3e38 to 256 * 2**120, int8 rounds float32's largest number to 127 scales: both
-    are infinite in float32, and sums of a product would be NaN, through `0 * inf`.
-    """
-    assert spec.scale is not None
-    largest = max(spec.element.max_finite, -spec.element.lowest) * spec.scale.max_finite
-    return spec.tensor_scale is not None or largest > format(dtype).max_finite
-
-
-def to_scaled_and_unscaled(
-    views: tuple[Array, Array], spec: BlockFormat, scaling: Scaling
-) -> tuple[Array, Array]:
-    x, q = views
-    return scaling.divide(exact_float32(x)), scaling.multiply(exact_float32(q))
-
-
-def to_unrounded(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    u = scaling.divide(widened(x.view))
-    return u if x.zero_point is None else u + x.zero_point.astype(u.dtype)
-
-
-def to_dequantized(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    q = values_of(x.view, spec.element, jnp.float32)
-    q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
-    return _saturated(scaling.multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
-
-
-def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False) -> Array:
-    """The products `y` of the elements `q` and their scales, rounded to `dtype`.
-
-    They may overflow: 65,504, the largest float16 number, becomes 4 * 2**14 in MXFP4. Overflow
-    becomes the largest number of `dtype`, and only an infinite element is infinite.
-    """
-    rounded = in_dtype(y, dtype)
-    overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would flush subnormals
-    if not is_finite:
-        overflows &= jnp.isfinite(q)
-    largest = np.asarray(ml_dtypes.finfo(dtype).max, dtype)
-    return jnp.where(overflows, jnp.where(y > 0, largest, -largest), rounded)
-
-
-def _scaled(x: Elements, scaling: Scaling) -> Array:
-    """Elements divided by their scales, ready to be rounded."""
-    # XLA may read a subnormal quotient as 0. For directed roundings that would be wrong: 1e-45 /
-    # 448, rounded toward positive, is the least value of E4M3FN, 2**-9.
-    wide = widened(x.view)
-    u = scaling.divide(wide)
-    is_directed = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
-    return kept_from_zero(u, wide) if is_directed else u
-
-
-def of_elements(
-    compute: Callable[[Any, BlockFormat, Scaling], Made],
-    elements: Any,
+def by_elements(
+    compute: Callable[[Elements, BlockFormat, Scaling], Any],
+    x: Any,
     spec: BlockFormat,
     scales: Scales,
-    blocks: Blocks,
-    nonzero: Array | None = None,
+    projection: Projection = NEAREST,
+    dtype: DTypeLike = jnp.float32,
     *,
+    blocks: Blocks | None = None,
+    nonzero: Array | None = None,
     is_short: bool = False,
     is_own: bool = False,
     is_power: bool = False,
-) -> Made:
-    """`compute(elements, spec, scaling)` as one elementwise operation.
-
-    There are two ways to apply scales that are powers of two: one multiplication by 2**e, exact if
-    no subnormal number occurs; or several operations that are exact for subnormals, too. On CPUs a
-    branch chooses.
+) -> Any:
+    """`compute(elements, spec, scaling)` for arrays `x`, as one operation; results shaped like `x`.
 
     Args:
-      elements: A pytree of arrays in the shape of the view.
+      x: An array of numbers or codes, or several of one shape.
+      dtype: The dtype of the results, if `compute` asks for it.
+      blocks: The blocks of `x`, if they are not those that `spec` says.
       nonzero: As from `find_scales`: scales of blocks of zeros need not be exact.
-      is_short: Whether a short program matters more than a fast one; it uses the second way. With
-        both, an MXFP8 product with its derivatives compiled in 2.5 s instead of 1.2 s (d = 64, two
-        cores) and ran no faster.
-      is_own: Whether the scales were made from these elements, whose subnormal numbers then do not
-        matter.
+      is_short: Whether a short program matters more than a fast one.
+      is_own: Whether the scales were made from these elements. Then subnormal elements are so far
+        below the scale that they may count as zeros.
       is_power: Whether float32 scales, from 2**-126 to 2**126, are powers of two.
     """
-    # XLA writes to memory what enters and leaves a branch. So `compute` takes the elements in their
-    # own dtype and returns the dtype of the result: with float32 on both sides MXFP8 of bfloat16
-    # took 4.7 times as long.
+    first = jax.tree.leaves(x)[0]
+    blocks = blocks_of(first, spec) if blocks is None else blocks
+    view = jax.tree.map(blocks.split, x)
+    projection = projection.drawn(first.shape).reshaped(blocks.split)
+    zero_point = jax.tree.map(blocks.spread, scales.zero_point)  # None stays None
+    elements = Elements(view, projection, zero_point, np.dtype(dtype))
+    exact, fast = _ways(
+        spec,
+        scales,
+        blocks,
+        nonzero,
+        may_branch=not (is_short or is_sharded(first)),
+        is_own=is_own,
+        is_power=is_power,
+    )
+    if fast is None:
+        out = _computed(compute, elements, spec, exact)
+    else:
+        # XLA writes to memory what enters and leaves a branch. So `compute` takes elements in their
+        # own dtype and returns the dtype of the result: with float32 on both sides MXFP8 of
+        # bfloat16 took 4.7 times as long.
+        scaling, is_exact = fast
+        out = lax.cond(
+            on_cpu() & is_exact,
+            lambda: _computed(compute, elements, spec, scaling),
+            lambda: _computed(compute, elements, spec, exact),
+        )
+    return jax.tree.map(blocks.join, out)
 
-    def by(scaling: Scaling) -> Made:
-        scaling = jax.tree.map(lambda x: x.reshape(()) if is_one(x) else x, scaling)
-        return _computed(compute, elements, spec, scaling)
 
+def _ways(
+    spec: BlockFormat,
+    scales: Scales,
+    blocks: Blocks,
+    nonzero: Array | None,
+    *,
+    may_branch: bool,
+    is_own: bool,
+    is_power: bool,
+) -> tuple[Scaling, tuple[Scaling, Array] | None]:
+    """An exact way to apply scales; and perhaps a faster one, and whether that is exact here."""
     if scales.scale is None:
-        return by(_Unscaled())
+        return _Unscaled(), None
     if not spec.has_powers:
         scale = effective(scales.scale, scales.tensor_scale, spec, is_own=is_own)
         if is_power:
-            return by(_ByFactors(blocks.spread(1 / scale), blocks.spread(scale)))
+            return _ByFactors(blocks.spread(1 / scale), blocks.spread(scale)), None
         digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2  # type: ignore[union-attr]
         is_exact = not spec.tensor_scale and digits <= 24
-        return by((_ByExactScale if is_exact else _ByScale)(blocks.spread(scale)))
+        return (_ByExactScale if is_exact else _ByScale)(blocks.spread(scale)), None
     if is_own and has_normal_powers(spec):
-        return by(_ByE8M0(codes_from_dtype(blocks.spread(scales.scale), E8M0FNU)))
-    exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
-    if is_short or is_sharded(jax.tree.leaves(elements)[0]):
-        return by(_ByExponent(exponent, is_nan))
-    down, up = factors(exponent, is_nan)
-    safe = are_safe(exponent, spec) | is_nan
-    all_safe = jnp.all(safe if nonzero is None else safe | ~nonzero)
-    return lax.cond(
-        on_cpu() & all_safe,
-        lambda: by(_ByFactors(down, up)),
-        lambda: by(_ByExponent(exponent, is_nan)),
-    )
+        return _ByE8M0(codes_from_dtype(blocks.spread(scales.scale), E8M0FNU)), None
+    # Powers of two are applied by several operations, which are exact for subnormal numbers, too;
+    # or, if none occurs, by one multiplication with 2**e. A short program has only the first way:
+    # with both, an MXFP8 matmul with its derivatives compiled in 2.5 s instead of 1.2 s (d = 64,
+    # two cores) and ran no faster.
+    assert spec.scale is not None
+    exponent, is_nan = power_from_stored(blocks.spread(scales.scale), spec.scale)
+    exponent = exponent + np.int32(spec.element_exponent)
+    by_exponent = _ByExponent(exponent, is_nan)
+    if not may_branch:
+        return by_exponent, None
+    # Divisions of 1, exact here: XLA's CPU divides once for each block, but repeats shifts and
+    # selections for each element.
+    one = jnp.where(is_nan, np.float32(np.nan), np.float32(1))
+    normal = jnp.clip(exponent, -126, 126)
+    by_factors = _ByFactors(one / power_of_two(normal), one / power_of_two(-normal))
+    # XLA's products read subnormal numbers as zero. Multiplying is exact nevertheless if every
+    # positive element times 2**e is at least 2**-125: for E4M3FN, whose least value is 2**-9, from
+    # e = -116 on. Subnormal data are then less than half of that and rounded to zero anyway.
+    lowest = -min(_SAFE, 125 + binade(spec.element.min_positive))
+    safe = (exponent >= lowest) & (exponent <= _SAFE) | is_nan
+    return by_exponent, (by_factors, jnp.all(safe if nonzero is None else safe | ~nonzero))
+
+
+def _computed(compute: Any, elements: Elements, spec: BlockFormat, scaling: Scaling) -> Any:
+    scaling = jax.tree.map(lambda x: x.reshape(()) if is_one(x) else x, scaling)
+    return _compute(compute, elements, spec, scaling)
 
 
 @elementwise
-def _computed(compute: Any, elements: Any, spec: BlockFormat, scaling: Scaling) -> Any:
+def _compute(compute: Any, elements: Elements, spec: BlockFormat, scaling: Scaling) -> Any:
     return compute(elements, spec, scaling)
 
 
@@ -351,7 +249,7 @@ class _ByScale(NamedTuple):
 
 
 class _ByExactScale(_ByScale):
-    """Float32 holds the products: to contract them to an FMA changes nothing."""
+    """Float32 holds q * scale exactly, so it does not matter if XLA contracts it to an FMA."""
 
     def multiply(self, q: Array) -> Array:
         return q * self.scale
@@ -390,4 +288,5 @@ class _ByExponent(NamedTuple):
 
 
 def is_one(x: Array) -> bool:
+    """Whether an array has one element; sizes may be symbolic."""
     return all(n == 1 for n in x.shape)

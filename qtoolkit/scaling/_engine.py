@@ -1,134 +1,79 @@
-"""The engine that quantizes: finds scales, divides elements by them, rounds, and dequantizes.
+"""The engine that quantizes: divides elements by the scales of their blocks, rounds, dequantizes.
 
 x is float32, float16 or bfloat16, read as exact float32 through a view of its blocks (`Blocks`), or
 float64, whose scales follow from its float32. q is x / scale, rounded: one IEEE division by the
 scale as it is stored, then one rounding.
-`quantize`, `fake_quantize`, `metrics`, quantized products, `round_cotangent` and the converter of
-checkpoints all call these functions.
+`quantize`, `fake_quantize`, `metrics`, quantized matmuls, `round_cotangent` and the converter of
+checkpoints all call these functions. Each of them is one computation on elements, above it.
 """
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from qtoolkit.casts import Projection, pack
 from qtoolkit.casts.internal import (
+    MODES,
     NEAREST,
-    Rounding,
-    codes_of,
     elementwise,
     exact_float32,
-    from_magnitude_ordinal,
     has_unlimited_values,
+    in_dtype,
     is_sharded,
+    kept_from_zero,
     magnitude_ordinal,
+    native_codes,
     on_cpu,
+    unlimited_values,
     values_of,
+    widened,
 )
-from qtoolkit.formats import (
-    FLOAT32,
-    BlockFormat,
-    FloatFormat,
-    Format,
-)
-from qtoolkit.scaling._blocks import Blocks, largest_magnitude, largest_ordinal
+from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, format
+from qtoolkit.scaling._blocks import Blocks
 from qtoolkit.scaling._elements import (
+    Elements,
     Scales,
-    elements_of,
-    is_one,
-    never_overflows,
-    of_elements,
-    to_codes,
-    to_dequantized,
-    to_limited_operands,
-    to_native_codes,
-    to_operands,
-    to_scaled_and_unscaled,
-    to_unlimited_operands,
-    to_unrounded,
-    to_unscaled,
-    to_values,
+    Scaling,
+    by_elements,
+    element_codes,
+    element_values,
 )
-from qtoolkit.scaling._scales import (
-    asymmetric,
-    effective,
-    tensor_scale_from,
-)
-from qtoolkit.scaling._trials import best_scale
+from qtoolkit.scaling._find_scales import NO_SCALES, max_of_all, scales_and_largest
+from qtoolkit.scaling._scales import effective, has_normal_powers
 
 Array = jax.Array
-NOT_GIVEN = Scales()
+# Roundings that do not make every tiny number 0: toward_positive rounds 2**-140 up to 2**-9, the
+# least value of E4M3FN.
+_DIRECTED = tuple(name for name, mode in MODES.items() if mode.below_middle != "never")
 
 
-def blocks_of(x: Array, spec: BlockFormat) -> Blocks:
-    return Blocks(x.shape, spec.block_lengths(x.shape))
+def _quotients(x: Elements, scaling: Scaling) -> Array:
+    """Elements divided by their scales, to be rounded."""
+    # XLA may read a subnormal quotient as 0. For directed roundings that would be wrong: 1e-45 /
+    # 448, rounded toward positive, is the least value of E4M3FN, 2**-9.
+    wide = widened(x.view)
+    u = scaling.divide(wide)
+    is_directed = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
+    return kept_from_zero(u, wide) if is_directed else u
 
 
-def scale_shape(where: str, spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`spec.scale_shape(shape)`, with errors that begin with `where`."""
-    try:
-        return spec.scale_shape(shape)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+def _without_overflow(y: Array, q: Array, dtype: DTypeLike, spec: BlockFormat) -> Array:
+    """The results `y` = q * scale, rounded to `dtype`; only an infinite element is infinite."""
+    # They may overflow: 65,504, the largest float16 number, becomes 4 * 2**14 in MXFP4. Overflow
+    # becomes the largest number of `dtype`.
+    rounded = in_dtype(y, dtype)
+    overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would make subnormals 0
+    if spec.element.has_inf:
+        overflows &= jnp.isfinite(q)
+    largest = np.asarray(ml_dtypes.finfo(dtype).max, dtype)
+    return jnp.where(overflows, jnp.where(y > 0, largest, -largest), rounded)
 
 
-def find_scales(
-    x: Array, spec: BlockFormat, given: Scales = NOT_GIVEN
-) -> tuple[Scales, Array | None]:
-    """The scales of `x`, and which blocks have an amax above zero.
-
-    Args:
-      given: Scales that are used as they are.
-
-    Returns:
-      scales: The scales as stored. If the element format has no NaN, a NaN in a block makes the
-        scale of the block NaN; otherwise only its own element is NaN.
-      nonzero: bool, one for each block, in a shape that broadcasts to the view. None if scales were
-        given, or the format has no scales or has zero points.
-    """
-    scales, largest = _scales_and_largest(x, spec, given, holds_nan=spec.element.has_nan)
-    return scales, None if largest is None else _above_zero(largest)
-
-
-def _scales_and_largest(
-    x: Array, spec: BlockFormat, given: Scales, *, holds_nan: bool
-) -> tuple[Scales, Array | None]:
-    """`find_scales`, with the `largest_ordinal` of each block in place of `nonzero`.
-
-    Args:
-      holds_nan: Whether elements can be NaN, so that the scale of their block need not be.
-    """
-    if spec.scale is None or given.scale is not None:
-        return given, None
-    if x.dtype == jnp.float64:
-        # To odd for powers of two: an amax just above 448 must stay above it.
-        x = in_float32(x, "to_odd" if spec.has_powers else "nearest_even")
-    blocks = blocks_of(x, spec)
-    view = blocks.split(x)
-    if spec.zero_point:
-        scale, zero_point = asymmetric(*_range(exact_float32(view), blocks.places), spec)
-        return Scales(blocks.gather(scale), None, blocks.gather(zero_point)), None
-    largest = largest_ordinal(view, blocks.places, nan_wins=not holds_nan)
-    amax = exact_float32(from_magnitude_ordinal(largest, view.dtype))
-    tensor_scale = given.tensor_scale
-    if spec.tensor_scale is not None and tensor_scale is None:
-        if holds_nan:  # then no block has the amax NaN
-            all_of_x = exact_float32(from_magnitude_ordinal(_max_of_all(largest), x.dtype))
-        else:
-            all_of_x = _tensor_amax(x, amax)
-        tensor_scale = tensor_scale_from(all_of_x, spec)
-    scale = best_scale(view, blocks.places, amax, spec, tensor_scale)
-    return Scales(blocks.gather(scale), tensor_scale), largest
-
-
-@elementwise
-def in_float32(x: Array, rounding: Rounding = "nearest_even") -> Array:
-    """Floats as float32; float64 beyond the range of float32 saturates."""
-    if x.dtype != jnp.float64:
-        return exact_float32(x)
-    return values_of(codes_of(x, FLOAT32, Projection(rounding, "propagate")), FLOAT32, jnp.float32)
+def _codes(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    return element_codes(_quotients(x, scaling), spec, x.projection, x.zero_point)
 
 
 def block_codes(
@@ -142,17 +87,19 @@ def block_codes(
 ) -> Array:
     """The codes of `x`, in its shape or packed along the last axis.
 
-    Args:
-      scales, nonzero: As `find_scales` gives them.
+    Scales and `nonzero` are as from `find_scales`.
     """
-    blocks = blocks_of(x, spec)
-    elements = elements_of(x, blocks, projection, scales)
-    codes = blocks.join(of_elements(to_codes, elements, spec, scales, blocks, nonzero))
+    codes = by_elements(_codes, x, spec, scales, projection, nonzero=nonzero)
     if not packed:
         return codes
     # Without a barrier XLA for CPUs fuses the rounding into the strided loop that packs, and does
     # not vectorize it.
     return pack(lax.optimization_barrier(codes), spec.element)
+
+
+def _values(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    q = element_values(_quotients(x, scaling), spec, x.projection, x.zero_point)
+    return _without_overflow(scaling.multiply(q), q, x.dtype, spec)
 
 
 def block_values(
@@ -164,7 +111,6 @@ def block_values(
     dtype: DTypeLike = jnp.float32,
 ) -> Array:
     """The codes of `block_codes`, dequantized to `dtype`."""
-    blocks = blocks_of(x, spec)
     if spec.has_powers and nonzero is not None:
         # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity becomes
         # 448 * 2**-127. So a block with an infinity does not count as zeros.
@@ -180,94 +126,96 @@ def block_values(
                 lambda x: jnp.any(jnp.isinf(x)),
                 x,
             )
-    elements = elements_of(x, blocks, projection, scales, dtype)
-    return blocks.join(of_elements(to_values, elements, spec, scales, blocks, nonzero))
+    return by_elements(_values, x, spec, scales, projection, dtype, nonzero=nonzero)
+
+
+def _numbers(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    q = values_of(x.view, spec.element, jnp.float32)
+    q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
+    return _without_overflow(scaling.multiply(q), q, x.dtype, spec)
+
+
+def dequantized(
+    codes: Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: DTypeLike
+) -> Array:
+    """The numbers that codes and scales stand for, in the shape of `codes`."""
+    return by_elements(_numbers, codes, spec, scales, dtype=dtype, blocks=blocks)
+
+
+def _operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    q = element_values(_quotients(x, scaling), spec, x.projection, None)
+    numbers = exact_float32(x.view)
+    return jnp.where(jnp.isfinite(numbers), q, numbers).astype(x.view.dtype)
+
+
+def _limited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    """The same in few operations, to nearest, by `unlimited_values`."""
+    assert isinstance(spec.element, FloatFormat)
+    wide, largest = exact_float32(x.view), np.float32(float(spec.element.max_finite))
+    limited = lax.clamp(-largest, scaling.divide(wide), largest)
+    limited = jnp.where(lax.is_finite(wide), limited, wide)
+    return unlimited_values(limited, spec.element).astype(x.view.dtype)
+
+
+def _unlimited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    """The same without a clamp, for elements that `_never_overflow`."""
+    assert isinstance(spec.element, FloatFormat)
+    return unlimited_values(_quotients(x, scaling), spec.element).astype(x.view.dtype)
+
+
+def _never_overflow(spec: BlockFormat) -> bool:
+    """Whether elements that are divided by the scale of their own block never overflow `spec`."""
+    # A power of two that is `amax / 448` rounded up leaves at most 448. Otherwise amax / (amax /
+    # 448), with both quotients rounded, exceeds 448 by at most two units in float32's last place,
+    # which are rounded away.
+    if spec.rule in ("rceil", "ceil") and has_normal_powers(spec):
+        return True
+    is_exact = spec.scale == FLOAT32 and spec.tensor_scale is None and not spec.element_exponent
+    is_finite = spec.largest >= 1  # the scale
+    return is_exact and is_finite and spec.rule == "amax" and has_unlimited_values(spec.element)
 
 
 def operand_values(
     x: Array,
     spec: BlockFormat,
     projection: Projection = NEAREST,
-    given: Scales = NOT_GIVEN,
+    fixed: Scales = NO_SCALES,
     *,
     is_power: bool = False,
 ) -> tuple[Array, Scales]:
-    """`x` as values q of the element format, and the scales of its blocks: x ~ q * scale.
+    """`x` as values q of the element format in its own dtype, and the scales: x ~ q * scale.
 
     Infinities and NaNs stay what they are in q, whatever the format: a product of q is not finite
-    wherever that of x is not.
-
-    Args:
-      spec: Any without zero points. The dtype of `x` holds its elements.
-      given: Scales to use instead of those that `x` itself has.
-      is_power: Whether given float32 scales are powers of two.
-
-    Returns:
-      q: Shape and dtype of `x`.
-      scales: As stored.
+    wherever that of x is not. `spec` has no zero points; the dtype of `x` holds its elements;
+    `is_power` says that fixed float32 scales are powers of two.
     """
-    scales, largest = _scales_and_largest(x, spec, given, holds_nan=True)
-    blocks = blocks_of(x, spec)
-    is_own = given.scale is None and given.tensor_scale is None
-    compute = to_operands
+    scales, largest = scales_and_largest(x, spec, fixed, holds_nan=True)
+    is_own = fixed.scale is None and fixed.tensor_scale is None
+    compute = _operands
     if projection == NEAREST and has_unlimited_values(spec.element):
-        compute = to_unlimited_operands if is_own and never_overflows(spec) else to_limited_operands
+        compute = _unlimited_operands if is_own and _never_overflow(spec) else _limited_operands
 
-    def everything() -> Array:
-        elements = elements_of(x, blocks, projection, scales)
-        return blocks.join(
-            of_elements(
-                compute,
-                elements,
-                spec,
-                scales,
-                blocks,
-                is_short=True,
-                is_own=is_own,
-                is_power=is_power,
-            )
+    def rounded() -> Array:
+        return by_elements(
+            compute, x, spec, scales, projection, is_short=True, is_own=is_own, is_power=is_power
         )
 
     # A branch, see below, is of no use without a scale, because nothing is divided. Sharded arrays
     # must not enter a branch, see `is_sharded`. Operands by blocks are multiplied by their scales
-    # before the product, in the loop that rounds, so nothing is read twice; with a branch MXFP8
+    # before the matmul, in the loop that rounds, so nothing is read twice; with a branch MXFP8
     # took 1.5 times as long to compile.
     if scales.scale is None or is_sharded(x) or spec.block:
-        return everything(), scales
+        return rounded(), scales
     if largest is None:
         largest = magnitude_ordinal(effective(scales.scale, scales.tensor_scale, spec))
     # On CPUs the rounding stays inside a branch, because XLA writes the result of a branch to
-    # memory once. Otherwise XLA repeats the rounding in every product and every transposed copy
+    # memory once. Otherwise XLA repeats the rounding in every matmul and every transposed copy
     # that reads q, and writes the quotient, which it does not repeat, to memory. (A training step
     # at d = 512 reads and writes 2.27 GB that way, 2.05 GB with a branch, 1.45 GB unquantized.) A
     # barrier does not help, because XLA for CPUs removes it before it fuses. The other branch runs
     # only if all finite elements are zero, and gives the same result then.
-    is_zero_on_cpu = on_cpu() & (_max_of_all(largest) == 0)
-    return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), everything), scales
-
-
-def operand_codes(x: Array, spec: BlockFormat, scale: Array, *, is_power: bool = False) -> Array:
-    """The codes of `operand_values`, uint8, for float32 scales; infinities are NaNs.
-
-    Args:
-      spec: Elements are floats of 8 bits of which `has_native_codes`.
-      is_power: Whether scales are powers of two.
-    """
-    blocks, scales = blocks_of(x, spec), Scales(scale)
-    elements = elements_of(x, blocks, NEAREST, scales)
-    return blocks.join(
-        of_elements(to_native_codes, elements, spec, scales, blocks, is_power=is_power)
-    )
-
-
-@elementwise
-def _above_zero(x: Array) -> Array:
-    return x > 0
-
-
-def _max_of_all(x: Array) -> Array:
-    """The maximum, a scalar, without a reduction if there is only one element."""
-    return x.reshape(()) if is_one(x) else lax.reduce_max(x, tuple(range(x.ndim)))
+    is_zero_on_cpu = on_cpu() & (max_of_all(largest) == 0)
+    return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), rounded), scales
 
 
 @elementwise
@@ -276,6 +224,40 @@ def _zeros_rounded(x: Array, fmt: Format) -> Array:
     if isinstance(fmt, FloatFormat) and fmt.has_negative_zero:
         return x
     return jnp.where(x == 0, jnp.zeros_like(x), x)
+
+
+def _native_codes(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    fmt = spec.element
+    assert isinstance(fmt, FloatFormat)
+    wide, largest = exact_float32(x.view), np.float32(float(fmt.max_finite))
+    codes = native_codes(lax.clamp(-largest, scaling.divide(wide), largest), fmt)
+    return jnp.where(lax.is_finite(wide), codes, np.uint8(fmt.nan_codes[0]))
+
+
+def operand_codes(x: Array, spec: BlockFormat, scale: Array, *, is_power: bool = False) -> Array:
+    """The codes of `operand_values`, uint8, for float32 scales; infinities are NaNs.
+
+    Elements are floats of 8 bits of which `has_native_codes`.
+    """
+    return by_elements(_native_codes, x, spec, Scales(scale), is_power=is_power)
+
+
+def _products(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    q = exact_float32(x.view)
+    y = scaling.multiply(q)
+    if may_overflow(spec, x.dtype):
+        largest = np.float32(ml_dtypes.finfo(x.dtype).max)
+        y = jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
+    return y.astype(x.dtype)  # exact, so XLA may skip it
+
+
+def may_overflow(spec: BlockFormat, dtype: DTypeLike) -> bool:
+    """Whether an element times its scale may be more than the largest number of `dtype`."""
+    # MXFP8 rounds 3.3e38 to 256 * 2**120, int8 rounds float32's largest number to 127 scales: both
+    # are infinite in float32, and sums of a matmul would be NaN, through `0 * inf`.
+    assert spec.scale is not None
+    largest = max(spec.element.max_finite, -spec.element.lowest) * spec.scale.max_finite
+    return spec.tensor_scale is not None or largest > format(dtype).max_finite
 
 
 def unscaled_values(
@@ -288,66 +270,37 @@ def unscaled_values(
 ) -> Array:
     """`q * scale`, finite where q is: overflow becomes the largest number of `dtype`.
 
-    Args:
-      dtype: Of the result. It must hold every product that does not overflow.
-      is_own: Whether q and scales are results of `operand_values`, which takes fewer operations.
-        Subnormal numbers of float32 may be zero then.
+    `dtype` must hold every product that does not overflow. With `is_own` q and scales are results
+    of `operand_values`, which takes fewer operations; float32 subnormals may be zero then.
     """
-    blocks = blocks_of(q, spec)
-    elements = elements_of(q, blocks, NEAREST, scales, dtype)
-    return blocks.join(
-        of_elements(to_unscaled, elements, spec, scales, blocks, is_short=True, is_own=is_own)
-    )
+    return by_elements(_products, q, spec, scales, dtype=dtype, is_short=True, is_own=is_own)
+
+
+def _scaled(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    u = scaling.divide(widened(x.view))
+    return u if x.zero_point is None else u + x.zero_point.astype(u.dtype)
+
+
+def scaled_values(x: Array, spec: BlockFormat, scales: Scales) -> Array:
+    """The numbers that are rounded: x / scale + zero point; float32, in the shape of `x`."""
+    return by_elements(_scaled, x, spec, scales)
+
+
+def _quotients_and_products(
+    x: Elements, spec: BlockFormat, scaling: Scaling
+) -> tuple[Array, Array]:
+    numbers, q = x.view
+    return scaling.divide(exact_float32(numbers)), scaling.multiply(exact_float32(q))
 
 
 def scaled_and_unscaled(
     x: Array, q: Array, spec: BlockFormat, scales: Scales
 ) -> tuple[Array, Array]:
     """`scaled_values` of `x` and `unscaled_values` of `q`; the scales are broadcast once."""
-    blocks = blocks_of(x, spec)
-    views = blocks.split(x), blocks.split(q)
-    u, y = of_elements(to_scaled_and_unscaled, views, spec, scales, blocks, is_short=True)
-    return blocks.join(u), blocks.join(y)
+    return by_elements(_quotients_and_products, (x, q), spec, scales, is_short=True)
 
 
 def single_scale(scales: Scales, spec: BlockFormat) -> Array:
     """The one scale of a tensor, a float32 scalar."""
     assert scales.scale is not None
     return effective(scales.scale, scales.tensor_scale, spec).reshape(())
-
-
-def scaled_values(x: Array, spec: BlockFormat, scales: Scales) -> Array:
-    """The numbers that are rounded: x / scale + zero point; float32, in the shape of `x`."""
-    blocks = blocks_of(x, spec)
-    elements = elements_of(x, blocks, NEAREST, scales)
-    return blocks.join(of_elements(to_unrounded, elements, spec, scales, blocks))
-
-
-def dequantized(
-    codes: Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: DTypeLike
-) -> Array:
-    """The numbers that codes and scales stand for, in the shape of `codes`."""
-    elements = elements_of(codes, blocks, NEAREST, scales, dtype)
-    return blocks.join(of_elements(to_dequantized, elements, spec, scales, blocks))
-
-
-def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """The least and the largest finite element of each block and zero; NaN where one is NaN."""
-    finite = jnp.where(jnp.isfinite(view), view, np.float32(0))
-    poison = jnp.any(jnp.isnan(view), axis=axes, keepdims=True)
-    ends = (f(finite, axis=axes, keepdims=True, initial=0) for f in (jnp.min, jnp.max))
-    lowest, largest = (jnp.where(poison, np.float32(np.nan), end) for end in ends)
-    return lowest, largest
-
-
-def _tensor_amax(x: Array, amax: Array) -> Array:
-    """The largest finite |x| of all, from the amaxes of blocks."""
-    # The amax of a block with a NaN is NaN, but its finite elements count here. So if there is one,
-    # `x` is read once more.
-    poisoned = jnp.isnan(amax)
-    if is_sharded(x):
-        return largest_magnitude(x)
-    within = lax.cond(
-        jnp.any(poisoned), lambda: largest_magnitude(x), lambda: jnp.zeros_like(amax, shape=())
-    )
-    return jnp.maximum(jnp.max(jnp.where(poisoned, np.float32(0), amax)), within)

@@ -21,7 +21,7 @@ from qtoolkit.casts.internal import (
     quotient,
     spread,
 )
-from qtoolkit.scaling._amax import amax, checked_axis
+from qtoolkit.scaling._blocks import amax, checked_axis
 
 _LARGEST_EXPONENT = 126  # 2**126 and its reciprocal are both normal float32 numbers
 

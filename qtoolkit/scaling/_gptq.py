@@ -19,15 +19,14 @@ from qtoolkit.casts.internal import (
     exact_float32,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
+from qtoolkit.scaling._blocks import scale_shape
 from qtoolkit.scaling._contraction import Contraction, check_inputs, with_block
 from qtoolkit.scaling._elements import Scales
 from qtoolkit.scaling._engine import (
     block_codes,
     block_values,
-    find_scales,
-    in_float32,
-    scale_shape,
 )
+from qtoolkit.scaling._find_scales import find_scales, in_float32
 from qtoolkit.scaling._hessian import Hessian
 from qtoolkit.scaling._observer import check_number
 from qtoolkit.scaling._qarray import QArray

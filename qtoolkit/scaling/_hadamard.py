@@ -21,8 +21,7 @@ from qtoolkit.casts.internal import (
     ranked,
     settled,
 )
-from qtoolkit.scaling._amax import checked_axis
-from qtoolkit.scaling._blocks import check_shards
+from qtoolkit.scaling._blocks import check_shards, checked_axis
 
 
 def hadamard_transform(

@@ -130,7 +130,16 @@ class Histogram(Observer):
     magnitude: Array = dataclasses.field(metadata=MAX)
 
     def _counted(self, x: Array) -> Array:
-        return _counted(x, self.spec, self.bins)
+        scales = self.spec.scale_shape(x.shape)
+        lengths = self.spec.block_lengths(x.shape)
+        block = jnp.zeros(x.shape, jnp.int32)
+        for axis, (blocks, length) in enumerate(zip(scales, lengths, strict=True)):
+            if blocks != 1:  # of one, the axis may have a symbolic size
+                along = lax.broadcasted_iota(jnp.int32, x.shape, axis) // np.int32(length)
+                block = block * np.int32(blocks) + along
+        index = block * np.int32(self.bins.count) + self.bins.index(exact_float32(x))
+        counts = jnp.zeros(int(np.prod(scales)) * self.bins.count, jnp.uint32)
+        return counts.at[index].add(np.uint32(1)).reshape(*scales, self.bins.count)
 
     def _after_summary(self, amax: Array, counts: Array | None) -> Self:
         assert counts is not None
@@ -154,19 +163,6 @@ def _start(where: str, spec: SpecLike, shape: tuple[int, ...], bins: Bins) -> di
         )
     counts = jnp.zeros((*scales, bins.count), jnp.uint32)
     return fields | {"bins": bins, "counts": counts, "magnitude": jnp.zeros(scales, jnp.uint32)}
-
-
-def _counted(x: Array, spec: BlockFormat, bins: Bins) -> Array:
-    """The histogram of each block of `x`."""
-    scales = spec.scale_shape(x.shape)
-    block = jnp.zeros(x.shape, jnp.int32)
-    for axis, (blocks, length) in enumerate(zip(scales, spec.block_lengths(x.shape), strict=True)):
-        if blocks != 1:  # of one, the axis may have a symbolic size
-            along = lax.broadcasted_iota(jnp.int32, x.shape, axis) // np.int32(length)
-            block = block * np.int32(blocks) + along
-    index = block * np.int32(bins.count) + bins.index(exact_float32(x))
-    counts = jnp.zeros(int(np.prod(scales)) * bins.count, jnp.uint32)
-    return counts.at[index].add(np.uint32(1)).reshape(*scales, bins.count)
 
 
 @pytree
@@ -354,10 +350,15 @@ def _checked(where: str, spec: BlockFormat, octaves: int) -> int:
 def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
     """The amax of the candidate with the least cost; of equal ones the first."""
     spec, second = state.spec, stored_tensor_scale(state)
+    if spec.rule == "amax" or spec.tries_scales:
+        exponents = -np.arange(octaves * _STEPS + 1) / _STEPS
+    else:
+        exponents = np.array([*range(0, -octaves - 1, -1), 1.0])
+    factors = np.exp2(exponents).astype(np.float32)  # of amax; 1 comes first
 
     def search(block: tuple[Array, Array]) -> Array:
         counts, amax = block
-        candidates = jnp.minimum(amax * _factors(spec, octaves), _LARGEST).at[0].set(amax)
+        candidates = jnp.minimum(amax * factors, _LARGEST).at[0].set(amax)
         scales = effective(scale_from(candidates, spec, second), second, spec)
         costs = lax.map(lambda scale: cost(counts, amax, scale, state.bins, spec.element), scales)
         costs = jnp.where(jnp.isnan(costs), np.float32(np.inf), costs)
@@ -366,15 +367,6 @@ def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
     counts = state.counts[..., 1:].astype(jnp.float32).reshape(-1, state.bins.count - 1)
     best = lax.map(search, (counts, state._range().reshape(-1)), batch_size=_BLOCKS)
     return best.reshape(state.shape)  # `_BLOCKS` at a time: memory stays bounded
-
-
-def _factors(spec: BlockFormat, octaves: int) -> np.ndarray:
-    """The factors of amax that make the candidates; 1 comes first."""
-    if spec.rule == "amax" or spec.tries_scales:
-        exponents = -np.arange(octaves * _STEPS + 1) / _STEPS
-    else:
-        exponents = np.array([*range(0, -octaves - 1, -1), 1.0])
-    return np.exp2(exponents).astype(np.float32)
 
 
 def _squared_error(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:

@@ -28,16 +28,14 @@ from qtoolkit.casts.internal import (
     types_of,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
-from qtoolkit.scaling._blocks import explicit_spec
+from qtoolkit.scaling._blocks import blocks_of, explicit_spec
 from qtoolkit.scaling._elements import Scales
 from qtoolkit.scaling._engine import (
     block_codes,
-    blocks_of,
     dequantized,
-    find_scales,
-    in_float32,
     scaled_values,
 )
+from qtoolkit.scaling._find_scales import find_scales, in_float32
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import unclamped_range
 
@@ -88,7 +86,7 @@ class Metrics:
 
 
 def cells_of(metrics: Metrics) -> dict[str, str]:
-    """What is shown of each field, by its title."""
+    """The text of each field, by its title, for `repr` and tables."""
     histogram = metrics.histogram
     used = "" if histogram is None else f"{np.count_nonzero(histogram)} of {len(histogram)}"
     return {
@@ -96,7 +94,7 @@ def cells_of(metrics: Metrics) -> dict[str, str]:
         "max error": f"{float(metrics.max_error):.4g}",
         "cosine": f"{float(metrics.cosine):.6f}",
         "saturated": _percent(metrics.saturated),
-        "flushed": _percent(metrics.flushed),
+        "underflowed": _percent(metrics.flushed),
         "not finite": str(int(metrics.nonfinite)),
         "codes used": used,
     }
@@ -106,10 +104,10 @@ def metrics_of(
     x: ArrayLike, spec: SpecLike, scales: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> Metrics:
     """`metrics` for one spec."""
-    array, spec, given, projection = check_quantize("metrics", x, spec, **scales, **keywords)
+    array, spec, fixed, projection = check_quantize("metrics", x, spec, **scales, **keywords)
     array = array if isinstance(array, np.ndarray) else lax.stop_gradient(array)
     with types_of(array):
-        return _metrics(array, lax.stop_gradient(given), projection, spec)
+        return _metrics(array, lax.stop_gradient(fixed), projection, spec)
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -156,10 +154,10 @@ def _sqnr(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=3)
 def _metrics(
-    x: jax.Array | np.ndarray, given: Scales, projection: Projection, spec: BlockFormat
+    x: jax.Array | np.ndarray, fixed: Scales, projection: Projection, spec: BlockFormat
 ) -> Metrics:
     x = jnp.asarray(x)
-    scales, nonzero = find_scales(x, spec, given)
+    scales, nonzero = find_scales(x, spec, fixed)
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
     saturated = saturates(x, scaled_values(x, spec, scales), spec)

@@ -27,10 +27,10 @@ class MetricsTable(Mapping[str, Metrics]):
       >>> x = jax.random.normal(jax.random.key(0), (64, 64))
       >>> table = qt.metrics(x, ["int8", "e4m3fn", "nvfp4"])
       >>> table
-              SQNR      max error  cosine    saturated  flushed  not finite  codes used
-      int8    41.06 dB  0.01542    0.999961  0 %        1.17 %   0           196 of 256
-      e4m3fn  31.54 dB  0.1399     0.999649  0 %        0 %      0           152 of 256
-      nvfp4   20.43 dB  0.4582     0.995464  0 %        7.15 %   0           16 of 16
+              SQNR      max error  cosine    saturated  underflowed  not finite  codes used
+      int8    41.06 dB  0.01542    0.999961  0 %        1.17 %       0           196 of 256
+      e4m3fn  31.54 dB  0.1399     0.999649  0 %        0 %          0           152 of 256
+      nvfp4   20.43 dB  0.4582     0.995464  0 %        7.15 %       0           16 of 16
       >>> max(table, key=lambda name: table[name].cosine)
       'int8'
     """
@@ -137,10 +137,10 @@ def metrics(
     Examples:
       >>> x = jnp.asarray([0.0005, 0.5, 3.0, 900.0])
       >>> for scale in (1.0, None):  # given, where 900 saturates; from x
-      ...     found = qt.metrics(x, "e4m3fn", scale=scale)
-      ...     print(f"{found.sqnr_db:.1f} dB, saturated {found.saturated}, flushed {found.flushed}")
-      6.0 dB, saturated 0.25, flushed 0.25
-      96.4 dB, saturated 0.0, flushed 0.25
+      ...     m = qt.metrics(x, "e4m3fn", scale=scale)
+      ...     print(f"{m.sqnr_db:.1f} dB, saturated {m.saturated}, to zero {m.flushed}")
+      6.0 dB, saturated 0.25, to zero 0.25
+      96.4 dB, saturated 0.0, to zero 0.25
     """
     scales = {"scale": scale, "tensor_scale": tensor_scale, "zero_point": zero_point}
     keywords = {

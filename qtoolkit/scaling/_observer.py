@@ -39,8 +39,7 @@ from qtoolkit.casts.internal import (
     to_stored,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
-from qtoolkit.scaling._blocks import magnitude_max
-from qtoolkit.scaling._engine import blocks_of, scale_shape
+from qtoolkit.scaling._blocks import blocks_of, magnitude_max, scale_shape
 from qtoolkit.scaling._scales import scale_from, tensor_scale_from
 
 Array = jax.Array
@@ -203,7 +202,13 @@ class Observer(Mergeable):
                 f"{where}: x of shape {batch.shape} has scales of shape {shape}, expected "
                 f"{self.shape}; only axes of which a block is the whole may differ between batches"
             )
-        return _on_any_mesh(self, lax.stop_gradient(batch))
+        batch = lax.stop_gradient(batch)
+        mesh = jax.typeof(batch).sharding.mesh
+        if AxisType.Explicit not in mesh.axis_types:
+            return _observed(self, batch)
+        # The new state has the shardings of the old one.
+        old = jax.tree.map(lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), self)
+        return jax.sharding.auto_axes(_observed, out_sharding=old)(self, batch)
 
     def amax(self) -> Array:
         """The magnitude that becomes the largest element: float32, the shape of the scales.
@@ -281,15 +286,6 @@ def stored_tensor_scale(state: Observer) -> Array | None:
     if state.spec.tensor_scale is None:
         return None
     return tensor_scale_from(jnp.max(state._range()), state.spec)
-
-
-def _on_any_mesh(state: State, x: Array) -> State:
-    """`_observed`, also on Explicit meshes. The new state has the shardings of the old one."""
-    mesh = jax.typeof(x).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        return _observed(state, x)
-    old = jax.tree.map(lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), state)
-    return jax.sharding.auto_axes(_observed, out_sharding=old)(state, x)
 
 
 @jax.jit

@@ -7,16 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from qtoolkit.casts import pack, unpack
-from qtoolkit.casts.internal import FLOATS, dtype_from_codes
+from qtoolkit.casts.internal import (
+    FLOATS,
+    dtype_from_codes,
+    linear_in_dtype,
+    linear_product,
+    spread,
+)
 from qtoolkit.formats import BlockFormat, FloatFormat
 from qtoolkit.scaling import _views as views
 from qtoolkit.scaling._blocks import Blocks
-from qtoolkit.scaling._dequantize import dequantize
 from qtoolkit.scaling._elements import Scales
+from qtoolkit.scaling._engine import dequantized
+from qtoolkit.scaling._scales import differentiable_scale
 
 _LEAVES = ("codes", "scale", "tensor_scale", "zero_point")
 
@@ -153,7 +162,7 @@ class QArray:
         target = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
         plain = dataclasses.replace(self).unpack()  # `replace` checks it again
         scales = Scales(self.scale, self.tensor_scale, self.zero_point)
-        return dequantize(plain.codes, scales, self.blocks, self.spec, target)
+        return _dequantize(plain.codes, scales, self.blocks, self.spec, target)
 
     def pack(self) -> "QArray":
         """The same array with several codes to a byte, for elements of 1, 2, 4 or 6 bits."""
@@ -335,3 +344,40 @@ def _float_dtype(where: str, dtype: Any) -> np.dtype:
 def _stored_dtype(fmt: FloatFormat | None) -> np.dtype | None:
     """The dtype that scales of a format are kept in."""
     return None if fmt is None else fmt.dtype or fmt.code_dtype
+
+
+_differentiable = jax.custom_jvp(dequantized, nondiff_argnums=(2, 3, 4))
+
+
+def _dequantize_jvp(
+    blocks: Blocks, spec: BlockFormat, dtype: Any, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    (codes, scales), (_, dots) = primals, tangents
+    y = _differentiable(codes, scales, blocks, spec, dtype)
+    floats = {"scale": scales.scale, "tensor_scale": scales.tensor_scale}
+    moving = {n: a for n, a in floats.items() if not isinstance(getattr(dots, n), SymbolicZero)}
+    moving = {name: a for name, a in moving.items() if a is not None}
+    for name, a in moving.items():
+        if a.dtype not in FLOATS:
+            raise TypeError(
+                f"dequantize: {name} has dtype {a.dtype}, which has no derivative; learn a float32 "
+                "scale, e.g. with qtoolkit.gradients.lsq"
+            )
+
+    def product(moving: dict[str, jax.Array]) -> jax.Array:
+        q = dequantized(codes, Scales(None, None, scales.zero_point), blocks, spec, jnp.float32)
+        scale = differentiable_scale(
+            moving.get("scale", scales.scale),
+            moving.get("tensor_scale", scales.tensor_scale),
+            spec,
+        )
+        view = blocks.split(q)
+        scale = spread(blocks.spread(scale), view)
+        return blocks.join(linear_product(view, scale, zero_absorbs=False))
+
+    _, y_dot = jax.jvp(product, (moving,), ({name: getattr(dots, name) for name in moving},))
+    return y, linear_in_dtype(y_dot, y.dtype)
+
+
+_differentiable.defjvp(_dequantize_jvp, symbolic_zeros=True)
+_dequantize = jax.jit(_differentiable, static_argnums=(2, 3, 4))

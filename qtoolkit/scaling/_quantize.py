@@ -27,8 +27,10 @@ from qtoolkit.casts.internal import (
     without_derivative,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, SpecLike
+from qtoolkit.scaling._blocks import scale_shape
 from qtoolkit.scaling._elements import Scales
-from qtoolkit.scaling._engine import block_codes, find_scales, scale_shape
+from qtoolkit.scaling._engine import block_codes
+from qtoolkit.scaling._find_scales import find_scales
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._scales import least_scale
 
@@ -67,8 +69,8 @@ def quantize(
       scale: Scales to use instead of those that `x` gives, for instance calibrated ones: an array
         in the shape of the scales, `spec.scale_shape(x.shape)`, or a number where there is one
         scale. They are rounded to the scale format. Values are checked where they are known, that
-        is not under `jit`: positive, and within what float32 can divide by. Beside given scales a
-        NaN is what the cast to the element makes of it: 0 in integers.
+        is not under `jit`: positive, and within what float32 can divide by. With such scales
+        a NaN is what the cast to the element makes of it: 0 in integers.
       tensor_scale: A second scale to use, for formats that have one: shared by several tensors.
       zero_point: With `scale`, for formats with zero points: integers in its shape.
       packed: Whether codes of fewer than eight bits share bytes along the last axis, see `pack`.
@@ -99,7 +101,7 @@ def quantize(
       Array([[   0.5,   -2. ,   63.5],
              [   8. , -120. ,  254. ]], dtype=float32)
     """
-    array, spec, given, projection = check_quantize(
+    array, spec, fixed, projection = check_quantize(
         "quantize", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
         random_bits, index_offset,
     )  # fmt: skip
@@ -112,7 +114,7 @@ def quantize(
         raise ValueError("quantize: packed=True for a scalar, expected at least one axis")
     array = without_derivative(array, _NO_DERIVATIVE)
     with types_of(array):
-        codes, scales = _quantize(array, given, projection, spec, packed)
+        codes, scales = _quantize(array, fixed, projection, spec, packed)
     return QArray(
         codes,
         scales.scale,
@@ -150,17 +152,17 @@ def check_quantize(
         raise ValueError(
             f"{where}: saturation='none' with zero points, expected 'finite': they always clamp"
         )
-    given = Scales(
-        _given_scale(where, "scale", scale, spec, spec.scale, shape),
-        _given_scale(where, "tensor_scale", tensor_scale, spec, spec.tensor_scale, ()),
-        _given_zero_point(where, zero_point, scale, spec, shape),
+    fixed = Scales(
+        _check_scale(where, "scale", scale, spec, spec.scale, shape),
+        _check_scale(where, "tensor_scale", tensor_scale, spec, spec.tensor_scale, ()),
+        _check_zero_point(where, zero_point, scale, spec, shape),
     )
-    if given.scale is not None and spec.tensor_scale is not None and given.tensor_scale is None:
+    if fixed.scale is not None and spec.tensor_scale is not None and fixed.tensor_scale is None:
         raise ValueError(f"{where}: scale without tensor_scale for {spec.name}, expected both")
-    return array, spec, given, projection
+    return array, spec, fixed, projection
 
 
-def _given_scale(
+def _check_scale(
     where: str,
     name: str,
     value: ArrayLike | None,
@@ -183,8 +185,8 @@ def _given_scale(
         check_domain(where, name, fmt.values()[np.asarray(array)] if is_code else array, domain)
     if array.dtype == own:
         return array
-    wide = array.astype(jnp.float32) if array.dtype not in FLOATS else exact_float32(array)
-    return to_stored(jnp.maximum(wide, np.float32(float(least_scale(fmt)))), fmt)
+    numbers = array.astype(jnp.float32) if array.dtype not in FLOATS else exact_float32(array)
+    return to_stored(jnp.maximum(numbers, np.float32(float(least_scale(fmt)))), fmt)
 
 
 def _domain(name: str, fmt: FloatFormat, spec: BlockFormat) -> Domain:
@@ -202,7 +204,7 @@ def _domain(name: str, fmt: FloatFormat, spec: BlockFormat) -> Domain:
     return Domain(text, lambda values: (values >= first) & (values <= last))
 
 
-def _given_zero_point(
+def _check_zero_point(
     where: str,
     value: ArrayLike | None,
     scale: ArrayLike | None,
@@ -252,13 +254,13 @@ def _in_shape(
 @functools.partial(jax.jit, static_argnames=("spec", "packed"))
 def _quantize(
     x: jax.Array | np.ndarray,
-    given: Scales,
+    fixed: Scales,
     projection: Projection,
     spec: BlockFormat,
     packed: bool,
 ) -> tuple[jax.Array, Scales]:
     x = jnp.asarray(x)
-    scales, nonzero = find_scales(x, spec, given)
+    scales, nonzero = find_scales(x, spec, fixed)
     return block_codes(x, spec, projection, scales, nonzero, packed=packed), scales
 
 

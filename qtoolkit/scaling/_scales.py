@@ -24,7 +24,6 @@ from qtoolkit.casts.internal import (
     ieee_quotient,
     is_zero,
     positive_to_stored,
-    power_from_stored,
     power_of_two,
     power_to_stored,
     product,
@@ -46,7 +45,6 @@ from qtoolkit.formats import (
 from qtoolkit.formats.internal import POWER_RULES, binade
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
-_SAFE = 100  # products with 2**e are used for -100 <= e <= 100 at most: see `are_safe`
 
 
 def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
@@ -86,16 +84,7 @@ def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
-    """The scale of blocks with this amax, as it is stored. Of several candidates the first one.
-
-    Args:
-      amax: float32, finite, not negative, or NaN, which makes the scale NaN.
-      spec: Has a scale.
-      tensor_scale: As `tensor_scale_from` gives it, where `spec` has one.
-
-    Returns:
-      Shape of `amax`; the dtype of the scale format, or that of its codes if it has none.
-    """
+    """The stored scale of blocks with this amax, float32; NaN for NaN. The first of candidates."""
     return candidate_scales(amax, spec, tensor_scale)[0]
 
 
@@ -183,10 +172,8 @@ def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
 
 @elementwise
 def _dividing_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
-    """Largest element * largest scale / amax, by which results are divided; 1 for zeros.
-
-    Source: `generate_gparam` of compressed-tensors.
-    """
+    """Largest element * largest scale / amax, by which results are divided; 1 for zeros."""
+    # As `generate_gparam` of compressed-tensors computes it.
     assert spec.scale is not None
     largest = np.float32(float(spec.largest * spec.largest_scale))
     one = jnp.ones_like(amax)
@@ -227,13 +214,10 @@ def effective(
     """The float32 number by which a value of the element format is multiplied.
 
     Do not compute with it if scales are powers of two: it may be subnormal, which XLA's CPU reads
-    as zero.
-
-    Args:
-      is_own: Whether `scale` comes from `scale_from`. Then XLA cannot skip its rounding, and
-        `astype`, one operation, replaces 35.
+    as zero. `is_own` says that `scale` comes from `scale_from`.
     """
     assert spec.scale is not None
+    # XLA cannot skip the rounding of such a scale, so `astype`, one operation, replaces 35.
     is_narrow = is_own and spec.scale.bits == 8 and spec.scale.dtype is not None
     value = scale.astype(jnp.float32) if is_narrow else from_stored(scale, spec.scale)
     if tensor_scale is not None:
@@ -261,34 +245,6 @@ def differentiable_scale(
 def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
     """Add trailing axes, so that one number for each tensor of a batch broadcasts to `scales`."""
     return tensor_scale.reshape(tensor_scale.shape + (1,) * (scales.ndim - tensor_scale.ndim))
-
-
-def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array]:
-    """For scales that are powers of two: e, such that x ~ q * 2**e, and whether they are NaN."""
-    assert spec.scale is not None
-    exponent, is_nan = power_from_stored(scale, spec.scale)
-    return exponent + np.int32(spec.element_exponent), is_nan
-
-
-def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """2**-exponent and 2**exponent where `are_safe`, to multiply by; NaN where `is_nan`."""
-    # Divisions of 1, exact here: XLA's CPU divides once for each block, but repeats shifts and
-    # selections for each element.
-    one = jnp.where(is_nan, np.float32(np.nan), np.float32(1))
-    exponent = jnp.clip(exponent, -126, 126)
-    return one / power_of_two(exponent), one / power_of_two(-exponent)
-
-
-def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
-    """Whether multiplying by `factors` is exact, though XLA's products read subnormals as zero.
-
-    It is exact if every positive element times 2**exponent is at least 2**-125: for E4M3FN, whose
-    least value is 2**-9, from exponent -116 on. Subnormal data, below 2**-126, are then less than
-    half of that least element and are rounded to zero anyway. Exponents beyond -100 and 100 never
-    count as safe.
-    """
-    lowest = -min(_SAFE, 125 + _binary(spec.element.min_positive)[0])
-    return (exponent >= lowest) & (exponent <= _SAFE)
 
 
 @elementwise
@@ -322,20 +278,16 @@ def unclamped_range(spec: BlockFormat) -> tuple[float, float]:
 
 
 def has_normal_powers(spec: BlockFormat) -> bool:
-    """Whether the scales of data are E8M0 codes and each 2**-e is a normal number of float32.
-
-    The largest element must be 4 or more: e is the exponent of an amax less that of the largest
-    element, so at most 126.
-    """
+    """Whether the scales of data are E8M0 codes and each 2**-e is a normal number of float32."""
+    # If the largest element is 4 or more: e is the exponent of an amax less that of the largest
+    # element, so at most 126.
     is_plain = spec.rule in POWER_RULES and not spec.element_exponent
     return is_plain and spec.scale == E8M0FNU and spec.largest >= 4
 
 
 def _least_carrying(spec: BlockFormat) -> int:
-    """The least fraction of an amax, in units of 2**-23, for which the exponent of the scale is
-    one more; 2**23 if there is none.
-    """
-    significand = _binary(spec.largest)[1]
+    """The least fraction of an amax, of 2**23, for which the exponent of the scale is one more."""
+    significand = spec.largest / Fraction(2) ** binade(spec.largest)
     match spec.rule:
         case "ceil":
             return 1
@@ -346,7 +298,7 @@ def _least_carrying(spec: BlockFormat) -> int:
             return math.ceil((significand - 1) * 2**23)
         case "even":
             return 2**23 - (2**22 >> spec.element.mantissa_bits)
-    return 2**23
+    return 2**23  # there is none
 
 
 def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
@@ -355,12 +307,6 @@ def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     amax_exponent, fraction = binary_parts(amax)
     e = amax_exponent - np.int32(binade(spec.largest))
     e += (fraction >= np.uint32(_least_carrying(spec))).astype(jnp.int32)
-    lowest = _binary(least_scale(spec.scale))[0]
-    highest = _binary(min(spec.scale.max_finite, FLOAT32.max_finite))[0]
+    lowest = binade(least_scale(spec.scale))
+    highest = binade(min(spec.scale.max_finite, FLOAT32.max_finite))
     return jnp.where(is_zero(amax), np.int32(lowest), jnp.clip(e, lowest, highest))
-
-
-def _binary(value: Fraction) -> tuple[int, Fraction]:
-    """Exponent and significand, 1 <= significand < 2."""
-    exponent = binade(value)
-    return exponent, value / Fraction(2) ** exponent

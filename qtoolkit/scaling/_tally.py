@@ -20,10 +20,11 @@ from qtoolkit.casts.internal import (
     power_of_two,
 )
 from qtoolkit.formats import BlockFormat
+from qtoolkit.scaling._blocks import blocks_of
 from qtoolkit.scaling._elements import Scales
-from qtoolkit.scaling._engine import blocks_of, scaled_and_unscaled
+from qtoolkit.scaling._engine import scaled_and_unscaled
 from qtoolkit.scaling._metrics import comparison, occurrences, saturates
-from qtoolkit.scaling._observer import MAX, SUM, AxisNames, Merge, merged
+from qtoolkit.scaling._observer import MAX, SUM, Merge, Mergeable
 from qtoolkit.scaling._scales import effective
 
 Array = jax.Array
@@ -40,7 +41,7 @@ _COUNTS = ("saturated", "alive", "flushed", "nonfinite", "compared")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Tally:
+class Tally(Mergeable):
     """What rounding did to one or more arrays; `a + b` is the tally of both. A pytree, all float32.
 
     Counts are exact below 2**24, sums right to 1e-6. The properties are numbers of Python and need
@@ -73,11 +74,7 @@ class Tally:
     largest_scale: Array = dataclasses.field(metadata=MAX)
 
     def __add__(self, other: Self) -> Self:
-        return merged(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
-
-    def merge_across(self, axis_name: AxisNames) -> Self:
-        """The sum over all devices along mesh axes, as `Observer.merge_across`."""
-        return merged(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
+        return self.merge(other)
 
     @property
     def sqnr_db(self) -> float:
@@ -138,30 +135,33 @@ TALLY_SHAPES: dict[str, tuple[int, ...]] = {
 def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -> Array:
     """float32[TALLY_SIZE]: the tally of `x`, which was rounded to q * scale. Vectors add.
 
-    Args:
-      q, scales: As `operand_values` gives them.
-      spec: None where `x` stays wide.
+    q and scales are as from `operand_values`; `spec` is None where `x` is not quantized.
     """
-    wide = exact_float32(x)
-    saturated, y = jnp.zeros_like(wide, bool), wide
+    before = exact_float32(x)
+    saturated, after = jnp.zeros_like(before, bool), before
     if spec is not None:
-        u, y = scaled_and_unscaled(x, q, spec, scales)
+        u, after = scaled_and_unscaled(x, q, spec, scales)
         saturated = saturates(x, u, spec)
-    errors = comparison(wide, y, saturated)
+    errors = comparison(before, after, saturated)
     extremes = [errors.amax]
     if spec is not None and scales.scale is not None:
         extremes += _least_and_largest(_scales_in_use(x, spec, scales, errors.amax))
     counts = [np.float32(1), np.float32(x.size), *(getattr(errors, name) for name in _COUNTS)]
     first = jnp.stack([jnp.asarray(n, jnp.float32) for n in counts])
-    entries: list[tuple[Array, Array]] = [
-        (jnp.arange(len(counts)), first),
-        _slots(errors.sums, errors.exponents),
-        _marks(extremes),
-    ]
+    # Each sum goes to the slot for its size, in units of that slot.
+    power = errors.exponents - np.int32(_FIRST)
+    slot, rest = power >> np.int32(_SLOT_BITS), power & np.int32(2**_SLOT_BITS - 1)
+    moments = _STARTS["moments"] + _SLOTS * np.arange(4, dtype=np.int32) + slot
+    bits = np.array(list(_EXTREMES.values())[: len(extremes)], np.uint32)
+    starts = np.array([_STARTS[name] for name in _EXTREMES], np.int32)[None, : len(extremes)]
+    places, marks = _mark(jnp.stack(extremes), bits)
     # One scatter: of a concatenation XLA would compile a loop for every piece.
-    places, numbers = (jnp.concatenate(part) for part in zip(*entries, strict=True))
-    occurring = occurrences(_STARTS["exponents"] + _binade(wide), TALLY_SIZE)
-    return occurring.astype(jnp.float32).at[places].add(numbers)
+    at = jnp.concatenate([jnp.arange(len(counts)), moments, (places + starts).reshape(-1)])
+    numbers = jnp.concatenate([first, errors.sums * power_of_two(rest), marks.reshape(-1)])
+    bins = jnp.where(is_zero(before), 0, floor_log2(before) - np.int32(LOWEST_EXPONENT - 1))
+    bins = jnp.where(jnp.isfinite(before), bins, _BINS)
+    occurring = occurrences(_STARTS["exponents"] + bins, TALLY_SIZE)
+    return occurring.astype(jnp.float32).at[at].add(numbers)
 
 
 def tally_of(vector: Array) -> Tally:
@@ -198,28 +198,6 @@ def _least_and_largest(values: Array) -> list[Array]:
     return lax.reduce(tuple(finite), ends, further, tuple(range(values.ndim)))
 
 
-def _slots(sums: Array, exponents: Array) -> tuple[Array, Array]:
-    """The place of each sum in the vector, and the sum in units of the slot there."""
-    power = exponents - np.int32(_FIRST)
-    slot, rest = power >> np.int32(_SLOT_BITS), power & np.int32(2**_SLOT_BITS - 1)
-    first = _STARTS["moments"] + _SLOTS * np.arange(4, dtype=np.int32)
-    return first + slot, sums * power_of_two(rest)
-
-
-def _binade(x: Array) -> Array:
-    """int32, the bin of `exponents` that each element belongs to; _BINS where it is not finite."""
-    bins = jnp.where(is_zero(x), 0, floor_log2(x) - np.int32(LOWEST_EXPONENT - 1))
-    return jnp.where(jnp.isfinite(x), bins, _BINS)
-
-
-def _marks(extremes: list[Array]) -> tuple[Array, Array]:
-    """The places in the vector of the marks of `extremes`, and the marks."""
-    bits = tuple(_EXTREMES.values())[: len(extremes)]
-    starts = np.array(list(map(_STARTS.__getitem__, _EXTREMES)), np.int32)
-    places, marks = _mark(jnp.stack(extremes), np.array(bits, np.uint32))
-    return (places + starts[None, : len(extremes)]).reshape(-1), marks.reshape(-1)
-
-
 def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
     """int32 [3, n] and float32 [3, n]: the places of n marks, and the marks."""
     at, step = bucket(values, bits), np.exp2(bits.astype(np.float32) - 23)
@@ -239,15 +217,13 @@ def marked(value: Array, bits: int) -> Array:
 
 
 def extreme(marks: Array, bits: int, *, lowest: bool) -> Array:
-    """The largest or least of the values that were marked; infinity or 0 where there are none.
-
-    Exact if the outermost bucket holds a single value. Of n values with mean m and standard
-    deviation s, none is beyond m + s * sqrt(n - 1) (m - s * sqrt(n - 1) for the least). This bound
-    is returned, limited to the bucket, so the largest value is not returned too small, nor the
-    least too large. In the other direction, even if all n are equal, the rounding of the float32
-    sums adds up to about 1e-4 for a few values, 2.3e-3 for 48. The error never exceeds the width of
-    the bucket.
-    """
+    """The largest or least of the values that were marked; infinity or 0 where there are none."""
+    # Exact if the outermost bucket holds a single value. Of n values with mean m and standard
+    # deviation s, none is beyond m + s * sqrt(n - 1) (m - s * sqrt(n - 1) for the least). This
+    # bound is returned, limited to the bucket, so the largest value is not returned too small, nor
+    # the least too large. In the other direction, even if all n are equal, the rounding of the
+    # float32 sums adds up to about 1e-4 for a few values, 2.3e-3 for 48. The error never exceeds
+    # the width of the bucket.
     counts, sums, squares = marks.reshape(3, -1)
     places = lax.broadcasted_iota(jnp.int32, counts.shape, 0)
     if lowest:

@@ -80,7 +80,15 @@ def transposed(array: "QArray", axes: tuple[Any, ...]) -> "QArray":
 
 
 def reshaped(array: "QArray", shape: tuple[Any, ...]) -> "QArray":
-    new_shape = _resolved(array, _flat("reshape", shape))
+    new_shape = _flat("reshape", shape)
+    known = math.prod(n for n in new_shape if n != -1)
+    if new_shape.count(-1) == 1 and known and array.size % known == 0:
+        new_shape = tuple(array.size // known if n == -1 else n for n in new_shape)
+    if math.prod(new_shape) != array.size or min(new_shape, default=1) < 1:
+        raise ValueError(
+            f"QArray: reshape{new_shape} of an array of shape {array.shape}, expected lengths "
+            f"whose product is {array.size}, one of which may be -1"
+        )
     blocks = array.blocks.reshaped(new_shape)
     batch = getattr(array.tensor_scale, "ndim", 0)
     if new_shape[:batch] != array.shape[:batch]:
@@ -158,18 +166,6 @@ def _index_of_each_axis(array: "QArray", index: Any) -> list[int | slice]:
             )
         items[axis] = int(item) % array.shape[axis]
     return items
-
-
-def _resolved(array: "QArray", shape: tuple[int, ...]) -> tuple[int, ...]:
-    known = math.prod(n for n in shape if n != -1)
-    if shape.count(-1) == 1 and known and array.size % known == 0:
-        shape = tuple(array.size // known if n == -1 else n for n in shape)
-    if math.prod(shape) != array.size or min(shape, default=1) < 1:
-        raise ValueError(
-            f"QArray: reshape{shape} of an array of shape {array.shape}, expected lengths whose "
-            f"product is {array.size}, one of which may be -1"
-        )
-    return shape
 
 
 def _flat(where: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:

@@ -2,29 +2,30 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
-from qtoolkit.scaling._amax import check_axes
 from qtoolkit.scaling._awq import searched
 from qtoolkit.scaling._blocks import (
     Blocks,
     TornBlocksError,
+    blocks_of,
+    check_axes,
     explicit_spec,
     largest_magnitude,
     magnitude_max,
 )
 from qtoolkit.scaling._contraction import Contraction, check_inputs
-from qtoolkit.scaling._elements import Scales, element_values, may_overflow
+from qtoolkit.scaling._elements import Scales, element_values
 from qtoolkit.scaling._engine import (
     block_codes,
     block_values,
-    blocks_of,
     dequantized,
-    find_scales,
+    may_overflow,
     operand_codes,
     operand_values,
     scaled_values,
     single_scale,
     unscaled_values,
 )
+from qtoolkit.scaling._find_scales import find_scales
 from qtoolkit.scaling._gptq import solved
 from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import (

@@ -293,10 +293,10 @@ def test_repr_can_be_read():
     x = np.array([1000.0, 1.0, 2.0**-20, np.nan], np.float32)
     text = repr(metrics(x, "e4m3fn", scale=1.0))
     assert text == (
-        "Metrics(SQNR 5.16 dB, max error 552, cosine 0.999999, saturated 25 %, flushed 33.3 %, "
+        "Metrics(SQNR 5.16 dB, max error 552, cosine 0.999999, saturated 25 %, underflowed 33.3 %, "
         "1 not finite, 4 of 256 codes used)"
     )
-    assert repr(metrics(x, "float16")).endswith("flushed 0 %, 1 not finite)")
+    assert repr(metrics(x, "float16")).endswith("underflowed 0 %, 1 not finite)")
     batched = repr(jax.tree.map(lambda leaf: np.stack([leaf] * 2), metrics(x, "float16")))
     assert batched.startswith("Metrics(sqnr_db=array([")
     traced = []
