@@ -128,7 +128,7 @@ def quantize_linear(
         operator.check_type("precision", division, dict.fromkeys(_FLOATS, 23))
     tensors = (x, y_scale, y_zero_point)
     types = (_DATA, {**_SCALES, _T.INT32: 19})
-    source, scale_type, zero_type = _types(operator, "y", tensors, types)
+    source, scale_type, zero_type = _tensor_types(operator, "y", tensors, types)
     granularity = _granularity(operator, "y_scale", y_scale, x, axis, block_size)
     if 19 <= opset < 23 and scale_type is not source:
         raise TypeError(
@@ -205,7 +205,7 @@ def dequantize_linear(
     target = operator.optional_type("output_dtype", output_dtype, since=23)
     tensors = (x, x_scale, x_zero_point)
     types = ({**_QUANTIZED, _T.INT32: 10}, _SCALES)
-    source, scale_type, zero_type = _types(operator, "x", tensors, types)
+    source, scale_type, zero_type = _tensor_types(operator, "x", tensors, types)
     granularity = _granularity(operator, "x_scale", x_scale, x, axis, block_size)
     target = target or scale_type
     operator.check_type("the output", target, {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10})
@@ -273,7 +273,7 @@ _NO_DERIVATIVE = (
 )
 
 
-def _types(
+def _tensor_types(
     operator: Operator,
     prefix: str,
     tensors: tuple[Any, Any, Any],

@@ -46,7 +46,7 @@ def test_the_readme_quotes_the_stored_results():
     assert block.strip() == figures(readme_figures.stored_results())
 
 
-def test_the_titles_and_rows_are_those_that_the_benchmarks_write():
+def test_titles_and_rows_are_what_the_benchmarks_write():
     stored = readme_figures.stored_results()
     block = figures(stored)
     sought = [quoted.sentence.split("{}")[0] for quoted in QUOTED if quoted.benchmark in stored]

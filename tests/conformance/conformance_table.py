@@ -348,9 +348,8 @@ FORMATS = "formats/test_promote.py"
 
 def rounded_by_numpy():
     """Pairs of the test that raise: `promote` itself is called, it takes microseconds."""
-    wide = module(FORMATS).WIDE
     raised = 0
-    for pair in itertools.product(wide, repeat=2):
+    for pair in itertools.product(module(FORMATS).NUMPY_DTYPES, repeat=2):
         try:
             qtoolkit.promote(*pair)
         except ValueError:
@@ -401,7 +400,7 @@ ROWS = {
     },
     "onnx.bit_cast": {
         "official": lambda: official("test_bitcast"),
-        "every pattern of 16 bits and less, random wider ones": lambda: [
+        "every pattern of 16 bits and less, random ones of more bits": lambda: [
             sum(len(names) ** 2 for names in module(RANGE).WIDTHS.values())
         ],
     },
@@ -467,7 +466,7 @@ ROWS = {
                 "combinations_with_replacement",
             ),
         ],
-        "wide formats": lambda: (
+        "dtypes of NumPy": lambda: (
             [combinations(FORMATS, "test_numpy_agrees_but_where_it_rounds", "product")],
             [rounded_by_numpy()],
         ),

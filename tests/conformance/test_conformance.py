@@ -57,13 +57,13 @@ SHOWN = """Node tests: 9 run, 8 pass,
 
 | What | Oracle | Cases | Deviations |
 | --- | --- | --- | --- |
-| wide | NumPy | 144 pairs | 20 |
+| dtypes | NumPy | 144 pairs | 20 |
 """
 COUNTED = {"official": ([60], [2]), "every number": ([4, 8_044_842], [])}
 
 
 def test_numbers_are_put_in_their_place():
-    new = with_numbers(SHOWN, {"onnx.cast": COUNTED, "promote": {"wide": ([9], [])}})
+    new = with_numbers(SHOWN, {"onnx.cast": COUNTED, "promote": {"dtypes": ([9], [])}})
     expected = SHOWN.replace("| 7 | 1 |", "| 60 | 2 |").replace(
         "9 run, 8 pass,\n1", "60 run, 58 pass,\n2"
     )

@@ -168,13 +168,13 @@ def test_p3109_formats_by_enumeration():
             assert got(a, b) == expected(a, b), (a.name, b.name)
 
 
-WIDE = ["bool", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64))]
-WIDE += ["float16", "float32", "float64"]
+NUMPY_DTYPES = ["bool", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64))]
+NUMPY_DTYPES += ["float16", "float32", "float64"]
 
 
 def test_numpy_agrees_but_where_it_rounds():
     """NumPy sends 64-bit integers with floats, and uint64 with signed ones, to float64."""
-    for a, b in itertools.product(WIDE, repeat=2):
+    for a, b in itertools.product(NUMPY_DTYPES, repeat=2):
         floats = [name for name in (a, b) if name.startswith("float")]
         rounds = "uint64" in (a, b) and any(name.startswith("int") for name in (a, b))
         rounds |= bool(floats) and bool({a, b} & {"int64", "uint64"})

@@ -61,7 +61,7 @@ def test_converting_gguf_is_converting_those_numbers(tmp_path, source):
         assert direct[name].tobytes() == array.tobytes()
 
 
-def test_layouts_whose_loaders_do_not_know_the_names_are_refused(tmp_path, source):
+def test_layouts_that_cannot_hold_gguf_names_are_refused(tmp_path, source):
     """It was written, with a line that could not load it: transformers has no "blk.0.Q8_0"."""
     dequantize_checkpoint(tmp_path / "model.gguf", tmp_path / "wide")
     for path in (tmp_path / "model.gguf", tmp_path / "wide"):
