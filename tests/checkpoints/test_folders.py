@@ -101,7 +101,7 @@ def test_a_folder_gets_index_config_and_other_files(source, tmp_path):
     ]
 
 
-def test_keep_dtype_casts_what_stays_wide(tmp_path):
+def test_keep_dtype_casts_unquantized_tensors(tmp_path):
     wide = {name: array.astype(np.float32) for name, array in WEIGHTS.items()}
     source = sharded(tmp_path / "src", wide)
     write_json(source / "config.json", CONFIG | {"torch_dtype": "float32"})
