@@ -54,8 +54,8 @@ def check_loads(source: Checkpoint, plan: Plan) -> None:
 def check_fit(
     source: Checkpoint, layout: str, misfits: Sequence[tuple[Tensor, Scheme, str]]
 ) -> None:
-    """Raises where blocks are no even parts of a weight; names all of these, a line for each layer
-    of many. `misfits` are weights with the scheme and the reason.
+    """Raises where blocks do not fill weights, and names all of these, those of many layers by one
+    pattern. `misfits` are weights with the scheme and the reason.
     """
     if not misfits:
         return

@@ -183,12 +183,12 @@ class _Planner:
         self, format: SpecLike | Rules[Any] | None, skip: Sequence[str], allow_codes: bool
     ) -> Plan:
         chosen, rules = self._rules(format)
-        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in formats_of(rules))
+        formats = formats_of(rules)
+        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in formats)
         if self.scaling is not None and not has_scales:
-            names = ", ".join(dict.fromkeys(f.name for f in formats_of(rules)))
+            names = ", ".join(dict.fromkeys(f.name for f in formats)) or "what no rule quantizes"
             raise MisuseError(
-                f"--scaling {self.scaling}: {names or 'what no rule quantizes'} has no scales, "
-                "expected no --scaling; omit it"
+                f"--scaling {self.scaling}: {names} has no scales, expected no --scaling; omit it"
             )
         is_one_format = not isinstance(chosen, Rules)
         patterns = skip_patterns(skip, self.source.tensors)
@@ -215,9 +215,6 @@ class _Planner:
         # Without any scheme in use, what was asked for.
         word = ", ".join(words) or ((self.scaling or "tensor") if has_scales else "none")
         unquantized = unquantized_modules(tensors) if used else []
-        for tensor, (pattern, reason) in itertools.product(tensors, self.layout.refused.items()):
-            if used and re.search(pattern, tensor.name):
-                raise self._error(tensor.source, reason)
         return Plan(
             layout=self.layout.name,
             format=chosen,
@@ -233,7 +230,7 @@ class _Planner:
     def _check_schemes(
         self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]
     ) -> None:
-        """Raises if nothing is quantized, or several schemes are used in a layout of one."""
+        """Raises if the layout cannot hold these schemes together, or nothing is quantized."""
         if not used and self.layout.linear_only:
             reasons = [tensor.reason for tensor in tensors if tensor.reason]
             counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
@@ -247,6 +244,9 @@ class _Planner:
                 f"layout {self.layout.name}: {len(used)} formats by the rules, expected one; only "
                 "compressed-tensors holds several"
             )
+        for tensor, (pattern, reason) in itertools.product(tensors, self.layout.refused.items()):
+            if used and re.search(pattern, tensor.name):
+                raise self._error(tensor.source, reason)
 
     def _rules(
         self, format: SpecLike | Rules[Any] | None

@@ -168,8 +168,8 @@ def test_what_convert_keeps_the_others_accept(tmp_path, dtype):
     assert not verify(source, tmp_path / "out").problems
     assert [t.equal for t in compare(source, tmp_path / "out").tensors].count(False) == 1
     np.testing.assert_array_equal(load(tmp_path / "out")["model.a.weight"], kept)
-    dequantize_checkpoint(tmp_path / "out", tmp_path / "wide")
-    np.testing.assert_array_equal(load(tmp_path / "wide")["model.a.weight"], kept)
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "unquantized")
+    np.testing.assert_array_equal(load(tmp_path / "unquantized")["model.a.weight"], kept)
 
 
 @pytest.mark.parametrize(

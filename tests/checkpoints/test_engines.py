@@ -85,7 +85,7 @@ def test_the_line_to_write_is_of_one_layer(tmp_path):
     assert kept(plan(src, skip=[words[1]])) == {*of_layers(names[4], names[5])}
 
 
-def test_all_parts_of_some_layers_may_be_left_out(tmp_path):
+def test_all_parts_of_some_layers_may_be_skipped(tmp_path):
     src = folder(tmp_path / "src", of_layers(*JOINED[0][0], *JOINED[1][0]))
     assert len(kept(plan(src, skip=[r"layers\.0\."]))) == 5
 

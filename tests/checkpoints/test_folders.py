@@ -101,7 +101,7 @@ def test_a_folder_gets_index_config_and_other_files(source, tmp_path):
     ]
 
 
-def test_keep_dtype_casts_what_stays_wide(tmp_path):
+def test_keep_dtype_casts_unquantized_tensors(tmp_path):
     wide = {name: array.astype(np.float32) for name, array in WEIGHTS.items()}
     source = sharded(tmp_path / "src", wide)
     write_json(source / "config.json", CONFIG | {"torch_dtype": "float32"})
@@ -606,14 +606,14 @@ def test_a_model_of_diffusers_keeps_its_names(tmp_path):
     printed = subprocess.run([*words, *limit], capture_output=True, check=True, text=True).stdout
     assert "no loader of models reads layout plain" in printed
     assert "transformers" not in printed
-    dequantize_checkpoint(tmp_path / "dst", tmp_path / "wide", dtype="bfloat16")
+    dequantize_checkpoint(tmp_path / "dst", tmp_path / "unquantized", dtype="bfloat16")
     convert(src, tmp_path / "halves", format="bfloat16")
-    for folder, count in (("dst", 2), ("wide", 1), ("halves", 1)):
+    for folder, count in (("dst", 2), ("unquantized", 1), ("halves", 1)):
         found = sorted(name for name in os.listdir(tmp_path / folder) if base in name)
         expected = [f"{base}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         expected += [f"{base}.safetensors.index.json"]
         assert found == (expected if count > 1 else [f"{base}.safetensors"])
-    assert set(load(tmp_path / "wide" / f"{base}.safetensors")) == set(WEIGHTS)
+    assert set(load(tmp_path / "unquantized" / f"{base}.safetensors")) == set(WEIGHTS)
     with pytest.raises(CheckpointError, match="a model of diffusers, by _class_name"):
         convert(src, tmp_path / "other", layout="compressed-tensors")
     write_json(src / f"{base}.safetensors.index.json", {"weight_map": files | {"z": "x"}})

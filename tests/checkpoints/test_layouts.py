@@ -413,9 +413,9 @@ def test_what_a_layout_cannot_hold_of_a_tensor(tmp_path, name, shape, layout, fm
 def test_a_quantized_file_is_quantized_anew_from_its_values(tmp_path):
     save(tmp_path / "src", weights())
     convert(tmp_path / "src", tmp_path / "int8", layout=COMPRESSED, format="int8")
-    dequantize_checkpoint(tmp_path / "int8", tmp_path / "wide")
+    dequantize_checkpoint(tmp_path / "int8", tmp_path / "unquantized")
     report = convert(tmp_path / "int8", tmp_path / "again", format="e4m3fn")
-    convert(tmp_path / "wide", tmp_path / "expected", format="e4m3fn")
+    convert(tmp_path / "unquantized", tmp_path / "expected", format="e4m3fn")
     assert report.dequantized == COMPRESSED
     again, expected = load(tmp_path / "again"), load(tmp_path / "expected")
     assert again.keys() == expected.keys()
@@ -440,8 +440,8 @@ def test_packed_integers_of_other_widths_are_told_apart(tmp_path):
     weights = {"num_bits": 8, "type": "int", "group_size": 64}
     quantization = {"quant_method": COMPRESSED, "config_groups": {"g": {"weights": weights}}}
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-    dequantize_checkpoint(folder, tmp_path / "wide")
-    found = load(tmp_path / "wide" / "model.safetensors")["a.weight"]
+    dequantize_checkpoint(folder, tmp_path / "unquantized")
+    found = load(tmp_path / "unquantized" / "model.safetensors")["a.weight"]
     np.testing.assert_array_equal(found, codes.astype(np.float32) - 128)
 
 
@@ -454,9 +454,9 @@ def test_only_scales_of_quantized_weights_are_dropped(tmp_path):
     save(src / "model.safetensors", {K: x, **others})
     (src / "config.json").write_text("{}")
     convert(src, out, layout="compressed-tensors", format="e4m3fn")
-    left = dequantize_checkpoint(out, tmp_path / "wide").left
+    left = dequantize_checkpoint(out, tmp_path / "unquantized").left
     assert left == ("model.layers.0.self_attn.k_scale",)  # the summary names it
-    found = load(tmp_path / "wide" / "model.safetensors")
+    found = load(tmp_path / "unquantized" / "model.safetensors")
     assert set(found) == {K, "model.head.output_scale"}
     convert(src, tmp_path / "plain", layout="plain")
     dequantize_checkpoint(tmp_path / "plain", tmp_path / "wide2")
@@ -541,10 +541,10 @@ def test_modelopt_whose_config_is_only_in_its_own_file(tmp_path, quantization, e
     (folder / "hf_quant_config.json").write_text(json.dumps(about))
     save(tmp_path / "src", weights() | wide)
     assert verify(tmp_path / "src", folder).problems == ()
-    dequantize_checkpoint(folder, tmp_path / "wide")
-    found = load(tmp_path / "wide" / "model.safetensors")
+    dequantize_checkpoint(folder, tmp_path / "unquantized")
+    found = load(tmp_path / "unquantized" / "model.safetensors")
     assert found.keys() == weights().keys() | wide.keys()
-    assert os.listdir(tmp_path / "wide").count("hf_quant_config.json") == 0
+    assert os.listdir(tmp_path / "unquantized").count("hf_quant_config.json") == 0
     report = convert(folder, tmp_path / "dst", layout="finegrained-fp8")
     assert report.dequantized == "modelopt"
     assert load(tmp_path / "dst" / "model.safetensors").keys() == found.keys() | {
@@ -554,8 +554,8 @@ def test_modelopt_whose_config_is_only_in_its_own_file(tmp_path, quantization, e
     with pytest.raises(CheckpointError, match=r"hf_quant_config.json: None under 'quantization'"):
         dequantize_checkpoint(folder, tmp_path / "other")
     about = {"quantization": {"kv_cache_quant_algo": "FP8"}}  # of unquantized weights
-    (tmp_path / "wide" / "hf_quant_config.json").write_text(json.dumps(about))
-    assert convert(tmp_path / "wide", tmp_path / "again", layout="plain").dequantized == ""
+    (tmp_path / "unquantized" / "hf_quant_config.json").write_text(json.dumps(about))
+    assert convert(tmp_path / "unquantized", tmp_path / "again", layout="plain").dequantized == ""
 
 
 def test_blocks_of_modelopt_are_read(tmp_path):

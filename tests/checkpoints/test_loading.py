@@ -128,6 +128,6 @@ def test_copied_codes_are_read_by_all(tmp_path, source, layout, dtype):
     convert(src, dst, layout=layout, skip=["o_proj"])
     assert verify(src, dst).problems == ()
     assert {t.name: t.equal for t in compare(src, dst).tensors} == {NAME: False, name: True}
-    dequantize_checkpoint(dst, tmp_path / "wide", allow_codes=True)
-    for folder in (dst, tmp_path / "wide"):
+    dequantize_checkpoint(dst, tmp_path / "unquantized", allow_codes=True)
+    for folder in (dst, tmp_path / "unquantized"):
         assert dequantize(load(folder))[name].tobytes() == kept.tobytes()

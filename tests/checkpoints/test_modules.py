@@ -103,7 +103,7 @@ MODELS = {  # kept, quantized: as in the checkpoint; kept, quantized: as transfo
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", MODELS)
-def test_what_stays_wide_is_ignored_and_nothing_else(name):
+def test_only_unquantized_modules_are_ignored(name):
     kept, quantized, loaded_kept, loaded_quantized = MODELS[name]
     listed = ignored(kept, quantized)
     assert listed[: len(kept)] == kept  # by name, for loaders that know no patterns

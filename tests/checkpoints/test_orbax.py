@@ -65,9 +65,9 @@ def test_a_tree_is_read_by_its_paths(folder, where):
 
 
 def test_converted_it_is_what_the_same_numbers_give(folder, tmp_path):
-    save(tmp_path / "wide", {k: np.asarray(v) for k, v in flat(TREE).items()})
+    save(tmp_path / "unquantized", {k: np.asarray(v) for k, v in flat(TREE).items()})
     options = {"format": "e4m3fn", "scaling": "channel", "channel_axis": "last"}
-    convert(tmp_path / "wide", tmp_path / "a.safetensors", **options)
+    convert(tmp_path / "unquantized", tmp_path / "a.safetensors", **options)
     report = convert(folder / "steps/12", tmp_path / "b.safetensors", **options)
     assert {t.name for t in report.tensors if t.action == "quantize"} == {
         "params.dense.kernel", "params.layers.0.kernel", "params.layers.1.kernel"
@@ -88,12 +88,12 @@ def flat(tree, prefix=""):
 def test_a_model_of_nnx(tmp_path):
     model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "wide", nnx.state(model))
-    with open_source(tmp_path / "wide") as source:
+        checkpointer.save(tmp_path / "unquantized", nnx.state(model))
+    with open_source(tmp_path / "unquantized") as source:
         assert set(source.tensors) == {
             f"layers.{i}.{name}" for i in range(2) for name in ("kernel", "bias")
         }
-    convert(tmp_path / "wide", tmp_path / "narrow", scaling="channel")
+    convert(tmp_path / "unquantized", tmp_path / "narrow", scaling="channel")
     state = load(tmp_path / "narrow", like=nnx.state(model))
     nnx.update(model, state)
     assert isinstance(model.layers[0].kernel[...], qt.QArray)
@@ -225,8 +225,8 @@ def test_a_model_of_nnx_there_and_back(tmp_path):
     """Oracle: `qt.quantize` of its kernels, and for the way back `dequantize`."""
     model = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "wide", nnx.state(model))
-    convert(tmp_path / "wide", tmp_path / "fp8", scaling="channel", to="orbax")
+        checkpointer.save(tmp_path / "unquantized", nnx.state(model))
+    convert(tmp_path / "unquantized", tmp_path / "fp8", scaling="channel", to="orbax")
     state = load(tmp_path / "fp8", like=nnx.state(model))
     expected = qt.quantize(
         model.layers[0].kernel[...], qt.BlockFormat.channel(qt.format("e4m3fn"), 1)
@@ -243,13 +243,15 @@ def test_a_model_of_nnx_there_and_back(tmp_path):
 
 
 def test_a_training_state_keeps_its_tree(tmp_path):
-    """Empty states of optax are None there. Moments stay wide: rounded to 0, Adam divides by it."""
+    """Empty states of optax are None there. Moments are not quantized: Adam divides by them, and
+    rounding would make them 0.
+    """
     params = {"dense": {"kernel": jnp.full((64, 32), 0.3), "bias": jnp.ones(32)}}
     tx = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
     state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "wide", state, custom_metadata={"run": 7})
-    report = convert(tmp_path / "wide", tmp_path / "fp8", to="orbax", scaling="channel")
+        checkpointer.save(tmp_path / "unquantized", state, custom_metadata={"run": 7})
+    report = convert(tmp_path / "unquantized", tmp_path / "fp8", to="orbax", scaling="channel")
     assert [tensor.name for tensor in report.quantized] == ["params.dense.kernel"]
     qt.checkpoints.dequantize_checkpoint(tmp_path / "fp8", tmp_path / "back", to="orbax")
     back = restored(tmp_path / "back", state)
@@ -263,9 +265,9 @@ def test_lists_and_what_is_empty_come_back(tmp_path):
     metadata = {"note": "hi", "step": 1000}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arguments = ocp.args.PyTreeSave(tree, custom_metadata=metadata)
-        checkpointer.save(tmp_path / "wide", args=arguments)
+        checkpointer.save(tmp_path / "unquantized", args=arguments)
     options = {"scaling": "tensor", "channel_axis": "last"}
-    convert(tmp_path / "wide", tmp_path / "fp8", to="orbax", **options)
+    convert(tmp_path / "unquantized", tmp_path / "fp8", to="orbax", **options)
     found = restored(tmp_path / "fp8")
     assert found["list"].keys() == {"0", "0_scale", "1"}  # a list has no place for a scale
     assert found["none"] is None
@@ -282,8 +284,8 @@ def test_a_plain_tree_with_a_lone_value(tmp_path):
     """A variable of nnx looks the same in a checkpoint; `like` says what it is."""
     tree = {"only": {"value": jnp.full((32, 32), 0.5)}, "b": jnp.ones(3)}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "wide", tree)
-    convert(tmp_path / "wide", tmp_path / "fp8", to="orbax", scaling="tensor")
+        checkpointer.save(tmp_path / "unquantized", tree)
+    convert(tmp_path / "unquantized", tmp_path / "fp8", to="orbax", scaling="tensor")
     assert same(load(tmp_path / "fp8", like=tree)["only"]["value"].dequantize(), np.float32(
         tree["only"]["value"]
     ))  # fmt: skip
@@ -296,14 +298,16 @@ def test_a_plain_tree_with_a_lone_value(tmp_path):
 
 def test_many_small_arrays_are_read_together(tmp_path, monkeypatch):
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "wide", {f"w{i}": jnp.full((8, 8), i) for i in range(50)})
+        checkpointer.save(
+            tmp_path / "unquantized", {f"w{i}": jnp.full((8, 8), i) for i in range(50)}
+        )
     restore, calls = ocp.PyTreeCheckpointer.restore, []
     monkeypatch.setattr(
         ocp.PyTreeCheckpointer,
         "restore",
         lambda self, *a, **k: calls.append(1) or restore(self, *a, **k),
     )
-    arrays = load(tmp_path / "wide")
+    arrays = load(tmp_path / "unquantized")
     assert all((arrays[f"w{i}"] == i).all() for i in range(50))
     assert len(calls) == 1
 

@@ -56,8 +56,8 @@ def test_scales_are_rounded_up_and_everything_reads_them(tmp_path, shape):
     np.testing.assert_array_equal(dequantize(load(tmp_path / "dst"))[NAME], values)
     assert not verify(src, tmp_path / "dst").problems
     assert compare(src, tmp_path / "dst").tensors[0].sqnr_db > 25
-    dequantize_checkpoint(tmp_path / "dst", tmp_path / "wide")
-    np.testing.assert_array_equal(load(tmp_path / "wide")[NAME], values)
+    dequantize_checkpoint(tmp_path / "dst", tmp_path / "unquantized")
+    np.testing.assert_array_equal(load(tmp_path / "unquantized")[NAME], values)
 
 
 @pytest.mark.parametrize("layout", ["finegrained-fp8", "plain", "compressed-tensors", "modelopt"])

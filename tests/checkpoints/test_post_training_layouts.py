@@ -44,8 +44,8 @@ def test_codes_of_gptq_are_written_as_loaders_want_them(name, tmp_path):
     model = Model()
     inputs = [jax.random.normal(jax.random.key(i), (128, 32)) for i in range(2)]
     served = qt.nnx.quantize(model, SPECS[name], inputs, method="gptq")
-    folders = {kind: tmp_path / kind for kind in ("wide", "served", "layout")}
-    for kind, which in (("wide", model), ("served", served)):
+    folders = {kind: tmp_path / kind for kind in ("unquantized", "served", "layout")}
+    for kind, which in (("unquantized", model), ("served", served)):
         folders[kind].mkdir()
         (folders[kind] / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
         qt.checkpoints.save(folders[kind] / "model.safetensors", weights(which))
@@ -57,7 +57,7 @@ def test_codes_of_gptq_are_written_as_loaders_want_them(name, tmp_path):
         np.testing.assert_allclose(
             loaded[weight].dequantize(), expected.dequantize(), rtol=1e-6, atol=0
         )
-    compared = qt.checkpoints.compare(folders["wide"], folders["layout"])
+    compared = qt.checkpoints.compare(folders["unquantized"], folders["layout"])
     assert all(10 < row.sqnr_db < 30 for row in compared.tensors)
 
 

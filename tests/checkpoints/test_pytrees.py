@@ -123,8 +123,8 @@ def test_the_file_is_one_that_others_read(tmp_path):
 def test_from_a_converted_checkpoint_to_a_served_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained, x = Model(nnx.Rngs(0)), X[:, :16]
-    save("wide.safetensors", nnx.state(trained, nnx.Param))
-    convert("wide.safetensors", "e4m3.safetensors", scaling="channel")
+    save("unquantized.safetensors", nnx.state(trained, nnx.Param))
+    convert("unquantized.safetensors", "e4m3.safetensors", scaling="channel")
     # Five lines:
     model = Model(nnx.Rngs(1))
     weights = qt.checkpoints.load("e4m3.safetensors", like=nnx.state(model, nnx.Param))
@@ -280,7 +280,7 @@ def test_packed_arrays_are_read(tmp_path, kind):
     spec, shape = PACKED[kind]
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     array = qt.quantize(x, spec)
-    a, b, wide = (tmp_path / name for name in ("a", "b", "wide"))
+    a, b, wide = (tmp_path / name for name in ("a", "b", "unquantized"))
     save(wide, {"w": x})
     save(a, {"w": array.pack()})
     dequantize_checkpoint(a, b)
@@ -322,8 +322,12 @@ def test_arrays_that_commands_do_not_read_keep_their_numbers(tmp_path, kind):
     array = qt.quantize(x, COPIED[kind])
     array = array.pack() if kind.startswith("packed") else array
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save(a, {"w": array, "wide": x, "read": qt.quantize(x, "mxfp8_e4m3")})
-    for options in ({}, {"keep_dtype": "float16"}, {"keep_dtype": "float16", "skip": "wide"}):
+    save(a, {"w": array, "unquantized": x, "read": qt.quantize(x, "mxfp8_e4m3")})
+    for options in (
+        {},
+        {"keep_dtype": "float16"},
+        {"keep_dtype": "float16", "skip": "unquantized"},
+    ):
         convert(a, b, format="e4m3fn", overwrite=True, **options)
         np.testing.assert_array_equal(load(b)["w"].dequantize(), array.dequantize())
     dequantize_checkpoint(a, b, dtype="bfloat16", overwrite=True)

@@ -146,9 +146,9 @@ def test_a_folder_from_and_to_a_bucket(bucket, source, expected, tmp_path):
     # The other commands read URLs, too.
     assert verify("s3://bkt/src", "s3://bkt/models/dst").problems == ()
     assert compare(source, "s3://bkt/models/dst").only_a == ()
-    dequantize_checkpoint("s3://bkt/models/dst", tmp_path / "wide")
+    dequantize_checkpoint("s3://bkt/models/dst", tmp_path / "unquantized")
     dequantize_checkpoint(tmp_path / "down", tmp_path / "wide2")
-    assert contents(tmp_path / "wide") == contents(tmp_path / "wide2")
+    assert contents(tmp_path / "unquantized") == contents(tmp_path / "wide2")
 
 
 def test_shards_through_a_bucket(store, source, expected):

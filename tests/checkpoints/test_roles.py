@@ -186,7 +186,7 @@ MODELS = {
 @pytest.mark.parametrize("model", [*LISTS, *MODELS])
 def test_only_linear_layers_of_real_models_are_quantized(tmp_path, model):
     if model in LISTS:
-        linear, wide = LISTS[model]["linear"], LISTS[model]["wide"]
+        linear, wide = LISTS[model]["linear"], LISTS[model]["unquantized"]
     else:
         linear, wide = (names.split() for names in MODELS[model])
     save(tmp_path / "f", {name: np.zeros((2, 4), np.float32) for name in (*linear, *wide)})

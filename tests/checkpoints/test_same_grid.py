@@ -97,7 +97,7 @@ def test_scales_below_the_least_of_a_target_are_made_anew(tmp_path, source):
 @pytest.mark.parametrize("fmt", ["int4_group32", "mxfp4", "mxfp8_e4m3", "int8", "nvfp4"])
 def test_codes_that_are_converted_again_stay_as_they_are(tmp_path, fmt):
     x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
-    src = folder(tmp_path / "wide", {NAME: x}, None)
+    src = folder(tmp_path / "unquantized", {NAME: x}, None)
     convert(src, tmp_path / "once", format=fmt)
     convert(tmp_path / "once", tmp_path / "twice", format=fmt)
     paths = [tmp_path / name / "model.safetensors" for name in ("once", "twice")]

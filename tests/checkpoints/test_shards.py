@@ -305,12 +305,12 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
         "import os, signal, sys\n"
         # A shell starts background jobs, and so this one, with SIGINT ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from qtoolkit.checkpoints import _shards\n"
-        "def write_file(path, data, write_file=_shards.write_file):\n"
+        "from qtoolkit.checkpoints import _storage\n"
+        "def write_file(path, data, write_file=_storage.write_file):\n"
         "    write_file(path, data)\n"
         "    if os.path.basename(path).startswith('model'):\n"
         f"        os.kill(os.getpid(), {int(sent)})\n"
-        "_shards.write_file = write_file\n"
+        "_storage.write_file = write_file\n"
         "from qtoolkit.__main__ import main\n"
         "main()\n"
     )
