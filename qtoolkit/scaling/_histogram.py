@@ -228,12 +228,7 @@ class Percentile(Histogram):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Search(Histogram):
-    """The base class of observers that try several scales and take the one with the least cost.
-
-    Attributes:
-      spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
-      octaves: How far below amax the search goes.
-    """
+    """The base class of observers that try several scales and take the one with the least cost."""
 
     octaves: int = dataclasses.field(default=8, metadata=STATIC)
 
@@ -241,17 +236,7 @@ class Search(Histogram):
     def of(
         cls, spec: SpecLike, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
     ) -> Self:
-        """The state before the first batch.
-
-        Args:
-          spec, shape: As in `AbsMax.of`; the format is symmetric.
-          octaves: 1 to 32.
-          bins: Where the bins lie; `Bins()` by default.
-
-        Raises:
-          ValueError: As `AbsMax.of`; the negative values of the element are not those of its
-            positive ones, as in NF4; `octaves` is out of range; there are 2**31 counts or more.
-        """
+        """The state before the first batch; the docstring of `MSE` says more."""
         where = f"{cls.__name__}.of"
         fields = _start(where, spec, shape, bins or Bins())
         element = fields["spec"].element
@@ -306,6 +291,10 @@ class MSE(Search):
     that of amax itself, or of any candidate, plus 2 * 2**-mantissa_bits of the root mean square of
     the data; in practice it is much closer. Sums are float32.
 
+    `MSE.of(spec, shape, octaves=8, bins=Bins())` makes the state before the first batch. It raises
+    what `AbsMax.of` raises, and ValueError if the values of the element format are not symmetric,
+    as those of NF4, if `octaves` is not 1 to 32, or if there are 2**31 counts or more.
+
     Attributes:
       spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
       octaves: How far below amax the search goes.
@@ -354,6 +343,8 @@ class Entropy(Search):
     values, a candidate whose rounding costs nothing; here every candidate has more bins than
     values. What stays the same: where a bin is wider than a step of the format, the error of
     rounding inside it is not seen. Sums are float32.
+
+    `Entropy.of` has the arguments and errors of `MSE.of`.
 
     Attributes:
       spec, shape, count, bad, bins, counts, magnitude: As in all histograms.

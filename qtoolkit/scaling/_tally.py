@@ -45,7 +45,8 @@ class Tally(Mergeable):
     """What rounding did to one or more arrays; `a + b` is the tally of both. A pytree, all float32.
 
     Counts are exact below 2**24, sums right to 1e-6. The properties are numbers of Python and need
-    arrays that are known, so read them outside of `jit`.
+    arrays that are known, so read them outside of `jit`. `merge_across(axis_name)` adds the tallies
+    of all devices along mesh axes.
 
     Attributes:
       uses: How many arrays were measured.
