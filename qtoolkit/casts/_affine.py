@@ -46,14 +46,12 @@ def _division(a: jax.Array, b: jax.Array) -> jax.Array:
 def _corrected_quotient(
     a: jax.Array, b: jax.Array, divide: Callable[[jax.Array, jax.Array], jax.Array] = lax.div
 ) -> jax.Array:
-    """IEEE's `a / b` of float32 where `divide` is up to two units in the last place off.
-
-    Significands are integers of 24 bits, and so is `whole`, their rounded quotient. The division
-    gives it to within two units; the code corrects up to three. The remainder
-    `dividend - whole * divisor`, exact modulo 2**32, says how many units to add. There are no ties:
-    the quotient of two such numbers never lies halfway between two floats. Where an operand or the
-    quotient is subnormal, zero, infinite or NaN, the result is that of the division.
-    """
+    """IEEE's `a / b` of float32, where `divide` is up to two units in the last place off."""
+    # Significands are integers of 24 bits, and so is `whole`, their rounded quotient. The division
+    # gives it to within two units; the code corrects up to three. The remainder `dividend - whole *
+    # divisor`, exact modulo 2**32, says how many units to add. There are no ties: the quotient of
+    # two such numbers never lies halfway between two floats. Where an operand or the quotient is
+    # subnormal, zero, infinite or NaN, the result is that of the division.
     one, fraction = np.uint32(127 << 23), np.uint32((1 << 23) - 1)
     a_bits, b_bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (a, b))
     a_part, b_part = a_bits & fraction, b_bits & fraction
@@ -84,11 +82,9 @@ def _corrected_quotient(
 
 @elementwise
 def unmerged(x: jax.Array) -> jax.Array:
-    """`x`, protected so that XLA does not merge its product or quotient with one that follows.
-
-    Before an addition use `settled`: LLVM removes this protection from numbers that it knows to be
-    positive.
-    """
+    """`x`, protected so that XLA does not merge its product or quotient with one that follows."""
+    # Not enough before an addition, see `settled`: LLVM removes this protection from numbers that
+    # it knows to be positive.
     unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, unsigned)
     bits = jnp.minimum(bits, unsigned.type(_QUIET_NAN[x.dtype.itemsize][1]))
@@ -109,13 +105,11 @@ def settled(x: jax.Array) -> jax.Array:
 
 
 @elementwise
-def kept_from_zero(u: jax.Array, x: jax.Array) -> jax.Array:
-    """The quotients `u` of `x`, with 2**-126 where a quotient underflowed.
-
-    Directed roundings and "to_odd" must tell the smallest number from zero: 1e-45 / 448 rounded up
-    to E4M3FN is 2**-9. No element format has steps as small as 2**-126, so 2**-126 is rounded as
-    any smaller number would be.
-    """
+def without_underflow(u: jax.Array, x: jax.Array) -> jax.Array:
+    """The quotients `u` of `x`; where one underflowed to zero, 2**-126 with the sign of x."""
+    # Directed roundings and "to_odd" must tell the smallest number from zero: 1e-45 / 448 rounded
+    # up to E4M3FN is 2**-9. No element format has steps as small as 2**-126, so 2**-126 is rounded
+    # as any smaller number would be.
     bits = lax.bitcast_convert_type(u, jnp.uint32)
     sign = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x80000000)
     least = np.float32(2.0**-126).view(np.uint32)

@@ -53,6 +53,11 @@ class Exact(NamedTuple):
         """The place of a normalized significand's leading one."""
         return 8 * self.significand.dtype.itemsize - 1 - self.spare
 
+    def in_64_bits(self) -> "Exact":
+        if self.significand.dtype == jnp.uint64:
+            return self
+        return self._replace(significand=self.significand.astype(jnp.uint64) << np.uint64(32))
+
 
 def pattern(x: jax.Array) -> jax.Array:
     """The uint32 pattern of the float32 value of `x`, which float32 must hold."""
@@ -183,12 +188,6 @@ def exact_from_integer(x: jax.Array, spare: int = 2) -> Exact:
     magnitude = x.astype(unsigned)
     magnitude = jnp.where(negative, -magnitude, magnitude)
     return _normalized(negative, magnitude, jnp.zeros(x.shape, jnp.int32), spare=spare)
-
-
-def widened(x: Exact) -> Exact:
-    if x.significand.dtype == jnp.uint64:
-        return x
-    return x._replace(significand=x.significand.astype(jnp.uint64) << np.uint64(32))
 
 
 def _normalized(

@@ -10,20 +10,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from qtoolkit.casts._bits import check_holds, codes_from_dtype, dtype_from_codes
+from qtoolkit.casts._checks import SOURCES, check_source, check_table, check_target, result_dtype
+from qtoolkit.casts._codes import codes_of, round_values, values_of
 from qtoolkit.casts._linear import linear_in_dtype
 from qtoolkit.casts._modes import Stochastic
 from qtoolkit.casts._order import inside, widened
 from qtoolkit.casts._projection import NEAREST, Projection, projection_of
-from qtoolkit.casts._sources import (
-    SOURCES,
-    check_source,
-    check_table,
-    check_target,
-    codes_of,
-    kept_dtype,
-    round_values,
-    values_of,
-)
 from qtoolkit.casts._tables import check_stochastic
 from qtoolkit.formats import FloatFormat, Format, FormatLike, TableFormat, format
 
@@ -38,7 +30,7 @@ def round_to_format(
     random_bits: ArrayLike | None = None,
     index_offset: ArrayLike = 0,
 ) -> jax.Array:
-    """Rounds `x` once to the values of `fmt` and keeps its dtype.
+    """Round `x` once to the values of `fmt`, in the dtype of `x`.
 
     Bit for bit `decode(encode(x, fmt), fmt, x.dtype)`. Zeros keep their sign where the format has
     two. NaN becomes the quiet NaN of the same sign (formats with one NaN: that one); in formats
@@ -91,14 +83,14 @@ def round_to_format(
     fmt, projection = check_arguments(
         "round_to_format", source, fmt, rounding, saturation, key, random_bits, index_offset
     )
-    check_holds("round_to_format", fmt, kept_dtype(source))
+    check_holds("round_to_format", fmt, result_dtype(source))
     source = without_derivative(source, _NO_DERIVATIVE.format("round_to_format", fmt.name))
     return rounded(source, projection, fmt)
 
 
 def rounded(x: jax.Array | np.ndarray, projection: Projection, fmt: Format) -> jax.Array:
-    """The values of `fmt` as `kept_dtype(x)`, which holds them; without checks or derivative."""
-    dtype = kept_dtype(x)
+    """The values of `fmt` as `result_dtype(x)`, which holds them; without checks or derivative."""
+    dtype = result_dtype(x)
     with types_of(x):
         return _round_to_format(x, projection, fmt, dtype)
 
@@ -113,7 +105,7 @@ def encode(
     random_bits: ArrayLike | None = None,
     index_offset: ArrayLike = 0,
 ) -> jax.Array:
-    """Rounds `x` once to the codes of `fmt`.
+    """Round `x` once and return the codes of `fmt`.
 
     Args:
       x, fmt, rounding, saturation, key, random_bits, index_offset: As in `round_to_format`; here
@@ -134,14 +126,11 @@ def encode(
       >>> qt.decode(qt.encode(x, "e2m1fn"), "e2m1fn")
       Array([ 0.5,  2. , -4. ,  6. ], dtype=float32)
     """
-    source = check_source("encode", x)
-    return _encoded(
-        "encode",
-        source,
-        *check_arguments(
-            "encode", source, fmt, rounding, saturation, key, random_bits, index_offset
-        ),
+    x = check_source("encode", x)
+    projection = projection_of(
+        "encode", x.shape, rounding, saturation, key, random_bits, index_offset
     )
+    return encode_for("encode", x, fmt, projection)
 
 
 def cast(
@@ -154,7 +143,7 @@ def cast(
     random_bits: ArrayLike | None = None,
     index_offset: ArrayLike = 0,
 ) -> jax.Array:
-    """Rounds `x` once to `fmt` and returns it in the format's own dtype.
+    """Round `x` once to `fmt` and return it in the format's own dtype.
 
     Unlike `x.astype`, it saturates by default and rounds from the exact value of `x`.
 
@@ -180,12 +169,11 @@ def cast(
       >>> qt.cast(x, "e4m3fn", saturation="none")  # 449 still rounds to 448
       Array([0.3125, 448, nan], dtype=float8_e4m3fn)
     """
-    source = check_source("cast", x)
-    return _cast_to(
-        "cast",
-        source,
-        *check_arguments("cast", source, fmt, rounding, saturation, key, random_bits, index_offset),
+    x = check_source("cast", x)
+    projection = projection_of(
+        "cast", x.shape, rounding, saturation, key, random_bits, index_offset
     )
+    return cast_for("cast", x, fmt, projection)
 
 
 def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -237,9 +225,12 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
 def encode_for(
     where: str, x: ArrayLike, fmt: FormatLike, projection: Projection = NEAREST
 ) -> jax.Array:
-    """`encode` by a projection without a draw, with errors that name the operator `where`."""
+    """`encode` by a projection, with errors that name the function or operator `where`."""
     source = check_source(where, x)
-    return _encoded(where, source, _target(where, source, fmt, projection), projection)
+    fmt = _check_target(where, source, fmt, projection)
+    source = without_derivative(source, _NO_DERIVATIVE.format(where, fmt.name))
+    with types_of(source):
+        return _encode(source, projection, fmt)
 
 
 def cast_for(
@@ -247,7 +238,19 @@ def cast_for(
 ) -> jax.Array:
     """`cast` by a projection, with errors that name the function or operator `where`."""
     source = check_source(where, x)
-    return _cast_to(where, source, _target(where, source, fmt, projection), projection)
+    fmt = _check_target(where, source, fmt, projection)
+    if fmt.dtype is None:
+        raise TypeError(
+            f"{where}: format {fmt.name} has no numpy or JAX dtype, expected one that has; "
+            "use encode for its codes"
+        )
+    source_format = format(source.dtype)
+    if not isinstance(fmt, FloatFormat) or fmt.bits < 16:
+        source = without_derivative(source, _NO_DERIVATIVE.format(where, fmt.name))
+    elif isinstance(source_format, FloatFormat) and source_format.bits < 16:
+        source = without_derivative(source, _NO_DERIVATIVE_FROM.format(where, source_format.name))
+    with types_of(source):
+        return _cast_jitted(source, projection, fmt)
 
 
 def check_arguments(
@@ -262,10 +265,10 @@ def check_arguments(
 ) -> tuple[Format, Projection]:
     """Check what every cast takes; return the format and the keywords as a projection."""
     projection = projection_of(where, x.shape, rounding, saturation, key, random_bits, index_offset)
-    return _target(where, x, fmt, projection), projection
+    return _check_target(where, x, fmt, projection), projection
 
 
-def _target(
+def _check_target(
     where: str, x: jax.Array | np.ndarray, fmt: FormatLike, projection: Projection
 ) -> Format:
     resolved = format(fmt)
@@ -274,31 +277,6 @@ def _target(
     if isinstance(projection.rounding, Stochastic) and isinstance(resolved, TableFormat):
         check_stochastic(where, resolved)
     return resolved
-
-
-def _encoded(
-    where: str, x: jax.Array | np.ndarray, fmt: Format, projection: Projection
-) -> jax.Array:
-    x = without_derivative(x, _NO_DERIVATIVE.format(where, fmt.name))
-    with types_of(x):
-        return _encode(x, projection, fmt)
-
-
-def _cast_to(
-    where: str, x: jax.Array | np.ndarray, fmt: Format, projection: Projection
-) -> jax.Array:
-    if fmt.dtype is None:
-        raise TypeError(
-            f"{where}: format {fmt.name} has no numpy or JAX dtype, expected one that has; "
-            "use encode for its codes"
-        )
-    source = format(x.dtype)
-    if not isinstance(fmt, FloatFormat) or fmt.bits < 16:
-        x = without_derivative(x, _NO_DERIVATIVE.format(where, fmt.name))
-    elif isinstance(source, FloatFormat) and source.bits < 16:
-        x = without_derivative(x, _NO_DERIVATIVE_FROM.format(where, source.name))
-    with types_of(x):
-        return _cast_jitted(x, projection, fmt)
 
 
 def types_of(x: jax.Array | np.ndarray) -> contextlib.AbstractContextManager[Any]:
@@ -357,8 +335,8 @@ def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.
     # Floats to floats of 16 bits and more: `_cast_to` refuses the derivatives of all other casts.
     (x, projection), (x_dot, _) = primals, tangents
     y = _cast(x, projection, fmt)
-    wide = x.astype(jnp.float64) if fmt.dtype == jnp.float64 else widened(x)
-    is_inside = inside(wide, float(fmt.lowest), float(fmt.max_finite))
+    numbers = x.astype(jnp.float64) if fmt.dtype == jnp.float64 else widened(x)
+    is_inside = inside(numbers, float(fmt.lowest), float(fmt.max_finite))
     y_dot = jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
     return y, linear_in_dtype(y_dot, y.dtype)
 

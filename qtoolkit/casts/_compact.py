@@ -1,4 +1,4 @@
-"""Rounding and encoding in few operations, for the cases that quantized products have.
+"""Rounding and encoding in few operations, for the cases that quantized matmuls have.
 
 A training step of six blocks rounds in 140 places and encodes in 100, and the time to compile it
 grows with the number of operations. With these functions in place of the general ones the step
@@ -25,12 +25,10 @@ def has_unlimited_values(fmt: Format) -> TypeGuard[FloatFormat]:
 
 
 def unlimited_values(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Round float32 `x` to nearest even as if `fmt` had no largest value.
-
-    Steps continue beyond the largest value: to 480 and 512 for E4M3FN. Infinities and NaNs stay.
-    Numbers below the lowest normal one are rounded to whole numbers of the least step, 2**-9 for
-    E4M3FN, the others to the significant bits of the format.
-    """
+    """Round float32 `x` to nearest even as if `fmt` had no largest value; Inf and NaN stay."""
+    # Steps continue beyond the largest value: to 480 and 512 for E4M3FN. Numbers below the lowest
+    # normal one are rounded to whole numbers of the least step, 2**-9 for E4M3FN, the others to the
+    # significant bits of the format.
     steps = np.float32(2.0 ** -_least_exponent(fmt))
     count = x * steps  # exact; x is read only here, because XLA stores a quotient with two readers
     whole = lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -55,12 +53,10 @@ def is_part_of_float16(fmt: Format) -> TypeGuard[FloatFormat]:
 def codes_through_float16(
     x: jax.Array, fmt: FloatFormat, *, is_positive: bool = False
 ) -> jax.Array:
-    """The codes of float32 `x`, which holds values of `fmt`, infinities and NaNs; as uint16.
-
-    Multiplied by the ratio of the lowest normal numbers, 2**-8 for E4M3FN, values have the same
-    exponent field in float16 as in `fmt`, so their code is the upper bits. Infinities and NaNs have
-    larger fields: they get the code of NaN.
-    """
+    """The codes of float32 `x`, which holds values of `fmt`, infinities and NaNs; as uint16."""
+    # Multiplied by the ratio of the lowest normal numbers, 2**-8 for E4M3FN, values have the same
+    # exponent field in float16 as in `fmt`, so their code is the upper bits. Infinities and NaNs
+    # have larger fields: they get the code of NaN.
     ratio = np.float32(2.0 ** (FLOAT16.min_exponent - fmt.min_exponent))
     half = lax.bitcast_convert_type((x * ratio).astype(jnp.float16), jnp.uint16)
     magnitude = half if is_positive else half & np.uint16(0x7FFF)

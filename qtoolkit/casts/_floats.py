@@ -30,7 +30,6 @@ from qtoolkit.casts._bits import (
     exact_from_pattern,
     float_pattern,
     u32,
-    widened,
 )
 from qtoolkit.casts._elementwise import by_platform
 from qtoolkit.casts._modes import MODES, Rounding, Stochastic, goes_up, stays_finite
@@ -116,13 +115,10 @@ def _finished(
     ends: _Ends,
     projection: Projection,
 ) -> jax.Array:
-    """Clamps codes (or patterns) of rounded magnitudes, and sets NaN and the sign.
-
-    Args:
-      is_below: Whether the code is below the lowest one: only where the format has no zero.
-      is_beyond: Whether it is above the largest one, as that of an infinity is. None: compare.
-        False: overflow is right already.
-    """
+    """Clamps codes (or patterns) of rounded magnitudes, and sets NaN and the sign."""
+    # `is_below`: whether the code is below the lowest one, only where the format has no zero.
+    # `is_beyond`: whether it is above the largest one, as that of an infinity is. None: compare
+    # here. False: overflow is right already.
     saturation = projection.saturation
     stays = _overflow_stays(fmt, projection, number.negative)
     if is_beyond is None and stays is True:
@@ -160,10 +156,8 @@ def _either(condition: Any, if_true: Any, if_false: Any) -> Any:
 
 
 def is_upper_part(fmt: FloatFormat, wide: FloatFormat) -> bool:
-    """Whether the codes of `fmt` are the upper bits of the patterns of `wide`.
-
-    True for bfloat16 and TF32 in float32, for E5M2 in float16, and for each format in itself.
-    """
+    """Whether the codes of `fmt` are the upper bits of the patterns of `wide`."""
+    # True for bfloat16 and TF32 in float32, for E5M2 in float16, and for each format in itself.
     exponents = (fmt.exponent_bits, fmt.bias) == (wide.exponent_bits, wide.bias)
     specials = (fmt.specials, fmt.overflow) == (Specials.IEEE, Overflow.INF)
     return exponents and specials and fmt.signed and fmt.bits <= wide.bits
@@ -194,12 +188,10 @@ def upper_part(
 
 
 def _float16_by_instruction(bits: jax.Array) -> jax.Array:
-    """`float_values` for float16, to nearest even and with infinities, by the processor's own cast.
-
-    The selection replaces NaNs by quiet ones without a payload. It also separates the narrowing
-    from the widening, which XLA may otherwise remove together. In the same way XLA may remove the
-    narrowing together with a widening before it; so NaNs that come here need not be quiet.
-    """
+    """`float_values` for float16, to nearest even, with infinities, by the processor's own cast."""
+    # The selection replaces NaNs by quiet ones without a payload. It also separates the narrowing
+    # from the widening, which XLA may otherwise remove together. In the same way XLA may remove the
+    # narrowing together with a widening before it; so NaNs that come here need not be quiet.
     half = lax.bitcast_convert_type(_float(bits).astype(jnp.float16), jnp.uint16)
     magnitude = half & np.uint16(0x7FFF)
     magnitude = jnp.where(magnitude > np.uint16(0x7C00), np.uint16(0x7E00), magnitude)
@@ -224,7 +216,7 @@ _through_float16 = by_platform(
 def codes_of_exact(x: Exact, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds normalized numbers to the codes of `fmt`, as unsigned integers of their width."""
     if needs_64_bits(fmt):
-        x = widened(x)
+        x = x.in_64_bits()
     dtype, mantissa = x.significand.dtype.type, fmt.mantissa_bits
     exponent = jnp.minimum(x.exponent, np.int32(fmt.max_exponent + 1))
     binade = jnp.maximum(exponent, np.int32(fmt.min_exponent)) - np.int32(fmt.min_exponent)
@@ -358,11 +350,9 @@ def _goes_up(
 
 
 def addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
-    """Whether float32 sums round to `fmt`: each step and 2**23 times it must be normal numbers.
-
-    In such formats subnormal inputs, which XLA may read as zero, lie below half a step, and for
-    stochastic rounding below what random bits can tell from zero.
-    """
+    """Whether float32 sums round to `fmt`: each step and 2**23 times it must be normal numbers."""
+    # In such formats subnormal inputs, which XLA may read as zero, lie below half a step, and for
+    # stochastic rounding below what random bits can tell from zero.
     least_step = fmt.min_exponent - fmt.mantissa_bits
     return (
         fmt.has_zero

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._bits import INF, MAGNITUDE, SIGN, Exact, exact_float32_pattern, u32, widened
+from qtoolkit.casts._bits import INF, MAGNITUDE, SIGN, Exact, exact_float32_pattern, u32
 from qtoolkit.casts._floats import corrections
 from qtoolkit.casts._projection import Projection
 from qtoolkit.casts._shift import rounded_shift, within_width
@@ -30,7 +30,7 @@ def int_codes(x: Exact, fmt: IntFormat, projection: Projection) -> jax.Array:
     if fmt.is_bool:
         return ((x.significand != 0) | x.is_nan).astype(fmt.code_dtype)
     if fmt.bits > 32:
-        x = widened(x)
+        x = x.in_64_bits()
     dtype, width = x.significand.dtype.type, 8 * x.significand.dtype.itemsize
     drop = np.int32(x.top) - x.exponent
     significand, right = within_width(x.significand, jnp.maximum(drop, 0))

@@ -12,14 +12,9 @@ from qtoolkit.casts._elementwise import elementwise, unfolded
 
 
 def ordinal(x: jax.Array) -> jax.Array:
-    """The places of floats in their order, as signed integers of their width.
-
-    0 for both zeros, 1 for the least subnormal, -1 for its negative. Infinities come after all
-    numbers, NaNs after infinities.
-
-    Args:
-      x: float16, bfloat16, float32 or float64.
-    """
+    """The places of floats in their order, as signed integers of their width."""
+    # 0 for both zeros, 1 for the least subnormal, -1 for its negative. Infinities come after all
+    # numbers, NaNs after infinities.
     integer = np.dtype(f"int{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(unfolded(x), integer)
     return jnp.where(bits < 0, np.array(np.iinfo(integer).min, integer) - bits, bits)
@@ -40,12 +35,8 @@ def from_ordinal(place: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def inside(x: jax.Array, lower: float, upper: float) -> jax.Array:
-    """Whether lower <= x <= upper, also between subnormals, which XLA may compare as zeros.
-
-    Args:
-      x: float16, bfloat16, float32 or float64; False at NaN.
-      lower, upper: float32 holds them, float64 where `x` is float64.
-    """
+    """Whether lower <= x <= upper, also between subnormals, which XLA may compare as zeros."""
+    # False at NaN. The dtype of `widened(x)` must hold the bounds.
     wide = widened(x)
     place = ordinal(wide)
     return (place >= ordinal_of(lower, wide.dtype)) & (place <= ordinal_of(upper, wide.dtype))
@@ -76,11 +67,8 @@ def infinity_ordinal(dtype: DTypeLike) -> np.unsignedinteger:
 
 
 def bucket(x: jax.Array, bits: int | np.ndarray, *, upper: bool = False) -> jax.Array:
-    """The buckets of float32 magnitudes, uint32: each binade has 2**bits of equal width.
-
-    Args:
-      upper: Whether a bucket holds its upper edge instead of its lower one; zero must not occur.
-    """
+    """The buckets of float32 magnitudes, uint32: each binade has 2**bits of equal width."""
+    # With `upper` a bucket holds its upper edge instead of its lower one; zero must not occur.
     return (magnitude_ordinal(x) - np.uint32(upper)) >> (np.uint32(23) - np.uint32(bits))
 
 

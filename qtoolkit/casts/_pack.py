@@ -11,7 +11,7 @@ WIDTHS = (1, 2, 4, 6)
 
 
 def pack(codes: ArrayLike, fmt: FormatLike | int, *, axis: int = -1) -> jax.Array:
-    """Packs codes into bytes along an axis, the first code in the lowest bits.
+    """Pack codes into bytes along an axis, the first code in the lowest bits.
 
     Eight codes of one bit, four of two or two of four share a byte; four codes of six bits share
     three bytes, little-endian. An axis that does not fill its last group ends with zero codes.

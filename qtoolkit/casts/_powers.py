@@ -1,4 +1,7 @@
-"""Exact powers of two. XLA's exp2 and log2 are not exact, and its products flush subnormals."""
+"""Exact powers of two, and the E8M0 scales of MX formats.
+
+XLA's exp2 and log2 are not exact, and its products read and return subnormal numbers as zero.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from qtoolkit.casts._bits import (
 from qtoolkit.casts._elementwise import elementwise
 
 _HIDDEN = 1 << FLOAT32_MANTISSA  # the significand's leading one
+_NAN_CODE = 255  # of E8M0
 _SQRT2_FRACTION = 0x3504F3  # of sqrt(2) = 1 + f / 2**23, cut
 
 
@@ -55,13 +59,8 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
 def times_from_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
     """`x` * 2**exponent for `x` that may be subnormal, by a few floating-point products.
 
-    Args:
-      x: float32, or float64, whose own subnormals count as zeros; any shape.
-      exponent: int32, from -252 to 252, shape of `x`.
-      is_nan: Where the result is NaN.
-
-    Returns:
-      Shape and dtype of `x`: exact where it is 2**-100 or more. Others are below 2**-100, too.
+    Exact where it is 2**-100 or more; other results are below 2**-100, too. NaN where `is_nan`.
+    Exponents are int32 from -252 to 252. Subnormal numbers of a float64 `x` count as zeros.
     """
     if x.dtype == jnp.float64:
         first, second = _halves(exponent, is_nan)
@@ -79,11 +78,7 @@ def times_from_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -
 
 @elementwise
 def times_to_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
-    """`x` * 2**exponent as IEEE 754 says, also subnormal results, for `x` of 2**-100 or more.
-
-    Args:
-      x, exponent, is_nan: As in `times_from_subnormal`. `x` may be 0.
-    """
+    """`x` * 2**exponent as IEEE 754 says, subnormals too, for `x` of 2**-100 or more, or 0."""
     bits = pattern(x)
     first, second = _halves(exponent, is_nan)
     steps = from_pattern(bits & u32(MAGNITUDE), jnp.float32) * np.float32(2.0**75)
@@ -108,10 +103,8 @@ def _halves(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Arra
 
 @elementwise
 def binary_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Exponent e, int32, and fraction f, uint32, of float32 |x| = 2**e * (1 + f / 2**23).
-
-    Also of subnormals. Zero has a low exponent; that of infinities and NaNs is unspecified.
-    """
+    """Exponent e, int32, and fraction f, uint32, of float32 |x| = 2**e * (1 + f / 2**23)."""
+    # Also of subnormals. Zero has a low exponent; that of infinities and NaNs is unspecified.
     significand, field = _normalized(pattern(x) & u32(MAGNITUDE))
     return field - np.int32(127), significand - u32(_HIDDEN)
 
@@ -137,3 +130,42 @@ def nearest_power_of_two(x: jax.Array) -> jax.Array:
     """float32 `x` > 0, from 2**-126 to 2**126, rounded by its logarithm: 1.42 is 2, 1.41 is 1."""
     exponent, fraction = binary_parts(x)
     return power_of_two(exponent + (fraction > u32(_SQRT2_FRACTION)).astype(jnp.int32))
+
+
+# The code of 2**e in E8M0 is e + 127, which is also the exponent field of the float32 number 2**e.
+# So an addition to the pattern of an amax gives the code, and a shift of the code gives the factor.
+# This requires that 2**-e is a normal number, and that subnormal data may count as zero.
+
+
+@elementwise
+def e8m0_codes(amax: jax.Array, exponent: int, least_fraction: int) -> jax.Array:
+    """uint8 codes of the scales 2**e of blocks with float32 `amax`: at most 253, 255 for NaN."""
+    # e is the exponent of `amax` less `exponent`, that of the largest element (2 or more), and one
+    # more where the fraction of `amax`, in units of 2**-23, is `least_fraction` or more: adding
+    # 2**23 - least_fraction to the pattern carries into the field. Zero and subnormal numbers get
+    # code 0.
+    field = (pattern(amax) + np.uint32(2**FLOAT32_MANTISSA - least_fraction)) >> np.uint32(
+        FLOAT32_MANTISSA
+    )
+    codes = jnp.maximum(field, np.uint32(exponent)) - np.uint32(exponent)
+    return jnp.where(jnp.isnan(amax), np.uint32(_NAN_CODE), codes).astype(jnp.uint8)
+
+
+@elementwise
+def over_e8m0(x: jax.Array, codes: jax.Array) -> jax.Array:
+    """float32 `x / 2**e`, exact; subnormal numbers may be read and returned as zero."""
+    # Codes are at most 253, because 2**-126 is float32's lowest normal number.
+    # `unmerged`: of `(2 * y) / 2**-127` XLA would make `y * 2**128`, which is NaN for y = 0.
+    field = np.uint32(2 * 127) - codes.astype(jnp.uint32)
+    return unmerged(x) * from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
+
+
+@elementwise
+def times_e8m0(q: jax.Array, codes: jax.Array) -> jax.Array:
+    """float32 `q * 2**e`, NaN for code 255; subnormal numbers may be read and returned as zero."""
+    # 2**-127 is subnormal. So half of q is multiplied by 2**(e + 1). Without `unmerged` XLA would
+    # move the half to a factor that is the same everywhere.
+    field = codes.astype(jnp.uint32) + np.uint32(1)
+    factor = from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
+    factor = jnp.where(field > np.uint32(_NAN_CODE), np.float32(np.nan), factor)
+    return unmerged(q * np.float32(0.5)) * factor

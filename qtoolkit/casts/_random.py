@@ -96,12 +96,7 @@ def _check_random_bits(
 
 
 def key_words(where: str, key: Any) -> jax.Array:
-    """uint32[2] or uint32[4]: the words of a key of `jax.random`, new style or old.
-
-    Raises:
-      TypeError: `key` is none.
-      ValueError: It holds several keys.
-    """
+    """uint32[2] or uint32[4]: the words of a key of `jax.random`, new style or old."""
     dtype = key.dtype if isinstance(key, jax.Array | np.ndarray) else None
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)

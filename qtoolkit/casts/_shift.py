@@ -17,12 +17,8 @@ def rounded_shift(
 ) -> jax.Array:
     """Magnitudes `bits` / 2**count, rounded once.
 
-    Args:
-      bits: Unsigned integers, so small that adding 2**count does not overflow.
-      count: 0 to the width less one, an integer or an array of the dtype of `bits`.
-      projection: Drawn, where it is stochastic.
-      negative: Sign of what `bits` is the magnitude of.
-      parity: 1 where an even quotient stands for an odd code.
+    `bits` are unsigned integers, so small that adding 2**count does not overflow; `count` is 0 to
+    the width less one; `parity` is 1 where an even quotient stands for an odd code.
     """
     rounding, one = projection.rounding, bits.dtype.type(1)
     if isinstance(count, int) and count == 0:

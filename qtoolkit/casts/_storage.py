@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from qtoolkit.casts._bits import codes_from_dtype, dtype_from_codes, from_pattern, pattern
+from qtoolkit.casts._codes import codes_of, round_values, values_of
 from qtoolkit.casts._compact import (
     codes_through_float16,
     has_unlimited_values,
@@ -18,7 +19,6 @@ from qtoolkit.casts._compact import (
 )
 from qtoolkit.casts._powers import binary_parts, power_of_two
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, Projection
-from qtoolkit.casts._sources import codes_of, round_values, values_of
 from qtoolkit.formats import FLOAT32, FloatFormat, format
 
 

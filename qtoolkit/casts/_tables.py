@@ -160,10 +160,7 @@ def _ladder(
 def _line(
     fmt: TableFormat, rounding: str, saturation: str
 ) -> tuple[list[Fraction], list[int], list[int], list[Fraction]]:
-    """The values that numbers may become, in rising order, and for each its code and its parity.
-
-    Also the ties between neighbours.
-    """
+    """The values that numbers may become, rising, with codes, parities and the ties between."""
     values, codes = [Fraction(value) for value in fmt.finite], list(fmt.codes)
     # A tie goes to the even code. In HIFLOAT8 40,960 is the tie between 32,768, code 0x6E, and
     # `beyond`, 49,152. `beyond` has no code, so it counts as the next one, 0x6F, which is odd: the
@@ -193,12 +190,9 @@ def _threshold(
     rounding: str,
     dtype: np.dtype,
 ) -> int:
-    """Key of the least number that is rounded to the upper one of two neighbours.
-
-    Args:
-      values, codes: Of the lower neighbour, then of the upper one.
-      tie: The number halfway between them, or the format's own.
-    """
+    """Key of the least number that is rounded to the upper one of two neighbours."""
+    # `values` and `codes` are of the lower neighbour, then of the upper one. `tie` is the number
+    # halfway between them, or the format's own.
     lower, upper = values
     negative = lower < 0
     smaller = int(negative)  # the neighbour nearer to zero

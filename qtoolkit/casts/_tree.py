@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts._casts import cast_for, check_arguments, types_of
+from qtoolkit.casts._checks import check_source
 from qtoolkit.casts._modes import Stochastic, check_rounding
 from qtoolkit.casts._projection import Projection, projection_of
-from qtoolkit.casts._sources import check_source
 from qtoolkit.formats import Format, FormatLike, Rules, format
 
 

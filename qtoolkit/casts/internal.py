@@ -5,11 +5,11 @@
 from qtoolkit.casts._affine import (
     ieee_quotient,
     is_zero,
-    kept_from_zero,
     product,
     quotient,
     settled,
     unmerged,
+    without_underflow,
 )
 from qtoolkit.casts._bits import (
     check_holds,
@@ -26,13 +26,42 @@ from qtoolkit.casts._casts import (
     types_of,
     without_derivative,
 )
+from qtoolkit.casts._checks import (
+    FINITE,
+    FLOATS,
+    NONZERO,
+    POSITIVE,
+    Domain,
+    broadcasts_to,
+    check_differentiable,
+    check_domain,
+    check_dtype,
+    check_source,
+    check_target,
+    check_unnarrowed,
+    check_value_source,
+    is_array,
+    number,
+    parameter,
+    ranked,
+    result_dtype,
+    spread,
+)
+from qtoolkit.casts._codes import codes_of, round_values, values_of
 from qtoolkit.casts._compact import (
     codes_through_float16,
     has_unlimited_values,
     is_part_of_float16,
     unlimited_values,
 )
-from qtoolkit.casts._e8m0 import e8m0_codes, over_e8m0, times_e8m0
+from qtoolkit.casts._differentiable import (
+    differentiable_in_dtype,
+    differentiable_product,
+    differentiable_quotient,
+    differentiable_widened,
+    linear_product,
+    linear_quotient,
+)
 from qtoolkit.casts._elementwise import (
     barrier_on_cpu,
     elementwise,
@@ -42,8 +71,7 @@ from qtoolkit.casts._elementwise import (
     unfolded,
     varying_alike,
 )
-from qtoolkit.casts._hardware import has_native_codes, native_codes
-from qtoolkit.casts._layout import row_major
+from qtoolkit.casts._hardware import has_native_codes, native_codes, row_major
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._modes import MODES, Rounding, check_rounding
 from qtoolkit.casts._order import (
@@ -59,43 +87,20 @@ from qtoolkit.casts._order import (
     widened,
 )
 from qtoolkit.casts._pack import WIDTHS
-from qtoolkit.casts._parameters import (
-    FINITE,
-    NONZERO,
-    POSITIVE,
-    Domain,
-    broadcasts_to,
-    check_domain,
-    check_dtype,
-    number,
-    parameter,
-    ranked,
-    spread,
-)
 from qtoolkit.casts._powers import (
     binary_parts,
+    e8m0_codes,
     floor_log2,
     nearest_power_of_two,
+    over_e8m0,
     power_of_two,
+    times_e8m0,
     times_from_subnormal,
     times_power_of_two,
     times_to_subnormal,
 )
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, projection_of
 from qtoolkit.casts._random import Draw, hashed_index, key_words, mixed_key, scrambled
-from qtoolkit.casts._sources import (
-    FLOATS,
-    check_differentiable,
-    check_source,
-    check_target,
-    check_unnarrowed,
-    check_value_source,
-    codes_of,
-    is_array,
-    kept_dtype,
-    round_values,
-    values_of,
-)
 from qtoolkit.casts._storage import (
     from_stored,
     in_dtype,
@@ -106,11 +111,3 @@ from qtoolkit.casts._storage import (
     to_stored,
 )
 from qtoolkit.casts._tree import leaf_path
-from qtoolkit.casts._widths import (
-    differentiable_in_dtype,
-    differentiable_product,
-    differentiable_quotient,
-    differentiable_widened,
-    linear_product,
-    linear_quotient,
-)

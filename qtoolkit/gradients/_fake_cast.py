@@ -11,7 +11,7 @@ from qtoolkit.casts.internal import (
     check_arguments,
     check_holds,
     check_unnarrowed,
-    kept_dtype,
+    result_dtype,
     round_values,
     rounded,
 )
@@ -67,7 +67,7 @@ def fake_cast(
     fmt, projection = check_arguments(
         "fake_cast", x, fmt, rounding, saturation, key, random_bits, index_offset
     )
-    check_holds("fake_cast", fmt, kept_dtype(x))
+    check_holds("fake_cast", fmt, result_dtype(x))
     rule = estimator("fake_cast", gradient)
     if not isinstance(x, jax.Array):  # a constant of 64 bits, which are off in JAX
         return rounded(x, projection, fmt)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import Projection, Stochastic
-from qtoolkit.casts.internal import kept_dtype, types_of
+from qtoolkit.casts.internal import result_dtype, types_of
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 from qtoolkit.scaling.internal import (
@@ -78,7 +78,7 @@ def fake_quantize(
     if isinstance(x, jax.Array):
         return _fake_quantize_jitted(x, given, projection, spec, rule)
     with types_of(x):  # a constant of 64 bits, which are off in JAX
-        return _through_codes(x, given, projection, spec, kept_dtype(x))
+        return _through_codes(x, given, projection, spec, result_dtype(x))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

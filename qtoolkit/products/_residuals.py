@@ -111,7 +111,9 @@ def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
 
     For elements whose format has neither: a matmul with such a block is still not finite.
     """
-    is_bad = jnp.any(~jnp.isfinite(exact_float32(blocks.split(x))), blocks.places, keepdims=True)
+    is_bad = jnp.any(
+        ~jnp.isfinite(exact_float32(blocks.split(x))), blocks.element_axes, keepdims=True
+    )
     nan = to_stored(jnp.full_like(scale, np.nan, dtype=jnp.float32), fmt)
     return jnp.where(blocks.gather(is_bad), nan, scale)
 

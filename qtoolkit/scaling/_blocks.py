@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +57,12 @@ class Blocks:
         return tuple(b not in (1, n) for n, b in zip(self.shape, self.lengths, strict=True))
 
     def split(self, x: jax.Array) -> jax.Array:
-        """The view of an array; ragged ends are padded with zeros.
-
-        Raises:
-          ValueError: The array is sharded on an Explicit mesh along an axis of which a shard does
-            not hold whole blocks.
-        """
-        self._check_shards(x)
+        """The view of an array; ragged ends are padded with zeros."""
+        # On an Explicit mesh each shard must hold whole blocks: a reshape cannot move elements
+        # between shards, as one on an Auto mesh does.
+        for axis, is_split in enumerate(self.is_split):
+            if is_split:
+                check_shards("block scaling", x, axis, self.lengths[axis])
         missing = [n * b - s for n, b, s in zip(self.counts, self.lengths, self.shape, strict=True)]
         if any(missing):
             x = jnp.pad(x, [(0, n) for n in missing])
@@ -84,7 +83,7 @@ class Blocks:
         return self._from_view(spread, self.counts)
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def element_axes(self) -> tuple[int, ...]:
         """The axes of the view that run over the elements of a block: reduce over these."""
         axes, at = [], 0
         for length, is_split in zip(self.lengths, self.is_split, strict=True):
@@ -100,16 +99,15 @@ class Blocks:
         sizes = [n for n in shape if n > 1]
         lengths: list[int] = []
         for begin, end, length in _groups([n for n, _ in olds], sizes):
-            news = sizes[len(lengths) : len(lengths) + length]
-            lengths += _group_lengths(olds[begin:end], news) or self._torn(shape)
+            of_group = _group_lengths(olds[begin:end], sizes[len(lengths) : len(lengths) + length])
+            if of_group is None:
+                raise ValueError(
+                    f"QArray: reshape{shape} of shape {self.shape} would tear blocks of "
+                    f"{self.lengths}; dequantize() first"
+                )
+            lengths += of_group
         remaining = iter(lengths)
         return Blocks(shape, tuple(1 if n == 1 else next(remaining) for n in shape))
-
-    def _torn(self, shape: tuple[int, ...]) -> NoReturn:
-        raise ValueError(
-            f"QArray: reshape{shape} of shape {self.shape} would tear blocks of {self.lengths}; "
-            "dequantize() first"
-        )
 
     def _to_view(self, x: jax.Array, within: tuple[int, ...]) -> jax.Array:
         """Splits the axes to be split: blocks, and `within` elements of each."""
@@ -129,11 +127,6 @@ class Blocks:
             if is_split:  # the axis within blocks is not sharded
                 next(entries)
         return _reshaped(view, shape, sharded)
-
-    def _check_shards(self, x: jax.Array) -> None:
-        for axis, is_split in enumerate(self.is_split):
-            if is_split:
-                check_shards("block scaling", x, axis, self.lengths[axis])
 
 
 def blocks_of(x: jax.Array, spec: BlockFormat) -> Blocks:
@@ -272,11 +265,8 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
 
 
 def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> jax.Array:
-    """The largest finite |x| over `axes`, which keep length 1, in the dtype of `view`.
-
-    Compared as integers, so that subnormals count. Zero where nothing is finite; where
-    `nan_wins`, NaN where one is among the elements.
-    """
+    """The largest finite |x| over `axes`, which keep length 1; NaN for NaN where `nan_wins`."""
+    # Compared as integers, so that subnormals count. Zero where nothing is finite.
     return from_magnitude_ordinal(largest_ordinal(view, axes, nan_wins=nan_wins), view.dtype)
 
 
@@ -299,9 +289,9 @@ def largest_ordinal(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -
 @elementwise
 def _finite(view: jax.Array, nan_wins: bool) -> jax.Array:
     """The magnitudes as integers in the same order; 0 for elements that do not count."""
-    places, inf = magnitude_ordinal(view), infinity_ordinal(view.dtype)
-    skipped = places == inf if nan_wins else places >= inf
-    return jnp.where(skipped, np.zeros_like(inf), places)
+    ordinals, inf = magnitude_ordinal(view), infinity_ordinal(view.dtype)
+    is_skipped = ordinals == inf if nan_wins else ordinals >= inf
+    return jnp.where(is_skipped, np.zeros_like(inf), ordinals)
 
 
 def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.Array:

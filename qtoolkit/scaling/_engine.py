@@ -23,13 +23,13 @@ from qtoolkit.casts.internal import (
     has_unlimited_values,
     in_dtype,
     is_sharded,
-    kept_from_zero,
     magnitude_ordinal,
     native_codes,
     on_cpu,
     unlimited_values,
     values_of,
     widened,
+    without_underflow,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, format
 from qtoolkit.scaling._blocks import Blocks
@@ -57,7 +57,7 @@ def _quotients(x: Elements, scaling: Scaling) -> Array:
     wide = widened(x.view)
     u = scaling.divide(wide)
     is_directed = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
-    return kept_from_zero(u, wide) if is_directed else u
+    return without_underflow(u, wide) if is_directed else u
 
 
 def _without_overflow(y: Array, q: Array, dtype: DTypeLike, spec: BlockFormat) -> Array:

@@ -66,9 +66,9 @@ def scales_and_largest(
     blocks = blocks_of(x, spec)
     view = blocks.split(x)
     if spec.zero_point:
-        scale, zero_point = asymmetric(*_range(exact_float32(view), blocks.places), spec)
+        scale, zero_point = asymmetric(*_range(exact_float32(view), blocks.element_axes), spec)
         return Scales(blocks.gather(scale), None, blocks.gather(zero_point)), None
-    largest = largest_ordinal(view, blocks.places, nan_wins=not holds_nan)
+    largest = largest_ordinal(view, blocks.element_axes, nan_wins=not holds_nan)
     amax = exact_float32(from_magnitude_ordinal(largest, view.dtype))
     tensor_scale = fixed.tensor_scale
     if spec.tensor_scale is not None and tensor_scale is None:
@@ -77,7 +77,7 @@ def scales_and_largest(
         else:
             all_of_x = _tensor_amax(x, amax)
         tensor_scale = tensor_scale_from(all_of_x, spec)
-    scale = _best_scale(view, blocks.places, amax, spec, tensor_scale)
+    scale = _best_scale(view, blocks.element_axes, amax, spec, tensor_scale)
     return Scales(blocks.gather(scale), tensor_scale), largest
 
 
@@ -118,14 +118,14 @@ def _tensor_amax(x: Array, amax: Array) -> Array:
 
 def _best_scale(
     view: Array,
-    places: tuple[int, ...],
+    axes: tuple[int, ...],
     amax: Array,
     spec: BlockFormat,
     tensor_scale: Array | None,
 ) -> Array:
     """Of several candidates the one with the least sum of squared errors, of equal ones the first.
 
-    The axes `places` of `view` run over the elements of a block, which are rounded to nearest.
+    The `axes` of `view` run over the elements of a block, which are rounded to nearest.
     """
     best, *others = candidate_scales(amax, spec, tensor_scale)
     if not others:
@@ -137,7 +137,7 @@ def _best_scale(
 
     def cost(scale: Array) -> Array:
         step = spread(effective(scale, tensor_scale, spec))
-        return _sum(_squared_errors(wide, step, spread(amax), spec), places)
+        return _sum(_squared_errors(wide, step, spread(amax), spec), axes)
 
     least = cost(best)
     for scale in others:

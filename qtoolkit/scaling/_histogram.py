@@ -6,7 +6,6 @@ devices and hosts can simply be added.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -24,7 +23,7 @@ from qtoolkit.casts.internal import (
     quotient,
     round_values,
 )
-from qtoolkit.formats import BlockFormat, Format, SpecLike, TableFormat
+from qtoolkit.formats import SpecLike, TableFormat
 from qtoolkit.scaling._observer import (
     COUNT,
     MAX,
@@ -227,9 +226,60 @@ class Percentile(Histogram):
         return jnp.where(edge > 0, jnp.minimum(edge, largest), largest)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Search(Histogram):
+    """The base class of observers that try several scales and take the one with the least cost."""
+
+    octaves: int = dataclasses.field(default=8, metadata=STATIC)
+
+    @classmethod
+    def of(
+        cls, spec: SpecLike, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
+    ) -> Self:
+        """The state before the first batch; the docstring of `MSE` says more."""
+        where = f"{cls.__name__}.of"
+        fields = _start(where, spec, shape, bins or Bins())
+        element = fields["spec"].element
+        if isinstance(element, TableFormat):
+            negative = [-v for v in element.finite if v < 0]
+            if element.signed and set(negative) != {v for v in element.finite if v > 0}:
+                raise ValueError(
+                    f"{where}: the negative values of {element.name} are not those of its positive "
+                    "ones, and a histogram holds magnitudes; use AbsMax or Percentile"
+                )
+        if not 1 <= octaves <= 32:
+            raise ValueError(f"{where}: octaves={octaves}, expected 1 to 32")
+        return cls(**fields, octaves=int(octaves))
+
+    def _block_amax(self) -> Array:
+        """The amax of the candidate with the least cost; of equal ones the first."""
+        spec, second = self.spec, stored_tensor_scale(self)
+        if spec.rule == "amax" or spec.tries_scales:
+            exponents = -np.arange(self.octaves * _STEPS + 1) / _STEPS
+        else:
+            exponents = np.array([*range(0, -self.octaves - 1, -1), 1.0])
+        factors = np.exp2(exponents).astype(np.float32)  # of amax; 1 comes first
+
+        def search(block: tuple[Array, Array]) -> Array:
+            counts, amax = block
+            candidates = jnp.minimum(amax * factors, _LARGEST).at[0].set(amax)
+            scales = effective(scale_from(candidates, spec, second), second, spec)
+            costs = lax.map(lambda scale: self._cost(counts, amax, scale), scales)
+            costs = jnp.where(jnp.isnan(costs), np.float32(np.inf), costs)
+            return candidates[jnp.argmin(costs)]
+
+        counts = self.counts[..., 1:].astype(jnp.float32).reshape(-1, self.bins.count - 1)
+        best = lax.map(search, (counts, self._range().reshape(-1)), batch_size=_BLOCKS)
+        return best.reshape(self.shape)  # `_BLOCKS` at a time: memory stays bounded
+
+    def _cost(self, counts: Array, amax: Array, scale: Array) -> Array:
+        """The cost of a scale for a block with these counts, without zeros, and this amax."""
+        raise NotImplementedError
+
+
 @pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MSE(Histogram):
+class MSE(Search):
     """The scale with the least mean squared error of the quantized elements.
 
     Candidates are scales that the rule of the format gives for amax * 2**(-i / 16), down to amax /
@@ -240,6 +290,10 @@ class MSE(Histogram):
     nearest changes by no more than the magnitude does. So the root mean squared error is at most
     that of amax itself, or of any candidate, plus 2 * 2**-mantissa_bits of the root mean square of
     the data; in practice it is much closer. Sums are float32.
+
+    `MSE.of(spec, shape, octaves=8, bins=Bins())` makes the state before the first batch. It raises
+    what `AbsMax.of` raises, and ValueError if the values of the element format are not symmetric,
+    as those of NF4, if `octaves` is not 1 to 32, or if there are 2**31 counts or more.
 
     Attributes:
       spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
@@ -256,33 +310,23 @@ class MSE(Histogram):
       19.5 dB
     """
 
-    octaves: int = dataclasses.field(default=8, metadata=STATIC)
-
-    @classmethod
-    def of(
-        cls, spec: SpecLike, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
-    ) -> Self:
-        """The state before the first batch.
-
-        Args:
-          spec, shape: As in `AbsMax.of`; the format is symmetric.
-          octaves: 1 to 32.
-          bins: Where the bins lie; `Bins()` by default.
-
-        Raises:
-          ValueError: As `AbsMax.of`; the negative values of the element are not those of its
-            positive ones, as in NF4; `octaves` is out of range; there are 2**31 counts or more.
-        """
-        fields = _start("MSE.of", spec, shape, bins or Bins())
-        return cls(**fields, octaves=_checked("MSE.of", fields["spec"], octaves))
-
-    def _block_amax(self) -> Array:
-        return _best(self, self.octaves, _squared_error)
+    def _cost(self, counts: Array, amax: Array, scale: Array) -> Array:
+        """The sum of squared errors, in units of a power of two near amax, so that it is finite."""
+        edges = self.bins.edges[:-1]
+        low, width = edges[:-1, None], np.diff(edges)[:, None]
+        points = low + width * ((np.arange(_POINTS) + 0.5) / _POINTS)
+        beyond = np.full((1, _POINTS), _LARGEST)  # above all bins: taken as the largest one
+        unit = power_of_two(-jnp.clip(floor_log2(amax), -126, 126))
+        x = jnp.minimum(np.concatenate([points, beyond]).astype(np.float32), amax) * unit
+        step = scale * unit
+        u = quotient(x, step)
+        q = round_values(u, self.spec.element)
+        return jnp.sum(counts[:, None] * ((q - u) * step) ** 2)
 
 
 @pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Entropy(Histogram):
+class Entropy(Search):
     """The scale with the least Kullback-Leibler divergence of the quantized distribution.
 
     Candidates are as in `MSE`. Two distributions are compared. The reference is that of the
@@ -300,6 +344,8 @@ class Entropy(Histogram):
     values. What stays the same: where a bin is wider than a step of the format, the error of
     rounding inside it is not seen. Sums are float32.
 
+    `Entropy.of` has the arguments and errors of `MSE.of`.
+
     Attributes:
       spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
       octaves: How far below amax the search goes.
@@ -314,91 +360,26 @@ class Entropy(Histogram):
       3.3 of 3.9
     """
 
-    octaves: int = dataclasses.field(default=8, metadata=STATIC)
+    def _cost(self, counts: Array, amax: Array, scale: Array) -> Array:
+        """The divergence between the clipped histogram and the quantized one."""
+        low, high = self.bins.edges[:-1], jnp.asarray(self.bins.edges[1:])
+        element = self.spec.element
+        high = high.at[-1].set(jnp.maximum(amax, low[-1]))
+        is_inside = low < scale * np.float32(float(element.max_finite))
+        inside = jnp.where(is_inside, counts, np.float32(0))
+        last = jnp.sum(is_inside.astype(jnp.int32)) - 1
+        reference = inside.at[last].add(jnp.sum(jnp.where(is_inside, np.float32(0), counts)))
 
-    @classmethod
-    def of(
-        cls, spec: SpecLike, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
-    ) -> Self:
-        """The state before the first batch. Arguments and errors as in `MSE.of`."""
-        fields = _start("Entropy.of", spec, shape, bins or Bins())
-        return cls(**fields, octaves=_checked("Entropy.of", fields["spec"], octaves))
+        centre = jnp.minimum((low + high) * np.float32(0.5), amax)
+        code = codes_of(quotient(centre, scale), element).astype(jnp.int32)
+        by_code = functools.partial(
+            jax.ops.segment_sum, segment_ids=code, num_segments=2**element.bits
+        )
+        filled = jnp.where(inside > 0, high - low, np.float32(0))
+        density = by_code(inside) / jnp.maximum(by_code(filled), _TINY)
+        quantized = filled * density[code]
 
-    def _block_amax(self) -> Array:
-        return _best(self, self.octaves, _divergence)
-
-
-# The cost of a scale, from (counts of a block without zeros, its amax, effective scale, bins,
-# element format).
-Cost = Callable[[Array, Array, Array, Bins, Format], Array]
-
-
-def _checked(where: str, spec: BlockFormat, octaves: int) -> int:
-    element = spec.element
-    if isinstance(element, TableFormat):
-        negative = [-v for v in element.finite if v < 0]
-        if element.signed and set(negative) != {v for v in element.finite if v > 0}:
-            raise ValueError(
-                f"{where}: the negative values of {element.name} are not those of its positive "
-                "ones, and a histogram holds magnitudes; use AbsMax or Percentile"
-            )
-    if not 1 <= octaves <= 32:
-        raise ValueError(f"{where}: octaves={octaves}, expected 1 to 32")
-    return int(octaves)
-
-
-def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
-    """The amax of the candidate with the least cost; of equal ones the first."""
-    spec, second = state.spec, stored_tensor_scale(state)
-    if spec.rule == "amax" or spec.tries_scales:
-        exponents = -np.arange(octaves * _STEPS + 1) / _STEPS
-    else:
-        exponents = np.array([*range(0, -octaves - 1, -1), 1.0])
-    factors = np.exp2(exponents).astype(np.float32)  # of amax; 1 comes first
-
-    def search(block: tuple[Array, Array]) -> Array:
-        counts, amax = block
-        candidates = jnp.minimum(amax * factors, _LARGEST).at[0].set(amax)
-        scales = effective(scale_from(candidates, spec, second), second, spec)
-        costs = lax.map(lambda scale: cost(counts, amax, scale, state.bins, spec.element), scales)
-        costs = jnp.where(jnp.isnan(costs), np.float32(np.inf), costs)
-        return candidates[jnp.argmin(costs)]
-
-    counts = state.counts[..., 1:].astype(jnp.float32).reshape(-1, state.bins.count - 1)
-    best = lax.map(search, (counts, state._range().reshape(-1)), batch_size=_BLOCKS)
-    return best.reshape(state.shape)  # `_BLOCKS` at a time: memory stays bounded
-
-
-def _squared_error(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:
-    """The sum of squared errors, in units of a power of two near amax, so that it is finite."""
-    edges = bins.edges[:-1]
-    low, width = edges[:-1, None], np.diff(edges)[:, None]
-    points = low + width * ((np.arange(_POINTS) + 0.5) / _POINTS)
-    beyond = np.full((1, _POINTS), _LARGEST)  # above all bins: taken as the largest one
-    unit = power_of_two(-jnp.clip(floor_log2(amax), -126, 126))
-    x = jnp.minimum(np.concatenate([points, beyond]).astype(np.float32), amax) * unit
-    step = scale * unit
-    u = quotient(x, step)
-    q = round_values(u, element)
-    return jnp.sum(counts[:, None] * ((q - u) * step) ** 2)
-
-
-def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:
-    """The divergence between the clipped histogram and the quantized one."""
-    low, high = bins.edges[:-1], jnp.asarray(bins.edges[1:])
-    high = high.at[-1].set(jnp.maximum(amax, low[-1]))
-    is_inside = low < scale * np.float32(float(element.max_finite))
-    inside = jnp.where(is_inside, counts, np.float32(0))
-    last = jnp.sum(is_inside.astype(jnp.int32)) - 1
-    reference = inside.at[last].add(jnp.sum(jnp.where(is_inside, np.float32(0), counts)))
-
-    centre = jnp.minimum((low + high) * np.float32(0.5), amax)
-    code = codes_of(quotient(centre, scale), element).astype(jnp.int32)
-    by_code = functools.partial(jax.ops.segment_sum, segment_ids=code, num_segments=2**element.bits)
-    filled = jnp.where(inside > 0, high - low, np.float32(0))
-    density = by_code(inside) / jnp.maximum(by_code(filled), _TINY)
-    quantized = filled * density[code]
-
-    p, q = reference / jnp.sum(reference), quantized / jnp.sum(quantized)
-    # The sum of q - p is zero. With it no term is negative, and errors of the norms do not matter.
-    return jnp.sum(jnp.where(p > 0, p * jnp.log(p / q) + (q - p), q))
+        p, q = reference / jnp.sum(reference), quantized / jnp.sum(quantized)
+        # The sum of q - p is zero. With it no term is negative, and errors of the norms do not
+        # matter.
+        return jnp.sum(jnp.where(p > 0, p * jnp.log(p / q) + (q - p), q))

@@ -29,11 +29,7 @@ FAR = np.float32(2)  # a magnitude counts as bad if it is beyond what saturates 
 
 
 def histogram(amax: Array, is_bad: Array) -> Array:
-    """float32[BUCKETS]: 1 in the bucket of `amax`; if `is_bad`, also 1 in the bucket `_BAD`.
-
-    Args:
-      is_bad: Whether the array held an infinity or a NaN.
-    """
+    """float32[BUCKETS]: 1 in the bucket of `amax`; if the array `is_bad`, also in `_BAD`."""
     at = bucket(amax, _BITS).astype(jnp.int32)
     places = lax.broadcasted_iota(jnp.int32, (BUCKETS,), 0)
     marks = (places == at) | (is_bad & (places == _BAD))
@@ -46,17 +42,14 @@ def amax_of(x: Array) -> tuple[Array, Array]:
 
 
 def amax_to_keep(x: Array) -> tuple[Array, Array]:
-    """`amax_of`, but with an amax of 0 if not all is finite: a history skips such a step anyway.
-
-    One reduction in place of two.
-    """
+    """`amax_of` by one reduction, with an amax of 0 where `is_bad`: a history skips such a step."""
     amax = magnitude_or_infinity(x)
     is_bad = ~jnp.isfinite(amax)
     return jnp.where(is_bad, np.float32(0), amax), is_bad
 
 
 def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
-    """Updates the histories of several arrays after one more step.
+    """Updates float32[..., arrays, steps] histories, the newest amax first, after one more step.
 
     Args:
       history: float32[..., arrays, steps]: amaxes, the newest first; 0 where there was none yet.

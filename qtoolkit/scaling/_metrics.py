@@ -48,7 +48,7 @@ _LEAST_NORMAL = np.finfo(np.float32).tiny
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Metrics:
-    """What quantizing an array has done to it. A pytree of arrays, all scalars but `histogram`.
+    """The error of a quantized array. A pytree of arrays, all scalars but `histogram`.
 
     Attributes:
       sqnr_db: float32, 10 log10(sum x^2 / sum (x - y)^2) over the elements that are finite in x and
@@ -230,14 +230,11 @@ class Comparison(NamedTuple):
 
 
 def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
-    """Compares float32 arrays x and y; a mask of their shape says which elements saturated.
-
-    Sums of squares would overflow or underflow for many an array that float32 holds. So x, y and
-    x - y are each divided by the power of two of their largest magnitude.
-
-    There are only three reductions, each of several arrays, to save compile time: XLA for CPUs
-    makes one loop of such a reduction, but three loops of a reduction of a single array.
-    """
+    """Compares float32 arrays x and y; a mask of their shape says which elements saturated."""
+    # Sums of squares would overflow or underflow for many an array that float32 holds. So x, y and
+    # x - y are each divided by the power of two of their largest magnitude.
+    # There are only three reductions, each of several arrays, to save compile time: XLA for CPUs
+    # makes one loop of such a reduction, but three loops of a reduction of a single array.
     is_finite = jnp.isfinite(x)
     compared, alive = is_finite & jnp.isfinite(y), is_finite & ~is_zero(x)
     counted = {
@@ -249,8 +246,8 @@ def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
     }
     finite = jnp.where(is_finite, x, np.float32(0))
     x, y = (jnp.where(compared, a, np.float32(0)) for a in (x, y))
-    places = _maxima(*map(magnitude_ordinal, (finite, x, y)))
-    has_room = jnp.maximum(*places[1:]) < magnitude_ordinal(jnp.float32(2.0**_LIFT))
+    ordinals = _maxima(*map(magnitude_ordinal, (finite, x, y)))
+    has_room = jnp.maximum(*ordinals[1:]) < magnitude_ordinal(jnp.float32(2.0**_LIFT))
     x, y = _lifted(x, has_room), _lifted(y, has_room)
     error = settled(x) - y
     largest = jnp.stack(_maxima(*map(jnp.abs, (x, y, error))))
@@ -261,7 +258,7 @@ def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
     counts, sums = _sums(tuple(counted.values()), (x * x, noise * noise, y * y, x * y))
     return Comparison(
         **dict(zip(counted, counts, strict=True)),
-        amax=from_magnitude_ordinal(places[0], jnp.float32),
+        amax=from_magnitude_ordinal(ordinals[0], jnp.float32),
         sums=jnp.stack(sums),
         exponents=exponents,
         largest=largest[2],
@@ -289,11 +286,9 @@ def _lifted(x: jax.Array, has_room: jax.Array) -> jax.Array:
 def _sums(
     masks: tuple[jax.Array, ...], terms: tuple[jax.Array, ...]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """How often each of the masks holds, and the sum of each of the terms; all share a shape.
-
-    A reduction of pairs, sum and remainder, in one pass: its error does not grow with the number of
-    elements, in whatever order they are added, on one device or many.
-    """
+    """How often each of the masks holds, and the sum of each of the terms; all share a shape."""
+    # A reduction of pairs, sum and remainder, in one pass: its error does not grow with the number
+    # of elements, in whatever order they are added, on one device or many.
 
     def add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         n = len(masks)
@@ -314,12 +309,12 @@ def _sums(
     return list(totals[: len(masks)]), list(totals[len(masks) :: 2])
 
 
-def occurrences(places: jax.Array, count: int) -> jax.Array:
+def occurrences(integers: jax.Array, count: int) -> jax.Array:
     """uint32[count]: how often each of the integers below `count` occurs in an array."""
     # On an Explicit mesh the sharding of the result must be said; elsewhere it must not.
-    sharded = any(entry is not None for entry in explicit_spec(places))
+    sharded = any(entry is not None for entry in explicit_spec(integers))
     where: dict[str, Any] = {"out_sharding": PartitionSpec()} if sharded else {}
-    return jnp.zeros(count, jnp.uint32).at[places].add(np.uint32(1), mode="drop", **where)
+    return jnp.zeros(count, jnp.uint32).at[integers].add(np.uint32(1), mode="drop", **where)
 
 
 def _fraction(count: jax.Array, of: jax.Array) -> jax.Array:

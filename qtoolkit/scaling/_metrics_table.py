@@ -114,7 +114,7 @@ def metrics(
     random_bits: ArrayLike | None = None,
     index_offset: ArrayLike = 0,
 ) -> Metrics | MetricsTable:
-    """Quantizes `x` and measures what that does to it.
+    """Quantize `x` and measure the error.
 
     y is the float32 value of `quantize(x, spec, ...)`, before any rounding to the dtype of `x`.
     Sums are compensated: right to 1e-6 of their value for up to 2**32 elements of any magnitudes,
@@ -152,19 +152,13 @@ def metrics(
     }
     if not isinstance(spec, list | tuple):
         return metrics_of(x, spec, scales, keywords)  # type: ignore[arg-type]  # no sequence
-    names = _names(spec, scales)
-    return MetricsTable(names, tuple(metrics_of(x, one, scales, keywords) for one in spec))
-
-
-def _names(specs: Sequence[SpecLike], scales: Mapping[str, ArrayLike | None]) -> tuple[str, ...]:
-    """The rows of a table."""
-    for name, scale in scales.items():
-        if scale is not None:
+    for name, value in scales.items():
+        if value is not None:
             raise ValueError(
                 f"metrics: {name} is given for several specs, expected one spec with it; call "
                 "metrics once for each"
             )
-    names = tuple(of if isinstance(of, str) else formats.spec(of).name for of in specs)
+    names = tuple(of if isinstance(of, str) else formats.spec(of).name for of in spec)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"metrics: specs {list(names)}, expected one or more, each once")
-    return names
+    return MetricsTable(names, tuple(metrics_of(x, one, scales, keywords) for one in spec))

@@ -57,10 +57,8 @@ def added(a: Array, b: Array) -> Array:
 
 
 def _added_across(counts: Array, axis_name: AxisNames) -> Array:
-    """The sum of uint32 counts of fewer than 2**16 devices, 2**32 - 1 where it is more.
-
-    16 bits of each are summed at a time, so that no sum wraps.
-    """
+    """The sum of uint32 counts of fewer than 2**16 devices, 2**32 - 1 where it is more."""
+    # 16 bits of each are summed at a time, so that no sum wraps.
     low = lax.psum(counts & np.uint32(0xFFFF), axis_name)
     high = lax.psum(counts >> np.uint32(16), axis_name) + (low >> np.uint32(16))
     total = (high << np.uint32(16)) | (low & np.uint32(0xFFFF))
@@ -295,13 +293,7 @@ def _observed(state: State, x: Array) -> State:
 
 @jax.jit
 def observed_summary(state: State, amax: Array, counts: Array | None, is_good: Array) -> State:
-    """`state.observe(x)` for a batch x that has been summarized already.
-
-    Args:
-      amax: float32 in the shape of the scales.
-      counts: uint32, the histogram of each block, for states that keep one; else None.
-      is_good: Whether all of x is finite.
-    """
+    """`state.observe(x)` from float32 amaxes in the shape of the scales, and histograms or None."""
     return _counting(state, state._after_summary(magnitude_ordinal(amax), counts), is_good)
 
 
@@ -343,7 +335,7 @@ def check_number(where: str, name: str, value: Any) -> None:
 def amax_bits(x: Array, spec: BlockFormat) -> Array:
     """The float32 pattern of the amax of each block, in the shape of the scales."""
     blocks = blocks_of(x, spec)
-    amax = magnitude_max(blocks.split(x), blocks.places, nan_wins=False)
+    amax = magnitude_max(blocks.split(x), blocks.element_axes, nan_wins=False)
     return magnitude_ordinal(exact_float32(blocks.gather(amax)))
 
 

@@ -189,7 +189,7 @@ class QArray:
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
             "QArray: got codes where an array is expected; call .dequantize() first, or let a "
-            "model's products take them: qtoolkit.nnx.quantize(model, recipe)"
+            "model's matmuls take them: qtoolkit.nnx.quantize(model, recipe)"
         )
 
     __jax_array__ = __array__
@@ -208,7 +208,7 @@ class QArray:
         selects along axis 0.
 
         Raises:
-          IndexError: An index is out of range, crosses blocks, or leaves nothing.
+          IndexError: An index is out of range, crosses blocks, or selects nothing.
         """
         return views.indexed(self, index)
 
@@ -342,7 +342,7 @@ def _float_dtype(where: str, dtype: Any) -> np.dtype:
 
 
 def _stored_dtype(fmt: FloatFormat | None) -> np.dtype | None:
-    """The dtype that scales of a format are kept in."""
+    """The dtype of stored scales of a format."""
     return None if fmt is None else fmt.dtype or fmt.code_dtype
 
 

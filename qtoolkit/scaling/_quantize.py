@@ -20,8 +20,8 @@ from qtoolkit.casts.internal import (
     check_holds,
     check_unnarrowed,
     exact_float32,
-    kept_dtype,
     number,
+    result_dtype,
     to_stored,
     types_of,
     without_derivative,
@@ -49,12 +49,12 @@ def quantize(
     random_bits: ArrayLike | None = None,
     index_offset: ArrayLike = 0,
 ) -> QArray:
-    """Rounds `x` to codes and a scale for each block: x ~ q * scale.
+    """Quantize `x` block by block: codes q and a scale for each block, x ~ q * scale.
 
-    The scale is rounded to its format first, and it is the rounded one that divides: codes are
+    The scale is rounded to its format first, and `x` is divided by the rounded one: codes are
     `encode(x / scale)` with IEEE's float32 division, exact where scales are powers of two by their
-    format (E8M0). The same bits eager, under `jit`, in any
-    fusion and on any mesh; float32 subnormals are exact only with E8M0 scales.
+    format (E8M0). The bits are the same eager, under `jit`, in any fusion and on any mesh; float32
+    subnormals are exact only with E8M0 scales.
 
     A block of zeros gives exact zeros if the element format has a zero, and no scale is ever
     infinite or zero. Infinities do not count for the scale and follow `saturation`. NaN stays its
@@ -121,7 +121,7 @@ def quantize(
         spec,
         scales.tensor_scale,
         scales.zero_point,
-        kept_dtype(array),
+        result_dtype(array),
         spec.block_lengths(array.shape),
         array.shape[-1] if packed else None,
     )

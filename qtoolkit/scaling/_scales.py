@@ -55,9 +55,9 @@ def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
       fmt: The format that x / scale is to be rounded to.
 
     Returns:
-      Shape of `amax`, float32. 1 where `amax` is zero: zeros stay exact zeros, and infinities
-      saturate to the largest finite value. Else at least 2**-126, float32's lowest
-      normal number: XLA's CPU would take a smaller scale for zero and divide by that.
+      Shape of `amax`, float32. 1 where `amax` is zero, because zeros then stay exact zeros, and
+      infinities saturate to the largest finite value. Else at least 2**-126, float32's lowest
+      normal number, because XLA's CPU would take a smaller scale for zero and divide by that.
 
     Raises:
       TypeError: `amax` has another dtype; or `fmt` is a block format, whose rules `quantize`
@@ -84,7 +84,7 @@ def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
-    """The stored scale of blocks with this amax, float32; NaN for NaN. The first of candidates."""
+    """The scale, as stored, of blocks with a float32 `amax`; NaN for NaN; the first candidate."""
     return candidate_scales(amax, spec, tensor_scale)[0]
 
 
@@ -127,7 +127,8 @@ def _candidates(
 
 
 def _divisors(spec: BlockFormat) -> tuple[Fraction, ...]:
-    if spec.rule == "four_over_six":
+    """What an amax is divided by: one number, or one for each candidate."""
+    if spec.rule == "four_over_six":  # the amax becomes 6 or 4, whichever loses less
         return Fraction(6), Fraction(4)
     if spec.rule == "range" and isinstance(spec.element, IntFormat):
         return (Fraction(spec.element.max_finite - spec.element.lowest) / 2,)

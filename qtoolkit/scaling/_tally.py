@@ -45,7 +45,8 @@ class Tally(Mergeable):
     """What rounding did to one or more arrays; `a + b` is the tally of both. A pytree, all float32.
 
     Counts are exact below 2**24, sums right to 1e-6. The properties are numbers of Python and need
-    arrays that are known, so read them outside of `jit`.
+    arrays that are known, so read them outside of `jit`. `merge_across(axis_name)` adds the tallies
+    of all devices along mesh axes.
 
     Attributes:
       uses: How many arrays were measured.
@@ -145,7 +146,7 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
     errors = comparison(before, after, saturated)
     extremes = [errors.amax]
     if spec is not None and scales.scale is not None:
-        extremes += _least_and_largest(_scales_in_use(x, spec, scales, errors.amax))
+        extremes += _extreme_scales(x, spec, scales, errors.amax)
     counts = [np.float32(1), np.float32(x.size), *(getattr(errors, name) for name in _COUNTS)]
     first = jnp.stack([jnp.asarray(n, jnp.float32) for n in counts])
     # Each sum goes to the slot for its size, in units of that slot.
@@ -176,25 +177,23 @@ def tally_of(vector: Array) -> Tally:
     return Tally(**values)
 
 
-def _scales_in_use(x: Array, spec: BlockFormat, scales: Scales, amax: Array) -> Array:
-    """The scales, with infinity for blocks of zeros, whose scale says nothing of the data."""
+def _extreme_scales(x: Array, spec: BlockFormat, scales: Scales, amax: Array) -> list[Array]:
+    """The least and the largest finite scale of blocks that are not all zeros; infinity and 0."""
     assert scales.scale is not None
     values = effective(scales.scale, scales.tensor_scale, spec)
     blocks = blocks_of(x, spec)
     is_zero = amax == 0
     if math.prod(values.shape) > 1:
-        is_zero = blocks.gather(jnp.all(blocks.split(x) == 0, axis=blocks.places, keepdims=True))
-    return jnp.where(is_zero, np.float32(np.inf), values)
-
-
-def _least_and_largest(values: Array) -> list[Array]:
-    """The least and the largest finite number, by one reduction; infinity and 0 without any."""
+        is_zero = blocks.gather(
+            jnp.all(blocks.split(x) == 0, axis=blocks.element_axes, keepdims=True)
+        )
+    values = jnp.where(is_zero, np.float32(np.inf), values)  # such a scale says nothing of the data
+    ends = np.float32(np.inf), np.float32(0)
+    finite = [jnp.where(jnp.isfinite(values), values, end) for end in ends]
 
     def further(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
 
-    ends = np.float32(np.inf), np.float32(0)
-    finite = [jnp.where(jnp.isfinite(values), values, end) for end in ends]
     return lax.reduce(tuple(finite), ends, further, tuple(range(values.ndim)))
 
 
@@ -207,11 +206,9 @@ def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
 
 
 def marked(value: Array, bits: int) -> Array:
-    """float32[marked_size(bits)]: a mark in the bucket of a magnitude. Marks add.
-
-    A value's place within a bucket runs from 0 to 1. A bucket holds the number of its values, the
-    sum of their places, and the sum of the squares of these.
-    """
+    """float32[marked_size(bits)]: a mark in the bucket of a magnitude. Marks add."""
+    # A value's place within a bucket runs from 0 to 1. A bucket holds the number of its values, the
+    # sum of their places, and the sum of the squares of these.
     places, marks = _mark(value.reshape(1), np.array([bits], np.uint32))
     return jnp.zeros(marked_size(bits), jnp.float32).at[places].set(marks)
 

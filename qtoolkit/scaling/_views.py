@@ -41,7 +41,7 @@ def indexed(array: "QArray", index: Any) -> "QArray":
         if isinstance(item, slice):
             remaining = len(range(*item.indices(n)))
             if not remaining:
-                raise IndexError(f"QArray: index {item} of axis {axis} leaves nothing of {n}")
+                raise IndexError(f"QArray: index {item} of axis {axis} selects none of {n}")
             lengths.append(length if 1 <= length < n else remaining)
     return _view(
         array,
@@ -206,17 +206,13 @@ def _spec_of(spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]
     # `channel` and `token` name their axis, published formats do not: q.T.T has the spec of q.
     names_axis = spec.block in ((1,), (None,))
     for candidate in (spec, *((*along, plain) if names_axis else (plain, *along))):
-        if _lengths(candidate, shape) == lengths:
-            return candidate
+        try:
+            if candidate.block_lengths(shape) == lengths:
+                return candidate
+        except ValueError:  # it names an axis that the array lacks, or too long a block
+            continue
     named = [axis for axis in range(-rank, 0) if lengths[axis] != (spec.other_axes or shape[axis])]
     block = tuple(lengths[axis] for axis in named)
     if not named:  # no axis is longer than one element: one scale
         return dataclasses.replace(spec, block=(), axes=None, other_axes=None)
     return dataclasses.replace(spec, block=block, axes=tuple(named))
-
-
-def _lengths(spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    try:
-        return spec.block_lengths(shape)
-    except ValueError:  # `spec` names an axis that the array lacks, or too long a block
-        return None

@@ -25,6 +25,7 @@ from qtoolkit.scaling._engine import (
     single_scale,
     unscaled_values,
 )
+from qtoolkit.scaling._error_sums import ErrorSums, error_sums
 from qtoolkit.scaling._find_scales import find_scales
 from qtoolkit.scaling._gptq import solved
 from qtoolkit.scaling._hadamard import computed_now
@@ -47,7 +48,6 @@ from qtoolkit.scaling._scales import (
     tensor_scale_from,
     unclamped_range,
 )
-from qtoolkit.scaling._sums import ErrorSums, error_sums
 from qtoolkit.scaling._tally import (
     LOWEST_EXPONENT,
     TALLY_SHAPES,

@@ -1,4 +1,4 @@
-"""Casts, products and quotients that survive fusion by XLA, with derivatives that do, too."""
+"""Casts, products and quotients with derivatives; both have the same bits in any fusion by XLA."""
 
 import functools
 from typing import Any
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from qtoolkit.casts._affine import product, quotient
+from qtoolkit.casts._checks import spread
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._order import widened
-from qtoolkit.casts._parameters import spread
 from qtoolkit.casts._storage import in_dtype
 
 
@@ -60,16 +60,11 @@ def _differentiable_product_jvp(primals: Any, tangents: Any) -> tuple[jax.Array,
 
 
 def linear_product(coefficient: jax.Array, x: jax.Array, *, zero_absorbs: bool = True) -> jax.Array:
-    """`coefficient * x` in the dtype of `x`. It and its transpose are rounded whatever XLA fuses.
-
-    Where `x`, a tangent or a cotangent, is 0, the product is 0 whatever the coefficient. So a NaN
-    in an element that the loss does not see does not reach the gradient of a scale.
-
-    Args:
-      coefficient: Broadcasts to the shape of `x`.
-      zero_absorbs: Whether the product of a coefficient of 0 and an infinity or NaN is 0, as for
-        slopes: a clamped element has no gradient. Otherwise it is NaN.
-    """
+    """`coefficient * x` in the dtype of `x`, rounded whatever XLA fuses, as is its transpose."""
+    # Where `x`, a tangent or a cotangent, is 0, the product is 0 whatever the coefficient. So a NaN
+    # in an element that the loss does not see does not reach the gradient of a scale. A coefficient
+    # of 0 times an infinity or NaN is 0 with `zero_absorbs`, as for slopes: a clamped element has
+    # no gradient. Without, it is NaN.
     coefficient = jnp.broadcast_to(coefficient, x.shape)
     multiply = _absorbing_product if zero_absorbs else _product_or_zero
     return linear_with_transpose(multiply, multiply, (coefficient,), x)
@@ -101,11 +96,7 @@ def _differentiable_quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array
 
 
 def linear_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    """`x / divisor` of float32, linear in `x`: IEEE divisions there and back.
-
-    Args:
-      divisor: Broadcasts to the shape of `x`.
-    """
+    """`x / divisor` of float32, linear in `x`: IEEE divisions there and back."""
     return linear_with_transpose(_divided, _divided, (jnp.broadcast_to(divisor, x.shape),), x)
 
 
