@@ -186,11 +186,14 @@ def _in_steps(
 ) -> Iterator[Any]:
     step, value = running.send, None
     while True:
-        try:
-            with context():
+        is_done = False
+        with context():
+            try:
                 out = step(value)
-        except StopIteration as end:
-            return end.value
+            except StopIteration as end:  # caught here, so that the context ends as after any step
+                is_done, out = True, end.value
+        if is_done:
+            return out
         try:
             step, value = running.send, (yield out)
         except GeneratorExit:
