@@ -342,6 +342,8 @@ class Recipe:
 
     def without_state(self) -> "Recipe":
         """The recipe with current scales in place of delayed ones."""
+        if not self.warm_up and not any(isinstance(s, Delayed) for s in self._scalings):
+            return self  # each call of a layer asks
 
         def current(operand: Operand) -> Operand:
             is_delayed = isinstance(operand.scaling, Delayed)
