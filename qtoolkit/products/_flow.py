@@ -17,9 +17,9 @@ from qtoolkit.products._calibration import (
     check_calibrated,
     summary_of,
 )
-from qtoolkit.products._first_scales import first_scales
 from qtoolkit.products._inputs import Batch, Constant
 from qtoolkit.products._instruments import explained
+from qtoolkit.products._learned import first_scales
 from qtoolkit.products._numerics import Numerics, Sums, sums_of
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
