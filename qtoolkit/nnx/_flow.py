@@ -134,7 +134,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
     check_wrapped("freeze", wrapped)
     layers = []
     for layer, site in _layers(wrapped):
-        recipe = site.recipe.beside_stored(1) if _is_stored(layer) else site.recipe
+        recipe = site.recipe.with_stored(1) if _is_stored(layer) else site.recipe
         if recipe.frozen().is_calibrated:
             may_idle = needs_no_scale(layer) or not is_of_flax(layer)
             layers.append(flow.Layer(site.path, recipe, may_idle))

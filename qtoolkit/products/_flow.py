@@ -14,16 +14,15 @@ import jax.numpy as jnp
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._calibration import (
-    Batch,
     Calibration,
     calibration_of,
     check_calibrated,
     summary_of,
 )
-from qtoolkit.products._constant import Constant
-from qtoolkit.products._first_scales import first_scales
 from qtoolkit.products._forward_state import without_forward_updates
+from qtoolkit.products._inputs import Batch, Constant
 from qtoolkit.products._instruments import explained
+from qtoolkit.products._learned import first_scales
 from qtoolkit.products._numerics import Numerics, Sums, sums_of
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL

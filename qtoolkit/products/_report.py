@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.products._control_flow import MATMULS, QUANTIZED_MATMUL, SCALED, jaxprs_in
+from qtoolkit.products._derivative import Cotangent
 from qtoolkit.products._instruments import Quantized, has_no_derivative, instrumented
 from qtoolkit.products._multiplications import (
     is_native,
@@ -24,6 +25,7 @@ from qtoolkit.products._multiplications import (
 )
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._place import MODEL, Mark, marks_of
+from qtoolkit.products._recipe import UNQUANTIZED
 from qtoolkit.products._stored import STORED
 from qtoolkit.scaling import QArray
 
@@ -151,7 +153,7 @@ BY_RULE, BY_RECIPE = "left by a rule", "left wide by the recipe"
 INTEGERS = "integers are not rounded"
 # End the operands of products whose recipe says `arithmetic="native"`.
 _NATIVE, _EMULATED = " (native)", " (emulated)"
-_WIDE = "wide x wide"
+_UNQUANTIZED = f"{UNQUANTIZED} x {UNQUANTIZED}"
 _NO_HISTORY = "no history yet"
 _GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
@@ -366,7 +368,7 @@ def _quantized(eqn: Any, mark: Mark | None) -> Product:
     if mark is None or mark.recipe is None:
         return Product("", "forward", "")
     label = " x ".join(mark.labels)
-    reason = BY_RECIPE if label == _WIDE else ""
+    reason = BY_RECIPE if label == _UNQUANTIZED else ""
     if mark.recipe.arithmetic == "native" and not reason:
         label += _NATIVE if is_native(eqn) else _EMULATED
     return Product(mark.path, "forward", label, reason)
@@ -392,27 +394,26 @@ def _derivatives(eqn: Any, mark: Mark | None, times: int) -> Iterator[Product]:
     function = eqn.params["forward"]
     while hasattr(function, "function"):
         function = function.function
-    facts = getattr(function, "facts", None)
-    if facts is None or hasattr(function, "out"):  # a tangent, or rounding alone
+    if not isinstance(function, Cotangent):  # a tangent, or rounding alone
         return
-    number = times * multiplications_of_gradient(eqn, facts)
+    number = times * multiplications_of_gradient(eqn, function.product)
     if not number:
         return
-    recipe = facts.plan.recipe
+    recipe = function.product.plan.recipe
     is_asked = recipe.arithmetic == "native"
     native = native_gradients(eqn, recipe.axis_names) if is_asked else []
     forward = [] if mark is None else list(mark.labels)
-    for index, side in enumerate(facts.sides):
+    for index, side in enumerate(function.product.sides):
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
-        labels = ["wide" if operand is None else str(operand) for operand in pair]
+        labels = [UNQUANTIZED if operand is None else str(operand) for operand in pair]
         # Stored and learned operands are rounded before the product, so its recipe has None for
         # them. The derivatives use the same arrays: take the label from the forward product.
         other = 1 - side
         if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
             labels[other] = forward[other]
         label = " x ".join(labels)
-        reason = BY_RECIPE if label == _WIDE else ""
+        reason = BY_RECIPE if label == _UNQUANTIZED else ""
         if is_asked and not reason:
             label += _NATIVE if native[index] else _EMULATED
         path = "" if mark is None else mark.path

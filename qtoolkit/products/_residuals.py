@@ -28,7 +28,7 @@ from qtoolkit.formats import (
     IntFormat,
     Overflow,
 )
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded, Rounding
 from qtoolkit.scaling.internal import (
     Blocks,
     Scales,
@@ -57,16 +57,9 @@ class SavedCodes:
     codes: Array
     scales: Scales
     carrier: Array
-    how: Cut = dataclasses.field(metadata={"static": True})
+    how: Rounding = dataclasses.field(metadata={"static": True})
     container: Format = dataclasses.field(metadata={"static": True})
     order: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
-
-    def restored(self) -> Rounded:
-        assert self.how.operand is not None
-        codes = in_place(self.codes, self.order)
-        q = _restored(codes, self.scales, self.carrier, self.how, self.container)
-        own = codes if self.how.makes_codes else None
-        return Rounded(q, self.scales, self.how.operand.spec, own)
 
 
 def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
@@ -74,13 +67,13 @@ def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
     return codes if order is None else lax.transpose(codes, np.argsort(order))
 
 
-def saves_codes(how: Cut) -> bool:
+def saves_codes(how: Rounding) -> bool:
     """Whether derivatives keep an operand as codes: see `SavedCodes`."""
     return _codes_format(how) is not None
 
 
 def to_residual(
-    operand: Rounded, x: Array, how: Cut, contracted: tuple[int, ...] = ()
+    operand: Rounded, x: Array, how: Rounding, contracted: tuple[int, ...] = ()
 ) -> SavedCodes | Rounded:
     """The form in which derivatives keep an operand that was rounded from `x`.
 
@@ -124,12 +117,18 @@ def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
     return jnp.where(blocks.gather(is_bad), nan, scale)
 
 
-def from_residual(operand: SavedCodes | Rounded) -> Rounded:
-    return operand.restored() if isinstance(operand, SavedCodes) else operand
+def from_residual(saved: SavedCodes | Rounded) -> Rounded:
+    if isinstance(saved, Rounded):
+        return saved
+    how = saved.how
+    assert how.operand is not None
+    codes = in_place(saved.codes, saved.order)
+    q = _restored(codes, saved.scales, saved.carrier, how, saved.container)
+    return Rounded(q, saved.scales, how.operand.spec, codes if how.makes_codes else None)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Format) -> Array:
+def _restored(codes: Array, scales: Scales, carrier: Array, how: Rounding, fmt: Format) -> Array:
     dtype = carrier.dtype
     if isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8:
         # One operation to compile, where `values_of` has seventeen; it runs a tenth slower.
@@ -138,7 +137,7 @@ def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Forma
 
 
 @_restored.defjvp
-def _restored_jvp(how: Cut, fmt: Format, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _restored_jvp(how: Rounding, fmt: Format, primals: Any, tangents: Any) -> tuple[Array, Array]:
     codes, scales, carrier = primals
     q = _restored(codes, scales, carrier, how, fmt)
     return q, how.scaled_tangent(carrier, tangents[2], scales).astype(q.dtype)
@@ -154,7 +153,7 @@ def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _carrier(*primals), tangents[0]
 
 
-def _codes_format(how: Cut) -> Format | None:
+def _codes_format(how: Rounding) -> Format | None:
     """The format of the codes that derivatives keep; None where they keep the operand itself."""
     return None if how.operand is None else _container(how.operand.spec.element)
 

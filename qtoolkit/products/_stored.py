@@ -15,7 +15,7 @@ from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._residuals import code_values, poisoned
-from qtoolkit.products._rounded import Rounded, cut
+from qtoolkit.products._rounded import Rounded, rounding_of
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales
 
@@ -126,7 +126,7 @@ def _stored_jitted(
 def _by_own_scale(
     x: Array, operand: Operand, axes: Axes, delayed: Array | None, key: Array | None
 ) -> QArray:
-    how = cut(operand, axes, x.shape, ())
+    how = rounding_of(operand, axes, x.shape, ())
     rounded = how.rounded(x, delayed, key)
     spec, scales = rounded.spec, rounded.scales
     assert spec is not None

@@ -129,7 +129,7 @@ def test_sensitivity(variables):
 
 
 def test_bad_input(variables):
-    with pytest.raises(ValueError, match="no quantized product ran, expected a wrapped model"):
+    with pytest.raises(ValueError, match="no quantized matmul ran, expected a wrapped model"):
         qt.linen.numerics(Net(), variables, X, lambda v, x: jnp.sum(Net().apply(v, x)))
     with pytest.raises(TypeError, match="module has type int, expected an instance of flax"):
         qt.linen.numerics(1, variables, X, loss_fn)

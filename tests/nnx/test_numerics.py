@@ -128,7 +128,7 @@ def test_what_is_not_measured_is_said(found):
     assert (left.path, left.reason) == ("head", "left by a rule")
     text = str(found)
     assert "no gradient reached, hence not measured: trunk:0" in text
-    assert "1 forward products are not quantized, first float32[8, 32] x float32[32, 4]" in text
+    assert "1 forward matmuls are not quantized, first float32[8, 32] x float32[32, 4]" in text
 
 
 def test_reports_add_and_are_saved(found, wrapped):
@@ -237,7 +237,7 @@ def test_bad_input(wrapped):
     with pytest.raises(TypeError, match=r"loss_fn gave float32\[8, 4\], expected a float scalar"):
         qt.nnx.numerics(wrapped, X, lambda model, x: model(x))
     plain = Net()
-    with pytest.raises(ValueError, match="no quantized product ran"):
+    with pytest.raises(ValueError, match="no quantized matmul ran"):
         qt.nnx.numerics(wrapped, X, lambda model, x: loss_fn(plain, x))
 
 

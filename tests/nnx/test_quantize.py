@@ -204,8 +204,8 @@ def test_the_report_shows_learned_operands_in_every_product():
     shown = {p.part: p.operands for p in qt.nnx.report(model, X).quantized}
     assert shown == {
         "forward": f"{learned} x {learned}",
-        "dgrad": f"wide x {learned}",
-        "wgrad": f"{learned} x wide",
+        "dgrad": f"unquantized x {learned}",
+        "wgrad": f"{learned} x unquantized",
     }
 
 
