@@ -51,13 +51,13 @@ class Adapter(Protocol):
 
 
 class Kept(NamedTuple):
-    """What a model keeps for one product.
+    """What a model keeps for one matmul.
 
     Attributes:
       path: The path of its layer, "blocks/0/mlp".
       name: Its name in the layer.
       arrays: See `products._states`.
-      may_idle: Whether the layer may be used without ever running the product, as an `Embed` that
+      may_idle: Whether the layer may be used without ever running the matmul, as an `Embed` that
         only looks up.
     """
 
@@ -141,7 +141,7 @@ class Layer(NamedTuple):
 def frozen_amaxes(
     calibration: Calibration, line: str, layers: Iterable[Layer] = ()
 ) -> dict[str, dict[str, jax.Array]]:
-    """For each layer the calibrated amaxes of its products, by path and name.
+    """For each layer the calibrated amaxes of its matmuls, by path and name.
 
     Args:
       line: What to write to get a calibration, for the message.
@@ -189,7 +189,7 @@ def sensitivity(
 def start_scales(
     adapter: Adapter, arrays: Any, batch: Any, products: Sequence[Kept]
 ) -> list[dict[str, Any]]:
-    """For each product the learned scales and offsets that had no value, from one batch."""
+    """For each matmul the learned scales and offsets that had no value, from one batch."""
     with explained("start_scales"):
         values = _of_batch(Constant((first_scales,)), adapter, arrays, Batch.of(batch))
     if not values:

@@ -59,7 +59,7 @@ COTANGENTS = (
     "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
 )
 
-_COMPUTED_BY = (HISTORY, STEP)  # what a product gets otherwise, depending on who differentiates it
+_COMPUTED_BY = (HISTORY, STEP)  # what a matmul gets otherwise, depending on who differentiates it
 recorded_p = Primitive("qtoolkit_recorded")
 recorded_p.multiple_results = True
 _is_rolled: contextvars.ContextVar[bool] = contextvars.ContextVar("rolled", default=False)
@@ -79,12 +79,12 @@ def present_trace() -> Any:
 
 
 class ForwardState:
-    """Gives a product its state, and stores the new state where the product moves it.
+    """Gives a matmul its state, and stores the new state where the matmul moves it.
 
     Args:
-      name: The name of layer and product, "mlp:kernel".
+      name: The name of layer and matmul, "mlp:kernel".
       kept: See `_states`.
-      write: Stores what is moved. None: nobody can, so the scales of a product that somebody
+      write: Stores what is moved. None: nobody can, so the scales of a matmul that somebody
         differentiates are current ones.
       rng: As for `state_of`.
       home: By what `_lifted_state` knows the state, if it carries what is moved in inner loops.
@@ -119,7 +119,7 @@ class ForwardState:
 
     @property
     def unmoved(self) -> State | None:
-        """The state for products that nobody tells apart: they change none."""
+        """The state for matmuls that nobody tells apart: they change none."""
         return state_of(self.recipe, self.name, self.kept, self.rng)
 
 
@@ -132,16 +132,16 @@ def recorded(
     delayed: tuple[bool, bool, bool],
     home: Hashable = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state by which a product is computed, and the state after it.
+    """The state by which a matmul is computed, and the state after it.
 
     Not differentiated, both are `kept`. Differentiated by somebody who reads the probe, too. By
     anybody else the history of lhs and rhs moves and the key advances, if the new state is carried
-    to the next step. The product is computed by the history as it was, the cotangent by its own
+    to the next step. The matmul is computed by the history as it was, the cotangent by its own
     magnitude. Where the state is not carried, all scales are current ones, and a warning says so.
 
     Args:
       lhs, rhs: The operands in the order (input, kernel).
-      is_carried: Whether the caller stores the state after the product.
+      is_carried: Whether the caller stores the state after the matmul.
       delayed: See `Recipe.delayed`. If it delays that of the cotangent, a warning says that it is a
         current one.
     """
@@ -183,7 +183,7 @@ def _parts(operands: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, Any
 def moved_state(
     operands: Any, outs: Any, params: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state before and after a product, from the operands and results of the primitive."""
+    """The state before and after a matmul, from the operands and results of the primitive."""
     names = params["names"]
     before, _, _ = _parts(operands, params)
     after = outs[len(outs) - len(names) :]

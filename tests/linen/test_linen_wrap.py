@@ -434,7 +434,7 @@ def test_rules(rules, expected):
     got = {p.path: p.operands for p in found.quantized if p.part == "forward"}
     assert got.keys() == expected.keys()
     assert all(label in got[path] for path, label in expected.items())
-    assert all(product.reason.startswith("left by a rule") for product in found.left)
+    assert all(product.reason.startswith("excluded by a rule") for product in found.left)
     assert {product.path for product in found.left} == {"blocks/Dense_0", "tied"} - set(expected)
 
 
@@ -486,11 +486,11 @@ def test_static_methods_and_class_methods():
 
 def test_strict():
     assert wrap(Stack(), strict=(X,)) == wrap(Stack())
-    with pytest.raises(ValueError, match=r"^wrap: 2 products of Hidden are left .*, first float32"):
+    with pytest.raises(ValueError, match=r"^wrap: 2 matmuls of Hidden are not .*, first float32"):
         wrap(Hidden(), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: no product of LayerNorm is quantized"):
+    with pytest.raises(ValueError, match=r"^wrap: no matmul of LayerNorm is quantized"):
         wrap(nn.LayerNorm(), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: no product of Stack is quantized"):
+    with pytest.raises(ValueError, match=r"^wrap: no matmul of Stack is quantized"):
         wrap(Stack(), Rules({"blocks": None, "tied": None}, A), strict=(X,))
     with pytest.raises(ValueError, match=r"^wrap: rule 'tide' matches nothing, .* is blocks/"):
         wrap(Stack(), Rules({"tide": B}, A), strict=(X,))
@@ -562,8 +562,8 @@ class Optional(nn.Module):
         ({"fisrt": B}, r"^wrap: rule 'fisrt' matches nothing, expected .* there is first"),
         ({"fisrt": None}, r"^wrap: rule 'fisrt' matches nothing, .* there is '' \(the whole\)"),
         ({nn.Conv: B}, r"^wrap: rule Conv matches nothing"),
-        ({nn.LayerNorm: B}, r"^wrap: rule LayerNorm matches norm, and LayerNorm has no product"),
-        ({"^norm": B}, r"^wrap: rule '\^norm' matches norm, and LayerNorm has no product"),
+        ({nn.LayerNorm: B}, r"^wrap: rule LayerNorm matches norm, and LayerNorm has no matmul"),
+        ({"^norm": B}, r"^wrap: rule '\^norm' matches norm, and LayerNorm has no matmul"),
         ({"second": B}, r"^wrap: rule 'second' matches nothing"),
     ],
 )
@@ -664,7 +664,9 @@ def test_map_variables_that_makes_its_parameters_is_reported():
 def test_strict_by_keywords():
     """A mapping names the inputs; one that is itself an input stands in a tuple."""
     wrap(Keywords(), strict={"batch": {"x": X}, "flag": False})
-    with pytest.raises(ValueError, match=r"products of Keywords are left that no rule leaves"):
+    with pytest.raises(
+        ValueError, match=r"matmuls of Keywords are not quantized, and no rule excludes them"
+    ):
         wrap(Keywords(), strict={"batch": {"x": X}, "flag": True})
 
     class Batch(nn.Dense):

@@ -121,14 +121,14 @@ def test_a_rule_leaves_a_linen_module(kind, key):
     model = kind(Hidden(), x)
     wrapped = qt.nnx.wrap(model, rules, strict=(x,))
     report = qt.nnx.report(wrapped, x)
-    assert {(p.path, p.reason) for p in report.left} == {("inner", "left by a rule")}
+    assert {(p.path, p.reason) for p in report.left} == {("inner", "excluded by a rule")}
     assert sum(p.count for p in report.left) == 6
     hidden = wrapped.first(x)
     if kind is Around:
         hidden = qt.dot_general(hidden, model.kernel[...], (((1,), (0,)), ((), ())))
     np.testing.assert_allclose(wrapped(x), model.inner(hidden), rtol=1e-5, atol=1e-6)
     again = qt.nnx.wrap(wrapped, qt.Recipe())
-    assert {p.reason for p in qt.nnx.report(again, x).left} != {"left by a rule"}
+    assert {p.reason for p in qt.nnx.report(again, x).left} != {"excluded by a rule"}
     assert type(again.inner) is nnx.bridge.ToNNX
 
 

@@ -125,7 +125,7 @@ def test_kernels_on_the_left_are_kernels():
 def test_what_is_not_measured_is_said(found):
     assert found.unreached == ("trunk:0",)
     (left,) = found.left
-    assert (left.path, left.reason) == ("head", "left by a rule")
+    assert (left.path, left.reason) == ("head", "excluded by a rule")
     text = str(found)
     assert "no gradient reached, hence not measured: trunk:0" in text
     assert "1 forward matmuls are not quantized, first float32[8, 32] x float32[32, 4]" in text

@@ -91,7 +91,7 @@ def test_statistics_that_a_loop_averages_are_those_of_the_model_alone(name):
     update(nnx.All(nnx.BatchStat, nnx.Not(OURS)))
     model(X)
     update(nnx.BatchStat)
-    with pytest.raises(ValueError, match=r"(bad|key) of a product has dtype float32, expected uin"):
+    with pytest.raises(ValueError, match=r"(bad|key) of a matmul has dtype float32, expected uin"):
         model(X)
 
 
@@ -131,7 +131,7 @@ def test_the_state_of_another_recipe_is_refused_with_what_fits():
         return Recipe(*(Operand(fmt, scaling=Delayed(steps)) for fmt in ("e4m3fn", "e5m2")))
 
     state, model = nnx.state(wrapped(delayed(4), 1)), wrapped(qt.recipes.nvfp4, 0)
-    with pytest.raises(ValueError, match="the state has bad for a product whose recipe keeps none"):
+    with pytest.raises(ValueError, match="the state has bad for a matmul whose recipe keeps none"):
         nnx.update(model, state)
     rest = nnx.filter_state(state, nnx.Not(OURS))
     nnx.update(model, rest)

@@ -339,7 +339,7 @@ def test_the_last_rules_decide(nest):
         (
             {"norm": A, "mlp": A},
             ValueError,
-            "^wrap: rule 'norm' matches blocks/0/norm, and LayerNorm has no product",
+            "^wrap: rule 'norm' matches blocks/0/norm, and LayerNorm has no matmul",
         ),
         ({"mlp": None}, ValueError, "^wrap: the rules leave every layer of Nest as it is"),
         ({}, ValueError, "^wrap: the rules leave every layer of Nest as it is, .* for one or more"),
