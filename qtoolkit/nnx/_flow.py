@@ -8,16 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qtoolkit.nnx._modules import FoundModule
 from qtoolkit.nnx._post_training import observed_inputs
 from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.nnx._wrap import (
-    FoundModule,
-    attach,
-    is_of_flax,
-    needs_no_scale,
-    product_states,
-)
+from qtoolkit.nnx._wrap import attach, is_of_flax, needs_no_scale, product_states
 from qtoolkit.products import Calibration, Numerics, Sensitivity
 from qtoolkit.products.internal import AMAX, Constant, Kept, flow
 from qtoolkit.scaling import QArray

@@ -6,10 +6,11 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.nnx._modules import FoundModule, modules_of
 from qtoolkit.nnx._post_training import parameter_names, plain_model, with_params
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._rewriting import adapters, original_class, product_states
-from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
+from qtoolkit.nnx._wrap import rewired, stacked
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,

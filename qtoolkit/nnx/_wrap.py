@@ -1,16 +1,20 @@
 """`wrap`: an nnx model whose matmuls are quantized, made by subclasses of the same name."""
 
-import dataclasses
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import narrow_cache
+from qtoolkit.nnx._modules import (
+    FoundModule,
+    check_excluded,
+    check_parameters,
+    modules_of,
+)
 from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
     LAYERS,
@@ -18,7 +22,6 @@ from qtoolkit.nnx._rewriting import (
     adapters,
     become,
     follow,
-    has_products,
     is_left,
     layer_of,
     leave,
@@ -33,7 +36,6 @@ from qtoolkit.products.internal import (
     Batch,
     FirstLast,
     LayerRecipe,
-    Module,
     Place,
     cache_format,
     check_all_quantized,
@@ -45,7 +47,6 @@ from qtoolkit.products.internal import (
     strict_inputs,
     training_rules,
 )
-from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -102,7 +103,7 @@ def wrap(
     Returns:
       A model of the same class, or a subclass of the same name. Parameters are shared, their paths
       unchanged: training one trains the other, and checkpoints of parameters fit both. A layer that
-      is wrapped already gets the new recipe, or becomes a plain layer again if a rule excludes it. It
+      is wrapped already gets the new recipe, or is a plain layer again if a rule excludes it. It
       then keeps, as a copy: histories, if the number of steps is the same; calibrated scales, if
       the operand is the same (not in your own modules: freeze those last); and the count of steps.
       Learned scales are shared if the operand is the same. All other state starts anew.
@@ -300,9 +301,9 @@ def _recipes(
     for found in layers:
         recipe, found.recipes = recipes_of(rules, found.paths, found.kinds, found.kernels)
         if recipe is not None:
-            _check_kernels(where, found)
+            check_parameters(where, found)
         else:
-            _check_left(where, found)
+            check_excluded(where, found)
         recipes.update(dict.fromkeys(found.paths, (found, recipe)))
     if all(recipe is None for _, recipe in recipes.values()):
         raise ValueError(
@@ -376,9 +377,6 @@ def detach(layer: Any) -> None:
     become(layer, methods=(), left=None)
 
 
-_WITH_KERNEL: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
-
-
 def needs_no_scale(layer: Any) -> bool:
     """Whether a layer may be used without ever running a matmul: an `Embed` that only looks up.
 
@@ -412,114 +410,3 @@ def stacked(layer: Any) -> tuple[int, ...]:
         case _:  # a user's module
             return ()
     return tuple(kernel.shape[: len(kernel.shape) - rank])
-
-
-@dataclasses.dataclass
-class FoundModule:
-    """A module of a model, with all of its paths.
-
-    Attributes:
-      paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
-      kinds: Its type and the types of the modules around it, on all paths: rules may name any.
-      recipes: The recipes of those of its own kernels that rules name.
-    """
-
-    module: nnx.Module
-    paths: list[str] = dataclasses.field(default_factory=list)
-    kinds: list[type] = dataclasses.field(default_factory=list)
-    recipes: tuple[tuple[str, Recipe | None], ...] = ()
-
-    @property
-    def kernels(self) -> list[str]:
-        """The names of its own parameters that may be kernels: those with two axes or more."""
-        params = ((name, x) for name, x in vars(self.module).items() if isinstance(x, nnx.Param))
-        return [name for name, x in params if len(getattr(x.get_value(), "shape", ())) > 1]
-
-    @property
-    def has_products(self) -> bool:
-        return has_products(self.module)
-
-    @property
-    def shown(self) -> str:
-        return self.paths[0] or "(the model itself)"
-
-    def as_matched(self) -> Module:
-        """What rules match."""
-        name = original_class(type(self.module)).__name__
-        return Module(self.paths, self.kinds, name, self.has_products)
-
-
-def modules_of(model: nnx.Module) -> list[FoundModule]:
-    """Every module once, with all its paths; `nnx.iter_modules` gives the first one alone."""
-    found: dict[int, FoundModule] = {}
-
-    def visit(node: Any, path: tuple[str, ...], around: tuple[Any, ...]) -> None:
-        if any(node is outer for outer in around):
-            return  # a cycle: Flax raises for it later
-        around = (*around, node)
-        if isinstance(node, Products | ProductState):
-            return  # of a model that was wrapped before
-        if isinstance(node, nnx.Module):
-            this = found.setdefault(id(node), FoundModule(node))
-            this.paths.append("/".join(path))
-            this.kinds += [type(outer) for outer in around if isinstance(outer, nnx.Module)]
-        for key, child in _children(node):
-            visit(child, (*path, key), around)
-
-    visit(model, (), ())
-    return list(found.values())
-
-
-def _children(node: Any) -> list[tuple[str, Any]]:
-    """What a node holds, by its keys there."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    if all(child is not node for _, child in pairs):
-        return [(jax.tree_util.keystr(key, simple=True), child) for key, child in pairs]
-    # No JAX container: an array, a constant, or a module that was declared with pytree=False.
-    return list(vars(node).items()) if isinstance(node, nnx.Module) else []
-
-
-def _parameters(where: str, found: FoundModule) -> Iterator[tuple[str, Any]]:
-    """A layer's own parameters, with their names as messages begin with them."""
-    for name, value in vars(found.module).items():
-        if isinstance(value, nnx.Param):
-            yield _shown(where, found, name), value.get_value()
-
-
-def _shown(where: str, found: FoundModule, name: str) -> str:
-    return f"{where}: {found.shown}: {type(found.module).__name__}.{name}"
-
-
-def _check_kernels(caller: str, found: FoundModule) -> None:
-    """Raises if a layer's own parameters have types or dtypes that cannot be rounded."""
-    kernel = vars(found.module).get("kernel")
-    if isinstance(found.module, _WITH_KERNEL) and not isinstance(kernel, nnx.Variable | jax.Array):
-        raise TypeError(
-            f"{_shown(caller, found, 'kernel')} has type {type(kernel).__name__}, expected an "
-            f"nnx.Param: somebody else has quantized the layer, as qwix's PtqProvider does; give "
-            f"{caller} the model that it was made of, or exclude the layer by a rule"
-        )
-    for where, raw in _parameters(caller, found):
-        if isinstance(raw, QArray) and caller == "wrap":
-            raise TypeError(
-                f"{where} is a QArray, expected an array: training needs arrays; to run "
-                "the model as it is write qtoolkit.nnx.quantize(model, recipe), to train it "
-                "dequantize() them"
-            )
-        dtype = getattr(raw, "dtype", None)
-        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        if is_float and jnp.finfo(dtype).bits not in (16, 32):
-            raise TypeError(
-                f"{where} has dtype {dtype}, expected float32, float16 or bfloat16; create the "
-                "layer with another param_dtype, or exclude it by a rule with None"
-            )
-
-
-def _check_left(caller: str, found: FoundModule) -> None:
-    """Raises if a layer that a rule excludes has a stored kernel: Flax cannot multiply codes."""
-    for where, raw in _parameters(caller, found):
-        if isinstance(raw, QArray):
-            raise ValueError(
-                f"{where} is a QArray, and a rule excludes the layer, expected a recipe for "
-                "it; or dequantize() it first"
-            )
