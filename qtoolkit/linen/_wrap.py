@@ -19,7 +19,6 @@ from qtoolkit.products.internal import (
     Module,
     cache_format,
     check_rules,
-    layers_in,
     training_rules,
 )
 
@@ -132,10 +131,9 @@ def wrap(
             f"expected one made with parent=None; write {type(module).__name__}(..., parent=None)"
         )
     if isinstance(recipe, FirstLast):
+        plain = wrap(module, recipe.recipe)
         given_inputs = strict if inputs is None else inputs
-        recipe.check_inputs(given_inputs)
-        kernels = kernels_of(wrap(module, recipe.recipe), given_inputs)
-        recipe = recipe.rules(layers_in(kernels))
+        recipe = recipe.rules_for(given_inputs, functools.partial(kernels_of, plain))
     rules = _as_rules(recipe)
     kind: Any = type(module)
     cache = None if kv_cache is None else cache_format("wrap", kv_cache)

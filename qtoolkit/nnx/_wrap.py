@@ -1,5 +1,6 @@
 """`wrap`: an nnx model whose matmuls are quantized, made by subclasses of the same name."""
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -42,7 +43,6 @@ from qtoolkit.products.internal import (
     check_rules,
     kernels_as_modules,
     kernels_in,
-    layers_in,
     recipes_of,
     strict_inputs,
     training_rules,
@@ -126,10 +126,9 @@ def wrap(
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
     if isinstance(recipe, FirstLast):
+        plain = rewired("wrap", model, training_rules(recipe.recipe), None)
         given = strict if inputs is None else inputs
-        recipe.check_inputs(given)
-        kernels = _kernels_of(rewired("wrap", model, training_rules(recipe.recipe), None), given)
-        recipe = recipe.rules(layers_in(kernels))
+        recipe = recipe.rules_for(given, functools.partial(_kernels_of, plain))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     given = strict if inputs is None else inputs
     if given is not None:
