@@ -178,7 +178,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("Dense", "Embed.attend", "setup")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_quantized_and_every_parameter_is_there(name):
     module, x, products = MODELS[name]
@@ -417,7 +417,7 @@ def test_weights_are_rounded_from_their_own_dtype():
 A, B = Recipe(), Recipe("mxfp8")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("rules0-expected0")
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
@@ -621,7 +621,7 @@ def test_who_records_what_runs_sees_layers_under_jit_every_time():
         assert served.apply(weights, X).shape == (*X.shape[:-1], 8)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("rules0")
 @pytest.mark.parametrize("rules", [{"norm": None, nn.Dense: A}, {"": A}, {Optional: A}])
 def test_init_takes_rules_that_match(rules):
     variables = wrap(Optional(), Rules(rules)).init(KEY, X)
@@ -735,7 +735,7 @@ SURVIVAL = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("current")
 @pytest.mark.parametrize("name", SURVIVAL)
 def test_gradients_under_jit_grad_scan_remat_and_vmap(name):
     """Near those of the plain module, whatever transforms it; blocks are traced alone."""
@@ -762,7 +762,7 @@ def test_gradients_under_jit_grad_scan_remat_and_vmap(name):
         assert 1e-4 < error < 0.2
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("emulated")
 @pytest.mark.parametrize("recipe", [Recipe(), NATIVE], ids=["emulated", "native blocks"])
 def test_a_train_state(recipe):
     wrapped = wrap(Setup(), recipe)

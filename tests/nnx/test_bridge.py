@@ -41,7 +41,7 @@ def loss(model, x):
     return (model(x) ** 2).mean()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("delayed, stochastic")
 @pytest.mark.parametrize("recipe", [STOCHASTIC, HYBRID], ids=["delayed, stochastic", "delayed"])
 def test_a_wrapped_linen_module_is_rolled_as_by_linen(recipe):
     """Oracle: `qtoolkit.linen.value_and_grad` of the same module, for four steps."""

@@ -206,7 +206,7 @@ def made(name):
     return make(rngs=nnx.Rngs(0))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("attention", "LSTM", "ConvTranspose", "own products beside a layer")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_reached(name):
     _, batch, count = MODELS[name]
@@ -222,7 +222,7 @@ def test_every_product_is_reached(name):
     assert isinstance(wrapped, type(model))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("own products beside a layer")
 @pytest.mark.parametrize("name", ["own products beside a layer", "tied embedding", "LoRA"])
 def test_values_and_gradients_follow_the_plain_model(name):
     _, batch, _ = MODELS[name]
@@ -240,7 +240,7 @@ def test_values_and_gradients_follow_the_plain_model(name):
     np.testing.assert_array_equal(model(batch), made(name)(batch))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("own products beside a layer")
 @pytest.mark.parametrize("name", ["own products beside a layer", "attention"])
 def test_native_blocks_train_and_every_product_is_reported(name):
     """Oracle: the emulated products, which multiply the same numbers."""
@@ -809,7 +809,7 @@ def moved(recipe, calibrate=False):
     return max(np.abs(out - outs[0]).max() for out in outs), np.abs(others[0] - others[1]).max()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.parametrize("name", ["te_current", "token_scaled", "te_delayed_hybrid", "plain"])
 def test_which_scales_are_causal(name):
     recipe = Recipe(None, None) if name == "plain" else getattr(qt.recipes, name)

@@ -380,7 +380,7 @@ def test_shards_add_their_histograms(x):
     assert newest(model)[0] == edge(np.abs(x).max())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("conv")
 @pytest.mark.parametrize("layer", ["conv", "einsum", "attention"])
 def test_other_layers_have_histories(layer, x):
     rngs = nnx.Rngs(0)
@@ -503,7 +503,7 @@ def test_wrapped_again_a_layer_without_a_hook_is_as_wrapped_once(x):
     assert nnx.graphdef(both) == nnx.graphdef(qt.nnx.wrap(Net(), CURRENT))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("a")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["a", "attention"])
 def test_wrapped_again_a_layer_that_a_rule_leaves_is_plain(x, name):

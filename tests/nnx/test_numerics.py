@@ -318,7 +318,7 @@ def test_what_is_not_finite_is_said(wrapped):
     assert "are NaN or infinite" not in str(qt.nnx.numerics(wrapped, X, loss_fn))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("spec0")
 @pytest.mark.parametrize("spec", [qt.BlockFormat.tensor("e4m3fn"), "mxfp8_e4m3"])
 def test_zeros_have_no_scale_that_says_anything(spec):
     """Oracle: the scales of what is not zero, and none where all is."""
@@ -375,7 +375,7 @@ def assert_same_sums(a, b, rtol=0):
 
 @pytest.mark.devices(2)
 @pytest.mark.quick
-@pytest.mark.sample(1)
+@pytest.mark.sample("AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_it_is_that_of_one_device(kind, found, wrapped):
     """XLA sums products of 4 rows, which a device has, in another order than those of 8: with jax

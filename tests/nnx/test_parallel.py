@@ -84,7 +84,7 @@ def alone():
     return trained()[:2]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("data-AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLACES)
 def test_eight_devices_do_what_one_does(name, kind):

@@ -53,7 +53,7 @@ def model():
     return Model(nnx.Rngs(0))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.parametrize("name", ["te_current", "weight_only_e4m3", "w4a16"])
 def test_it_computes_what_the_wrapped_model_does(model, name):
     recipe = getattr(qt.recipes, name)

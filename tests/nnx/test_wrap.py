@@ -113,7 +113,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("Linear")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_hook_quantizes_the_forward_and_the_gradients(layer, x):
     module = LAYERS[layer](nnx.Rngs(0))
@@ -132,7 +132,7 @@ def test_attention_is_made_of_four_wrapped_projections(x):
     assert not np.array_equal(wrapped(x), attention(x))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("Linear")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weights_are_rounded_from_their_own_dtype(layer, x):
     """Float32 parameters of a bfloat16 layer: the oracle rounds the float32 ones, by ml_dtypes."""
@@ -271,7 +271,7 @@ def recipes(model):
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("rules0-default0-expected0", "rules5-None-expected5", "rules10-None-expected10")
 @pytest.mark.parametrize(
     ("rules", "default", "expected"),
     [
