@@ -180,7 +180,7 @@ MODELS = {
 
 @pytest.mark.sample("Dense", "Embed.attend", "setup")
 @pytest.mark.parametrize("name", MODELS)
-def test_every_product_is_quantized_and_every_parameter_is_there(name):
+def test_every_matmul_is_quantized_and_every_parameter_there(name):
     module, x, products = MODELS[name]
     wrapped = wrap(module)
     assert type(wrapped).__name__ == type(module).__name__
@@ -350,7 +350,7 @@ def test_a_trace_of_nn_jit_is_not_used_for_another_recipe():
         np.testing.assert_array_equal(module.apply(variables, X), plain)
 
 
-def test_a_module_that_bind_has_bound_is_refused_with_what_to_write():
+def test_a_bound_module_is_refused_with_what_to_write():
     """Oracle: the module that `unbind` gives, as the message says."""
     bound = nn.Dense(4).bind({"params": {}})
     with pytest.raises(ValueError, match=r"^wrap: Dense is bound to variables.*bound\.unbind\(\)"):

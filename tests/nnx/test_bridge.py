@@ -158,7 +158,7 @@ class AroundBridged(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", [STOCHASTIC, HYBRID], ids=["delayed, stochastic", "delayed"])
-def test_state_of_nnx_in_a_linen_module_is_refused_by_linens_value_and_grad(recipe):
+def test_linens_value_and_grad_refuses_state_of_nnx(recipe):
     x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
     module = AroundBridged(recipe)
     variables = module.init(jax.random.key(0), x)

@@ -531,7 +531,7 @@ class _Encoding(nnx.Module):
         return self.model.encode(x)
 
 
-def test_a_loop_without_derivatives_is_reported_forward_and_not_calibrated():
+def test_a_while_loop_is_reported_forward_and_not_calibrated():
     class Looping(nnx.Module):
         def __init__(self):
             self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))

@@ -681,7 +681,7 @@ def test_what_a_library_computes_has_the_line_that_calls_it(name):
     assert {p.where for p in own} == {f"test_coverage.py:{line}"}
 
 
-def test_what_a_library_computes_in_a_rewritten_module_has_a_line():
+def test_what_a_library_computes_in_a_module_has_a_line():
     """Once inlined, nothing keeps the user's line of `inv`: its own is given."""
 
     class Inverse(nnx.Module):
@@ -864,7 +864,7 @@ def test_a_model_that_is_closed_over():
 
 
 @pytest.mark.exhaustive
-def test_an_attention_function_of_ones_own_may_read_other_things():
+def test_an_own_attention_function_may_read_other_things():
     temperature = nnx.Variable(jnp.ones(()))
 
     def attend(query, *args, **options):

@@ -289,7 +289,7 @@ def test_a_planted_outlier_ranks_first(run_example):
 
 @pytest.mark.exhaustive
 @pytest.mark.quick
-def test_rules_leave_wide_what_the_user_left_and_impossible_models_are_refused():
+def test_excluded_layers_and_refused_models():
     model, x = Planted(), X[:, :16]
 
     def loss(model, x):

@@ -188,7 +188,7 @@ def test_numerics_names_stored_kernels():
 
 
 @pytest.mark.quick
-def test_a_layer_that_ran_was_reached_also_where_the_recipe_leaves_its_products():
+def test_a_layer_without_a_format_was_reached_if_it_ran():
     """A recipe for weights alone leaves both products of attention wide."""
     attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0))
     found = qt.nnx.report(qt.nnx.wrap(attention, WEIGHTS), X)

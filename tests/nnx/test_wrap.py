@@ -155,7 +155,7 @@ def test_weights_are_rounded_from_their_own_dtype(layer, x):
 
 
 @pytest.mark.exhaustive
-def test_training_the_wrapped_model_trains_the_shared_parameters(model, x):
+def test_training_the_wrapped_model_trains_the_original(model, x):
     wrapped = wrap(model)
     optimizer = nnx.Optimizer(wrapped, optax.adamw(1e-2), wrt=nnx.Param)
     before = float(loss(model, x))
@@ -416,7 +416,7 @@ def test_a_method_that_returns_its_module():
     np.testing.assert_allclose(wrapped.last[...], np.ones((2, 4)), rtol=1e-6)
 
 
-def test_the_report_of_a_model_that_is_not_wrapped_blames_no_rule():
+def test_the_report_of_an_unwrapped_model_blames_no_rule():
     """As where what `wrap` returned was not used."""
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     qt.nnx.wrap(model)
