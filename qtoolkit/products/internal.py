@@ -19,7 +19,7 @@ from qtoolkit.products._forward_state import (
     present_trace,
 )
 from qtoolkit.products._inputs import Batch, Constant, as_jax, with_numbers
-from qtoolkit.products._instruments import kernels_in, layers_in, set_variable, without_measuring
+from qtoolkit.products._instruments import kernels_in, set_variable, without_measuring
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot
 from qtoolkit.products._lifted_state import LiftingTrace, after
