@@ -8,8 +8,8 @@ import jax
 from flax import linen as nn
 
 from qtoolkit.linen._flow import sensitivity
+from qtoolkit.linen._kernels import Kernels, noting_kernels
 from qtoolkit.linen._post_training import plain_model
-from qtoolkit.linen._run import Kernels, noting_kernels
 from qtoolkit.linen._state import at
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Allocation

@@ -15,7 +15,7 @@ from qtoolkit.linen._run import key_of, path_of
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_arguments, products_of, with_part
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
-from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, check_calibrated, flow
+from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, flow
 
 Model = TypeVar("Model", bound=nn.Module)
 Loss = Callable[[Any, Any], Any]
@@ -104,18 +104,17 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
       True
     """
     check_arguments("freeze", wrapped, variables)
-    flow.check_calibration(calibration, "calibrate(wrapped, variables, batches)")
+    found = flow.frozen_amaxes(calibration, "calibrate(wrapped, variables, batches)")
     rules: Rules[Recipe] | None = getattr(wrapped, "qtoolkit_rules", None)
     if rules is None:
         raise ValueError(
             f"freeze: {type(wrapped).__name__} is not wrapped, expected a module from "
             "qtoolkit.linen.wrap"
         )
-    check_calibrated("freeze", map(str, calibration.unreached))
     state = dict(variables.get(COLLECTION, {}))
-    for path in calibration.paths:
+    for path, amaxes in found.items():
         kept = dict(state.get(key_of(path), {}))
-        for name, amax in calibration.amaxes(path).items():
+        for name, amax in amaxes.items():
             known = [(path, name, side) in calibration.keys for side in (0, 1)]
             with jax.debug_nans(False):  # no error: NaN says that an operand was not calibrated
                 kept[name] = {AMAX: jnp.where(jnp.array([*known, True]), amax, jnp.nan)}

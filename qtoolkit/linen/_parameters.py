@@ -1,7 +1,7 @@
 """The parameters of a bound module, as the trace that replaces products knows them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
@@ -39,26 +39,38 @@ def own_parameters(module: nn.Module) -> dict[int, tuple[str, ...]]:
     }
 
 
-def run_with_arrays(
-    method: Callable[..., Any],
-    call: Callable[..., Any],
-    module: nn.Module,
-    trace: MatmulTrace,
-    names: dict[int, str],
-    paths: dict[int, Any],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """Runs a method of which the trace knows the parameters.
+class MethodCall(NamedTuple):
+    """A call of a method of a module, as an interceptor of Flax gets it.
 
-    `paths` gets those of the module's own parameters.
+    Attributes:
+      module, name, method: The module, the method's name, and its plain function.
+      run: Calls it with `args` and `kwargs` as Flax would.
+      path: The path of the module from the wrapped one: "blocks_0/Dense_0".
+      kinds: The types of the module and of those around it.
+      seen: Filled with the names of the primitives of the matmuls that it computes.
+    """
+
+    module: nn.Module
+    name: str
+    method: Any
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    path: str
+    kinds: tuple[type, ...]
+    seen: list[str]
+
+
+def run_with_arrays(call: MethodCall, trace: MatmulTrace, paths: dict[int, Any]) -> Any:
+    """Runs a method under a trace that knows the parameters; `paths` gets the module's own.
 
     The method gets the module's own stored kernels as ordinary arrays. Those of modules in it stay
     as they are, since their own calls treat them.
     """
+    module, names = call.module, trace.names
     collections = {name: x for name, x in module.variables.items() if name != "params"}
     trace.know_inputs(collections)
-    trace.know_arguments(jax.tree.leaves((args, kwargs)))
+    trace.know_arguments(jax.tree.leaves((call.args, call.kwargs)))
     own = own_parameters(module)
     paths.update(own)
     is_stored = any(
@@ -67,7 +79,7 @@ def run_with_arrays(
     )
     if not is_stored:
         know_parameters(module, names, trace)
-        return call(*args, **kwargs)
+        return call.run(*call.args, **call.kwargs)
 
     def dequantized(params: Any) -> Any:
         def array_of(path: Any, x: Any) -> Any:
@@ -83,14 +95,14 @@ def run_with_arrays(
 
     def inside(copy: nn.Module, args: Any, kwargs: Any) -> Any:
         know_parameters(copy, names, trace)
-        return method(copy, *args, **kwargs)
+        return call.method(copy, *args, **kwargs)
 
     # With `capture_intermediates` Flax stores the result of every method named "__call__".
     inside.__name__ = inside.__qualname__ = STORED
-    if hasattr(method, "compact"):
+    if hasattr(call.method, "compact"):
         inside.compact = True  # type: ignore[attr-defined]
     lifted = decorator_lift_transform(lift.map_variables, inside, "params", dequantized)
-    return lifted(module, args, kwargs)
+    return lifted(module, call.args, call.kwargs)
 
 
 def _name(path: Any) -> str:

@@ -1,7 +1,7 @@
 """`quantize`: linen variables whose kernels are stored as codes and scales, to be served."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -10,18 +10,19 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.linen._kernels import Kernel, noting_kernels
 from qtoolkit.linen._post_training import plain_model, with_params
-from qtoolkit.linen._run import Kernel, moves_state, noting_kernels
+from qtoolkit.linen._run import moves_state
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, with_part
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
+    PlainModel,
+    flow,
     of_kernel,
     serving_rules,
     settings,
-    stored_kernel,
-    tuned,
 )
 from qtoolkit.scaling import QArray
 
@@ -94,50 +95,75 @@ def quantize(
     """
     check_variables("quantize", variables, '; pass {"params": params}')
     how = settings(algorithm, calibration, sequential, damping, act_order)
-    served = _served(module, recipe, kv_cache)
-    apply = functools.partial(
-        served.apply,
-        rngs={"params": jax.random.key(0)},
-        method=method,
-        mutable=DenyList(["params", COLLECTION]),
-    )
-    batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
-    with noting_kernels() as kernels:
-        jax.eval_shape(lambda variables, batch: batch.given_to(apply, variables), variables, batch)
-    alike = {
-        path: uses[0]
-        for path, uses in kernels.uses.items()
-        if path not in kernels.other_uses and all(_are_alike(use, uses[0]) for use in uses)
-    }
-    made: Mapping[str, QArray] = {}
-    if how.needs_inputs:
-        plain = plain_model("quantize", module, variables, method)
-        operands = {"/".join(p): use.operand for p, use in alike.items() if use.operand is not None}
-        made, arrays = tuned(plain, operands, calibration, how)
-        variables = {**variables, "params": with_params(variables, arrays)}
-    params, count = _stored(variables, alike, made)
-    if not count:
+    served = _Served(module, variables, recipe, kv_cache, inputs, method)
+    if not flow.quantize(served, calibration, how):
         raise ValueError(
             f"quantize: {type(module).__name__} has no kernel to store with these inputs: the "
-            "recipe leaves them wide, or nothing is multiplied; expected a format for kernels, "
-            "e.g. qtoolkit.recipes.weight_only_e4m3"
+            "recipe leaves them unquantized, or nothing is multiplied; expected a format for "
+            "kernels, e.g. qtoolkit.recipes.weight_only_e4m3"
         )
-    return served, {**variables, "params": params}
+    return served.module, served.variables
 
 
-def _stored(
-    variables: Any, kernels: Mapping[tuple[str, ...], Kernel], made: Mapping[str, QArray]
-) -> tuple[Any, int]:
-    """The parameters with kernels that are stored, those of `made` as they are; and how many."""
-    params, count = variables["params"], 0
-    for path, use in kernels.items():
-        value = at(params, path)
-        is_stored = isinstance(value, QArray)
-        array = value if is_stored else made.get("/".join(path))
-        array = _stored_kernel(path, value, use, variables) if array is None else array
-        if array is not None:
-            params, count = with_part(params, path, array), count + 1
-    return params, count
+class _Served:
+    """A linen module and variables that get stored kernels, see `products._flow.Served`."""
+
+    def __init__(
+        self, module: Any, variables: Any, recipe: Any, kv_cache: Any, inputs: Any, method: Any
+    ) -> None:
+        self.original, self.given, self.method = module, variables, method
+        self.module, self.variables = _served(module, recipe, kv_cache), variables
+        apply = functools.partial(
+            self.module.apply,
+            rngs={"params": jax.random.key(0)},
+            method=method,
+            mutable=DenyList(["params", COLLECTION]),
+        )
+        batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
+        with noting_kernels() as kernels:
+            jax.eval_shape(lambda v, batch: batch.given_to(apply, v), variables, batch)
+        self.uses = {
+            path: uses[0]
+            for path, uses in kernels.uses.items()
+            if path not in kernels.other_uses and all(_are_alike(use, uses[0]) for use in uses)
+        }
+
+    def plain(self) -> PlainModel:
+        return plain_model("quantize", self.original, self.given, self.method)
+
+    def take(self, params: Mapping[str, Any]) -> None:
+        self.variables = {**self.given, "params": with_params(self.given, params)}
+
+    def kernels(self) -> Iterator[tuple[tuple[str, ...], flow.Kernel]]:
+        for path, use in self.uses.items():
+            x, name = at(self.variables["params"], path), "/".join(path)
+            where = f"quantize: {name}"
+            if isinstance(x, QArray):
+                yield path, flow.Kernel(name, where, x, use.operand, use.axes, 0)
+                continue
+            lead = x.ndim - len(use.shape)
+            if use.operand is None or tuple(x.shape[lead:]) != use.shape:
+                continue
+            amax, key, scale = (
+                None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
+                for part, own in zip(of_kernel(self._state(use)), ((), (2,), ()), strict=True)
+            )
+            state = amax, key, scale
+            yield path, flow.Kernel(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
+
+    def _state(self, use: Kernel) -> dict[str, Any]:
+        """The state that the collections hold for a product."""
+        parts: dict[str, Any] = {}
+        for collection in (COLLECTION, SCALES):
+            part = self.variables.get(collection, {})
+            for name in (*use.layer, use.product):
+                part = part.get(name, {})
+            parts |= part
+        return parts
+
+    def store(self, place: tuple[str, ...], array: QArray) -> None:
+        params = with_part(self.variables["params"], place, array)
+        self.variables = {**self.variables, "params": params}
 
 
 def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
@@ -156,26 +182,3 @@ def _are_alike(use: Kernel, other: Kernel) -> bool:
     """Whether two uses of a parameter round it in the same way."""
     has_state = any(moves_state(one.recipe) for one in (use, other))
     return use == other or (use[:3] == other[:3] and not has_state)
-
-
-def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -> QArray | None:
-    """A parameter, rounded as the product that uses it would; None if that leaves it wide."""
-    lead = x.ndim - len(use.shape)
-    if use.operand is None or tuple(x.shape[lead:]) != use.shape:
-        return None
-    kept = _kept(variables, COLLECTION, use) | _kept(variables, SCALES, use)
-    stack = tuple(x.shape[:lead])
-    amax, key, scale = (
-        None if part is None else jnp.broadcast_to(part, (*stack, *part.shape[-1:][:last]))
-        for part, last in zip(of_kernel(kept), (0, 1, 0), strict=True)
-    )
-    where = f"quantize: {'/'.join(path)}"
-    return stored_kernel(where, jnp.asarray(x), use.operand, use.axes, lead, amax, key, scale)
-
-
-def _kept(variables: Any, collection: str, use: Kernel) -> dict[str, Any]:
-    """The state that a collection holds for a product."""
-    found = variables.get(collection, {})
-    for name in (*use.layer, use.product):
-        found = found.get(name, {})
-    return dict(found)

@@ -89,16 +89,16 @@ def report(
     if rngs is None:
         rngs = {"params": jax.random.key(0)}
 
-    def call(mutable: Any, variables: Any, arrays: list[Any]) -> Any:
-        args, kwargs = batch.with_arrays(arrays)
-        given = {**variables, COLLECTION: state} if state else variables
-        if is_function:
-            outs = wrapped(given, *args, **kwargs)
-        else:
-            outs = wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
-        return [out for out in jax.tree.leaves(outs) if isinstance(out, jax.Array)]
+    def traced(mutable: Any) -> Report:
+        def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            given = {**variables, COLLECTION: state} if state else variables
+            if is_function:
+                return wrapped(given, *args, **kwargs)
+            flags = {"rngs": rngs, "method": method, "mutable": mutable}
+            return wrapped.apply(given, *args, **flags, **kwargs)
 
-    arguments = others, batch.arrays
+        return report_of(batch.bound(function), (others, batch.arrays), (), unstarted)
+
     unstarted = {
         path_of(key).replace(".", "/") or MODEL
         for key, products in kept.items()
@@ -106,14 +106,14 @@ def report(
     }
     with visiting() as visited:
         try:
-            found = report_of(functools.partial(call, mutable), arguments, (), unstarted)
+            found = traced(mutable)
         except ScopeCollectionNotFound as error:
             # Where a collection may be written, but "params" may not, Flax's
             # `nn.map_variables(init=True)` loses the parameters: it keeps what may be written.
             if mutable is not _EVERY_WRITTEN:
                 raise
             try:
-                found = report_of(functools.partial(call, False), arguments, (), unstarted)
+                found = traced(False)
             except ModifyScopeVariableError:  # another collection must be written
                 raise error from None
     unused = tuple(
@@ -136,14 +136,8 @@ def _check_no_options(**options: Any) -> None:
 def kernels_of(wrapped: nn.Module, inputs: Any) -> dict[Place, tuple[int, ...] | None]:
     """The products that run when a module is called with `inputs`: see `kernels_in`."""
     batch, variables = _initialized(wrapped, inputs)
-
-    def run(variables: Any, arrays: list[Any]) -> Any:
-        args, kwargs = batch.with_arrays(arrays)
-        return wrapped.apply(
-            variables, *args, rngs={"params": jax.random.key(0)}, mutable=True, **kwargs
-        )
-
-    return kernels_in(run, variables, batch.arrays)
+    apply = functools.partial(wrapped.apply, rngs={"params": jax.random.key(0)}, mutable=True)
+    return kernels_in(batch.bound(apply), variables, batch.arrays)
 
 
 def _initialized(wrapped: nn.Module, inputs: Any) -> tuple[Batch, Any]:

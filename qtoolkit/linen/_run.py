@@ -6,23 +6,32 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.extend.core import set_current_trace
 
 from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._arguments import arguments_of, explain_reserved_name
 from qtoolkit.linen._cache import narrow_cache
-from qtoolkit.linen._parameters import STORED, know_parameters, own_parameters, run_with_arrays
+from qtoolkit.linen._kernels import noted_kernels
+from qtoolkit.linen._parameters import (
+    STORED,
+    MethodCall,
+    know_parameters,
+    own_parameters,
+    run_with_arrays,
+)
 from qtoolkit.linen._state import COLLECTION, SCALES, Kept
-from qtoolkit.products import Operand, Recipe
+from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
-    Axes,
+    MODEL,
     ForwardState,
     LayerRecipe,
+    LiftingTrace,
     Mark,
     Matmul,
     MatmulNames,
@@ -30,6 +39,7 @@ from qtoolkit.products.internal import (
     Module,
     Multiply,
     Place,
+    after,
     in_high_precision,
     kernels_as_modules,
     present_trace,
@@ -74,67 +84,10 @@ class Visited(dict[Rules[Recipe], dict[str, Module]]):
         return list(self.get(rules, {}).values())
 
 
-class Kernel(NamedTuple):
-    """How a product uses a parameter.
-
-    Attributes:
-      operand: How it is rounded, with its axes in the product.
-      shape: The shape of one kernel; the parameter may be a stack of them.
-      recipe: The recipe of the product.
-      layer, product: Where collections hold its state: the keys of the layer, then the product's.
-    """
-
-    operand: Operand | None
-    axes: Axes
-    shape: tuple[int, ...]
-    recipe: Recipe
-    layer: tuple[str, ...]
-    product: str
-
-
-@dataclasses.dataclass
-class Kernels:
-    """The parameters that products use as kernels, and those that something else uses, by path."""
-
-    uses: dict[Any, list[Kernel]] = dataclasses.field(default_factory=dict)
-    other_uses: set[Any] = dataclasses.field(default_factory=set)
-
-    def note(
-        self,
-        found: Matmul,
-        paths: Mapping[Any, Any],
-        recipe: Recipe,
-        layer: tuple[str, ...],
-        product: str,
-    ) -> None:
-        """Notes how a product uses parameters; `paths` are those of its module's own."""
-        axes = found.function.axes(found.lhs.shape, found.rhs.shape)
-        for side, source in enumerate(found.sources):
-            path, order = paths.get(source.parameter), source.order
-            if path is None or order is None:
-                continue
-            if found.parameters[1 - side]:
-                self.other_uses.add(path)
-                continue
-            shape = (found.lhs, found.rhs)[side].shape
-            own = axes[side]
-            if order:
-                own = own.reordered(order)
-                shape = tuple(shape[order.index(axis)] for axis in range(len(order)))
-            kernel = Kernel(recipe.forward[1], own, shape, recipe, layer, product)
-            self.uses.setdefault(path, []).append(kernel)
-
-
-def noting_kernels() -> AbstractContextManager[Kernels]:
-    """In this context wrapped modules record how they use their parameters."""
-    return set_variable(_kernels, Kernels())
-
-
 # jax.jit caches traces. This value is part of the cache key, so that `nn.jit` does not reuse the
 # trace of a call with other rules.
 _traced_for = jax.make_user_context(None)
 _visited: contextvars.ContextVar[Visited | None] = contextvars.ContextVar("visited", default=None)
-_kernels: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar("kernels", default=None)
 _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
 
 
@@ -180,13 +133,19 @@ def run(
     this.is_mutable = not starting and module.is_mutable_collection(COLLECTION)
     intercepting = nn.intercept_methods(this.intercept)
     # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
-    observed = None if visited is None and _kernels.get() is None else object()
-    with set_variable(_active, this), intercepting, _traced_for((rules, cache, starting, observed)):
+    observed = None if visited is None and noted_kernels() is None else object()
+    moves: dict[Any, Any] = {}
+    lifting = set_current_trace(LiftingTrace(moves)) if this.is_mutable and keeps else nullcontext()
+    key = rules, cache, starting, observed
+    with set_variable(_active, this), intercepting, _traced_for(key), lifting:
         try:
             out = method(module, *args, **kwargs)
         except TypeError as error:
             explain_reserved_name(error)
             raise
+    for (path, product), move in moves.items():
+        before = {**kept[key_of(path)][product], **this.moved[path, product]}
+        this.moved[path, product] = after(before, move)
     for (path, product), moved in this.moved.items():
         if moved:
             of_layer = module.variables[COLLECTION][key_of(path)]
@@ -290,95 +249,82 @@ class _Run:
         return same and self.rules == rules
 
     def intercept(
-        self,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        context: nn.module.InterceptorContext,
+        self, run: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
         """For `nn.intercept_methods`: a call of any method while the wrapped module runs."""
         module, name = context.module, context.method_name
         method = getattr(context.orig_method, "func", None)
         is_foreign = _active.get() is not self or module.scope is None
         if is_foreign or name in ("setup", STORED) or _is_in(method, _MODULE):
-            return call(*args, **kwargs)
-        if self.cache is not None and name == "__call__" and isinstance(module, _CACHING):
-            with narrow_cache(module, self.cache):
-                return self._called(call, args, kwargs, context)
-        return self._called(call, args, kwargs, context)
-
-    def _called(
-        self,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        context: nn.module.InterceptorContext,
-    ) -> Any:
-        """The call, as the rules have it for this module: plainly, with quantized products, or,
-        while the wrapped module is initialized, with its products counted.
-        """
-        module, name = context.module, context.method_name
-        path, kind = "/".join(module.path[len(self.root) :]), type(module)
-        kinds, names = self._kinds(path, kind), kernels_of(module)
-        recipe, kernels = recipes_of(self.rules, [path], kinds, names)
-        seen: list[str] = []
-        self._visit(path, kinds, kind, seen)
+            return run(*args, **kwargs)
+        path = "/".join(module.path[len(self.root) :])
+        kinds = self._kinds(path, type(module))
+        call = MethodCall(module, name, method, run, args, kwargs, path, kinds, [])
+        cache = self.cache if name == "__call__" and isinstance(module, _CACHING) else None
+        self._visit(call, ())
         try:
-            if recipe is None:
-                left = functools.partial(in_high_precision, self.shown(path), seen)
-                return run_in(left, call, *args, **kwargs)
-            method = getattr(context.orig_method, "func", None)
-            if _is_in(method, _FLAX) and not _is_layer(kind, name):
-                if noted := _kernels.get():  # an `Embed` that looks up, for instance
-                    noted.other_uses.update(own_parameters(module).values())
-                return call(*args, **kwargs)
-            if self.starting:
-                return self._counted(recipe, path, call, args, kwargs, context, seen)
-            site = LayerRecipe(recipe, self.shown(path), kernels)
-            return self._quantized(site, path, call, args, kwargs, context, seen)
+            with nullcontext() if cache is None else narrow_cache(module, cache):
+                return self._called(call)
         finally:
-            self._visit(path, kinds, kind, seen, kernels_of(module))
+            self._visit(call, kernels_of(module))
 
-    def _visit(
-        self,
-        path: str,
-        kinds: tuple[type, ...],
-        kind: type,
-        seen: list[str],
-        kernels: Sequence[str] = (),
-    ) -> None:
+    def _visit(self, call: MethodCall, kernels: Sequence[str]) -> None:
         visited = _visited.get()
         if visited is not None:
-            this = Module([path], kinds, kind.__name__, bool(seen))
+            name = type(call.module).__name__
+            this = Module([call.path], call.kinds, name, bool(call.seen))
             for module in (this, *kernels_as_modules(this, kernels)):
                 visited.add(self.rules, module)
 
-    def _quantized(
-        self,
-        site: LayerRecipe,
-        path: str,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        context: nn.module.InterceptorContext,
-        seen: list[str],
-    ) -> Any:
-        """A call with its products computed by a recipe."""
-        module, name = context.module, context.method_name
-        _check_kernels(module, path)
-        kernels = _kernels.get()
+    def _called(self, call: MethodCall) -> Any:
+        """The call as the rules have it for this module."""
+        names = kernels_of(call.module)
+        recipe, kernels = recipes_of(self.rules, [call.path], call.kinds, names)
+        if recipe is None:
+            excluded = functools.partial(in_high_precision, self.shown(call.path), call.seen)
+            return run_in(excluded, call.run, *call.args, **call.kwargs)
+        if _is_in(call.method, _FLAX) and not _is_layer(type(call.module), call.name):
+            if noted := noted_kernels():  # an `Embed` that looks up, for instance
+                noted.other_uses.update(own_parameters(call.module).values())
+            return call.run(*call.args, **call.kwargs)
+        if self.starting:
+            return self._counted(call, recipe)
+        return self._quantized(call, LayerRecipe(recipe, self.shown(call.path), kernels))
+
+    def _counted(self, call: MethodCall, recipe: Recipe) -> Any:
+        """A call while the wrapped module is initialized: no matmul is replaced.
+
+        Those that keep state are counted, each with its recipe.
+        """
+        names: dict[Any, str] = {}
+        numbered = MatmulNames()
+        is_kept = moves_state(recipe) and not _is_apart(call.module, recipe)
+
+        def count(found: Matmul) -> None:
+            product, kernel = f"{call.name}.{numbered(found)}", found.kernel_name
+            given = [kernel] if kernel else []
+            _, kernels = recipes_of(self.rules, [call.path], call.kinds, given)
+            own = dict(kernels).get(kernel, recipe)
+            if is_kept and own is not None and moves_state(own):
+                products = self.counts.setdefault((call.path, own), {})
+                products[product] = own if kernel else own.of_activations()
+
+        look = functools.partial(know_parameters, call.module, names)
+        mark = Mark(Place(self.shown(call.path), ""), is_excluded=True)
+        trace = MatmulTrace(count, names, mark=mark, look=look, seen=call.seen)
+        trace.know_arguments(jax.tree.leaves((call.args, call.kwargs)))
+        return run_in(lambda: replacing_matmuls(trace.again()), call.run, *call.args, **call.kwargs)
+
+    def _quantized(self, call: MethodCall, layer: LayerRecipe) -> Any:
+        """A call with its matmuls computed by a recipe."""
+        _check_kernels(call.module, call.path)
+        kernels = noted_kernels()
         paths: dict[int, Any] = {}
-        multiply = self._multiply(site, path, name, module, paths)
-        names: dict[int, str] = {}
-        trace = MatmulTrace(
-            multiply,
-            names,
-            mark=site.mark,
-            other_uses=None if kernels is None else set(),
-            seen=seen,
-        )
-        is_measured = not _is_under(module, ["custom_vjp("])
-        dots = LayerRecipe(site.recipe.without_state(), site.path)
+        other_uses: set[Any] | None = None if kernels is None else set()
+        multiply = self._multiply(call, layer, paths)
+        trace = MatmulTrace(multiply, {}, mark=layer.mark, other_uses=other_uses, seen=call.seen)
+        is_measured = not _is_under(call.module, ["custom_vjp("])
+        dots = LayerRecipe(layer.recipe.without_state(), layer.path)
 
         @contextmanager
         def quantizing() -> Iterator[None]:
@@ -386,34 +332,53 @@ class _Run:
             with quantizing_dot(dots), measured, replacing_matmuls(trace.again()):
                 yield
 
-        method: Any = getattr(context.orig_method, "func", None)
-        arguments = method, call, module, trace, names, paths, args, kwargs
-        out = run_in(quantizing, run_with_arrays, *arguments)
-        if kernels is not None and trace.other_uses is not None:
+        out = run_in(quantizing, run_with_arrays, call, trace, paths)
+        if kernels is not None and other_uses is not None:
             returned = (trace.known_of(x).source for x in jax.tree.leaves(out))
-            uses = {*trace.other_uses, *(x.parameter for x in returned if x.order is not None)}
+            uses = {*other_uses, *(x.parameter for x in returned if x.order is not None)}
             kernels.other_uses |= {paths[key] for key in uses if key in paths}
         return out
 
-    def _counted(
-        self,
-        recipe: Recipe,
-        path: str,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        context: nn.module.InterceptorContext,
-        seen: list[str],
-    ) -> Any:
-        """A call while the wrapped module is initialized: its products are counted."""
-        is_kept = moves_state(recipe) and not _is_apart(context.module, recipe)
-        names: dict[int, str] = {}
-        look = functools.partial(know_parameters, context.module, names)
-        mark = Mark(Place(self.shown(path), ""), is_excluded=True)
-        count = self._count(recipe, path, context.method_name) if is_kept else lambda found: None
-        trace = MatmulTrace(count, names, mark=mark, look=look, seen=seen)
-        trace.know_arguments(jax.tree.leaves((args, kwargs)))
-        return run_in(lambda: replacing_matmuls(trace.again()), call, *args, **kwargs)
+    def _multiply(self, call: MethodCall, layer: LayerRecipe, paths: Mapping[int, Any]) -> Multiply:
+        """A `multiply` for the matmuls of a method.
+
+        It passes each matmul its state, checks dtypes, and records the kernel if somebody asked.
+        """
+        recipe, path = layer.recipe, call.path
+        is_apart = _is_apart(call.module, recipe)
+        if is_apart and any(recipe.learned):
+            raise ValueError(
+                f"wrap: {path or MODEL}: the layer is under nn.jit or nn.custom_vjp, so that "
+                "learned scales do not reach it, expected one that is not; compile the whole step "
+                "by jax.jit in place of nn.jit, or exclude the layer by a rule with None"
+            )
+        rng = None if is_apart else self.rng
+        kept, scales = (
+            {} if is_apart else part.get(key_of(path), {}) for part in (self.kept, self.scales)
+        )
+        kernels = noted_kernels()
+
+        def note(found: Matmul, product: str) -> None:
+            own = layer.recipe_of(found.kernel_name)
+            if kernels is not None and own is not None:
+                kernels.note(found, paths, own, (*self.root, key_of(path)), product)
+            for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
+                operand = f"{side} of a {found.name} in {type(call.module).__name__}.{call.name}"
+                _check_dtype(x, operand, path, "convert it first")
+
+        def state_of(product: str) -> ForwardState | None:
+            state = {**kept.get(product, {}), **scales.get(product, {})}
+            if not state and rng is None:
+                return None
+            own = layer.recipe_of(product.split(".", 1)[1].split("#")[0]) or recipe
+            moved = self.moved.setdefault((path, product), {})
+            # What moves in an inner trace reaches the collection through a `LiftingTrace`.
+            is_carried = self.is_mutable and self.trace == present_trace()
+            write = moved.update if is_carried else None
+            home = (path, product) if self.is_mutable else None
+            return ForwardState(own, f"{path}:{product}", {**state, **moved}, write, rng, home)
+
+        return layer.multiply(state_of, lambda product: f"{call.name}.{product}", note)
 
     def shown(self, path: str) -> str:
         """The path from the model around it, where the wrapped module is a part of one."""
@@ -427,68 +392,6 @@ class _Run:
         parts = path.split("/") if path else []
         around = ["/".join(parts[:end]) for end in range(len(parts) + 1)]
         return tuple(kind for outer in around for kind in self.kinds.get(outer, ()))
-
-    def _multiply(
-        self, site: LayerRecipe, path: str, name: str, module: nn.Module, paths: Mapping[int, Any]
-    ) -> Multiply:
-        """A `multiply` for the products of a method.
-
-        It passes each product its state, checks dtypes, and records the kernel if somebody asked.
-        """
-        recipe, kind = site.recipe, type(module)
-        is_apart = _is_apart(module, recipe)
-        if is_apart and any(recipe.learned):
-            raise ValueError(
-                f"wrap: {path or '(the model itself)'}: the layer is under nn.jit or "
-                "nn.custom_vjp, so that learned scales do not reach it, expected one that is not; "
-                "compile the whole step by jax.jit in place of nn.jit, or leave the layer alone by "
-                "a rule"
-            )
-        rng = None if is_apart else self.rng
-        kept, scales = (
-            {} if is_apart else part.get(key_of(path), {}) for part in (self.kept, self.scales)
-        )
-        kernels = _kernels.get()
-
-        def note(found: Matmul, product: str) -> None:
-            own = site.recipe_of(found.kernel_name)
-            if kernels is not None and own is not None:
-                kernels.note(found, paths, own, (*self.root, key_of(path)), product)
-            for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
-                operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
-                _check_dtype(x, operand, path, "convert it first")
-
-        def track(product: str) -> ForwardState | None:
-            known = {**kept.get(product, {}), **scales.get(product, {})}
-            if not known and rng is None:
-                return None
-            own = site.recipe_of(product.split(".", 1)[1].split("#")[0]) or recipe
-            return self._track(own, path, product, known, rng)
-
-        return site.multiply(track, lambda product: f"{name}.{product}", note)
-
-    def _track(
-        self, recipe: Recipe, path: str, product: str, kept: Kept, rng: jax.Array | None
-    ) -> ForwardState:
-        moved = self.moved.setdefault((path, product), {})
-        # What moves in an inner trace does not reach the collection.
-        is_carried = self.is_mutable and self.trace == present_trace()
-        write = moved.update if is_carried else None
-        return ForwardState(recipe, f"{path}:{product}", {**kept, **moved}, write, rng)
-
-    def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
-        """A `multiply` that replaces no product, but counts it and records its recipe."""
-        names, kinds = MatmulNames(), self._kinds(path)
-
-        def count(found: Matmul) -> None:
-            product, kernel = f"{name}.{names(found)}", found.kernel_name
-            _, kernels = recipes_of(self.rules, [path], kinds, [kernel] if kernel else [])
-            own = dict(kernels).get(kernel, recipe)
-            if own is not None and moves_state(own):
-                products = self.counts.setdefault((path, own), {})
-                products[product] = own if kernel else own.of_activations()
-
-        return count
 
 
 def kernels_of(module: nn.Module) -> list[str]:
@@ -510,8 +413,8 @@ def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
     dtype = x.dtype if isinstance(x, QArray) else jnp.result_type(x)
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in FLOATS:
         raise TypeError(
-            f"wrap: {path or '(the model itself)'}: {operand} has dtype {dtype}, expected float32, "
-            f"float16 or bfloat16; {what_to_do}, or leave the layer alone by a rule"
+            f"wrap: {path or MODEL}: {operand} has dtype {dtype}, expected float32, float16 or "
+            f"bfloat16; {what_to_do}, or exclude the layer by a rule with None"
         )
 
 

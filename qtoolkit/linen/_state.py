@@ -8,7 +8,6 @@ as `products._states` names them. The collection "qtoolkit_scales" holds learned
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -18,16 +17,10 @@ from qtoolkit.products.internal import (
     HISTORY,
     MOVING,
     PROBE,
-    Batch,
     advance,
-    check_trainable,
-    measured_matmuls,
-    measurement_zeros,
-    measuring_step,
-    metrics_of,
+    flow,
     observe,
     probe_of,
-    without_forward_updates,
 )
 
 COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
@@ -92,50 +85,56 @@ def value_and_grad(
     """
 
     def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        step = _Step(variables, wrt, has_aux)
+        return flow.value_and_grad(step, loss, args, kwargs, metrics=metrics)
+
+    return function
+
+
+class _Step:
+    """A training step with the variables of a linen module, see `products._flow.Step`."""
+
+    def __init__(self, variables: Any, wrt: str | Sequence[str], has_aux: bool) -> None:
         hint = '; pass {"params": params, "qtoolkit": state}'
         check_variables("value_and_grad", variables, hint)
         _check_bridged(variables)
-        trained = _trained(variables, wrt)
-        for collection in trained.values():
-            check_trainable(collection)
-        state = variables.get(COLLECTION, {})
+        self.variables, self.wrt, self.has_aux = variables, wrt, has_aux
+        self.trained = _trained(variables, wrt)
+        self.state = variables.get(COLLECTION, {})
+
+    def pure(self, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+        return loss, self.variables
+
+    def differentiated(
+        self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Any, Any, Any]:
         probes = {
             path: probe_of(kept)
-            for path, kept in _parts((), state)
+            for path, kept in _parts((), self.state)
             if _is_product(kept) and HISTORY in kept
         }
 
-        def plain(variables: Any, batch: Batch) -> Any:
-            args, kwargs = batch.with_arrays(batch.arrays)
-            value = loss(variables, *args, **kwargs)
-            return value[0] if isinstance(value, tuple) else value
-
-        products = measured_matmuls(plain, variables, Batch.of((args, kwargs))) if metrics else {}
-
-        def of(trained: Any, probes: Any, zeros: Any) -> Any:
+        def function(trained: Any, probes: Any, zeros: Any) -> Any:
             def with_probe(path: Path, kept: Kept) -> Kept:
                 return {**kept, PROBE: probes[path]} if path in probes else kept
 
-            given = {**variables, **trained}
+            variables = {**self.variables, **trained}
             if COLLECTION in variables:
-                given[COLLECTION] = _mapped(state, with_probe)
-            with measuring_step(products, zeros) if metrics else nullcontext():
-                out = loss(given, *args, **kwargs)
-            if not has_aux or not isinstance(out, tuple) or len(out) != 2:
+                variables[COLLECTION] = _mapped(self.state, with_probe)
+            out = loss(variables, zeros, *args, **kwargs)
+            if not self.has_aux or not isinstance(out, tuple) or len(out) != 2:
                 return out  # JAX says what is wrong
-            return out[0], _marked(out[1], given.get(COLLECTION, {}))
+            return out[0], _marked(out[1], variables.get(COLLECTION, {}))
 
-        graded = jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=has_aux)
-        with without_forward_updates():
-            value, (grads, counts, rows) = graded(trained, probes, measurement_zeros(products))
-        grads = grads[wrt] if isinstance(wrt, str) else grads
-        rolled = _mapped(state, lambda path, kept: advance(observe(kept, counts.get(path))))
-        if has_aux:
-            value = value[0], _with_state(value[1], rolled)
-        found = (metrics_of(products, rows),) if metrics else ()
-        return value, grads, rolled, *found
+        graded = jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=self.has_aux)
+        value, (grads, counts, rows) = graded(self.trained, probes, zeros)
+        return value, grads[self.wrt] if isinstance(self.wrt, str) else grads, counts, rows
 
-    return function
+    def finished(self, value: Any, grads: Any, probes: Any) -> tuple[Any, ...]:
+        state = _mapped(self.state, lambda path, kept: advance(observe(kept, probes.get(path))))
+        if self.has_aux:
+            value = value[0], _with_state(value[1], state)
+        return value, grads, state
 
 
 def _check_bridged(variables: Mapping[str, Any]) -> None:

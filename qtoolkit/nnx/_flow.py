@@ -19,7 +19,7 @@ from qtoolkit.nnx._wrap import (
     product_states,
 )
 from qtoolkit.products import Calibration, Numerics, Sensitivity
-from qtoolkit.products.internal import AMAX, Constant, Kept, check_calibrated, flow
+from qtoolkit.products.internal import AMAX, Constant, Kept, flow
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -132,28 +132,26 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
       True
     """
     check_wrapped("freeze", wrapped)
+    layers = []
+    for layer, site in _layers(wrapped):
+        recipe = site.recipe.with_stored(1) if _is_stored(layer) else site.recipe
+        if recipe.frozen().is_calibrated:
+            may_idle = needs_no_scale(layer) or not is_of_flax(layer)
+            layers.append(flow.Layer(site.path, recipe, may_idle))
     line = "freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
-    flow.check_calibration(calibration, line)
-    missing = [str(place) for place in calibration.unreached]
+    found = flow.frozen_amaxes(calibration, line, layers)
+    paths = {layer.path for layer in layers}
     seen: set[int] = set()
 
     def frozen(_: Any, node: Any) -> Any:
         site = None if not isinstance(node, nnx.Module) else site_of(node)
-        if site is None or id(node) in seen:
+        if site is None or site.path not in paths or id(node) in seen:
             return node
         seen.add(id(node))
-        recipe = site.recipe.frozen()
-        needed = site.recipe.with_stored(1) if _is_stored(node) else site.recipe
-        if not needed.frozen().is_calibrated:
-            return node
-        amaxes, found = calibration.amaxes(site.path), FoundModule(node, [site.path])
-        missing.extend(calibration.partly_known(site.path, needed))
-        if not amaxes and is_of_flax(node) and not needs_no_scale(node):
-            if all(place.path != site.path for place in calibration.unreached):
-                missing.append(site.path)
-            return node
+        recipe, amaxes = site.recipe.frozen(), found.get(site.path, {})
         kernels = [(name, own and own.frozen()) for name, own in site.kernels]
-        attach(node, recipe, found, names=dict.fromkeys(amaxes), kernels=kernels)
+        module = FoundModule(node, [site.path])
+        attach(node, recipe, module, names=dict.fromkeys(amaxes), kernels=kernels)
         if amaxes:
             _fill(node, amaxes)
         if "dot" in amaxes:
@@ -161,9 +159,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             node.qtoolkit_dot.write({AMAX: amaxes["dot"]})
         return node
 
-    model = nnx.recursive_map(frozen, wrapped, graph=True)
-    check_calibrated("freeze", dict.fromkeys(missing))
-    return model
+    return nnx.recursive_map(frozen, wrapped, graph=True)
 
 
 def _is_stored(layer: nnx.Module) -> bool:

@@ -13,12 +13,12 @@ from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
+    PlainModel,
     einsum_axes,
+    flow,
     of_kernel,
     serving_rules,
     settings,
-    stored_kernel,
-    tuned,
 )
 from qtoolkit.scaling import QArray
 
@@ -104,96 +104,78 @@ def quantize(
       >>> bool((served(x) == wrapped(x)).all())
       True
     """
-    rules = None if recipe is None else serving_rules(recipe)
     how = settings(method, calibration, sequential, damping, act_order)
-    served = rewired("quantize", model, rules, kv_cache)
-    made: Mapping[str, QArray] = {}
-    if how.needs_inputs:
-        plain = plain_model("quantize", model)
-        made, params = tuned(plain, _operands(served), calibration, how)
-        if params is not plain.params:
-            served = rewired("quantize", with_params(model, params), rules, kv_cache)
-    known: dict[Any, Any] = {}
-    found = [layer for layer in modules_of(served) if site_of(layer.module) is not None]
-    by_id = {place: made[name] for place, name in parameter_names(served).items() if name in made}
-    stored = [_store(layer, known, recipe is not None, by_id) for layer in found]
-    if not any(stored):
-        names = ", ".join(layer.shown for layer in found[:3])
+    served = _Served(model, None if recipe is None else serving_rules(recipe), kv_cache)
+    if not flow.quantize(served, calibration, how):
+        names = ", ".join(layer.shown for layer in served.layers()[:3])
         raise ValueError(
             f"quantize: {type(model).__name__} has no kernel to store: the recipe leaves them "
-            f"wide, or modules compute by themselves ({names}); expected nnx.Linear, "
+            f"unquantized, or modules compute by themselves ({names}); expected nnx.Linear, "
             "LinearGeneral, Einsum or Conv with a format for its kernel, e.g. "
             "qtoolkit.recipes.weight_only_e4m3"
         )
-    return served
+    return served.model
 
 
-def _operands(served: Any) -> dict[str, Operand]:
-    """How each kernel that can be stored is rounded, by the name of the parameter."""
-    operands: dict[str, Operand] = {}
-    names = parameter_names(served)
-    for layer in modules_of(served):
-        module: Any = layer.module
-        site = site_of(module)
-        operand = None if site is None else site.recipe.forward[1]
-        name = None if kernel_axes(module) is None else names.get(id(module.kernel))
-        if operand is None or name is None:
-            continue
-        if operands.setdefault(name, operand) != operand:
-            raise ValueError(
-                f"quantize: {layer.shown}: the kernel is shared with another layer, {name}, whose "
-                f"recipe rounds it by {operands[name]}, expected one format for a kernel that a "
-                f"method quantizes, got {operand}; give both layers one recipe"
-            )
-    return operands
+class _Served:
+    """A copy of an nnx model that gets stored kernels, see `products._flow.Served`."""
 
+    def __init__(self, model: Any, rules: Rules[Recipe] | None, kv_cache: Any) -> None:
+        self.original, self.rules, self.kv_cache = model, rules, kv_cache
+        self.model = rewired("quantize", model, rules, kv_cache)
 
-def _store(
-    found: FoundModule, known: dict[Any, Any], is_asked: bool, made: Mapping[int, QArray]
-) -> bool:
-    """Stores the kernel of a layer, if it has one that can be stored; those of `made` as they are.
+    def plain(self) -> PlainModel:
+        return plain_model("quantize", self.original)
 
-    `made` is by the `id` of the Variable. Returns whether the kernel is stored now. If the user
-    gave a recipe (`is_asked`), a kernel that was stored before must have the format that it says.
-    """
-    layer: Any = found.module
-    axes = kernel_axes(layer)
-    if axes is None:
-        return False
-    kernel = layer.kernel
-    value = kernel.get_value()
-    operand = site_of(layer).recipe.forward[1]
-    if isinstance(value, QArray):
-        if is_asked and operand is not None:
-            _check_stored(found, value, operand)
-        return True
-    if operand is None:
-        return False
-    kept = product_states(layer).get("0")
-    amax, key, learned = (None, None, None) if kept is None else of_kernel(kept.arrays)
-    scale: nnx.Variable[Any] | None = None
-    if kept is not None and operand.is_learned:  # it becomes the scale of the codes
-        scale, kept.scales[1] = kept.scales[1], None
-    # Layers that share a kernel also share the stored one, if they store it in the same way.
-    name = id(kernel), operand, axes, id(scale)
-    if name not in known:
-        where = f"quantize: {found.shown}: {type(layer).__name__}.kernel"
-        states = amax, key, learned
-        array = made.get(id(kernel))
-        if array is None:
-            array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
+    def take(self, params: Mapping[str, Any]) -> None:
+        changed = with_params(self.original, params)
+        self.model = rewired("quantize", changed, self.rules, self.kv_cache)
+
+    def layers(self) -> list[FoundModule]:
+        return [layer for layer in modules_of(self.model) if site_of(layer.module) is not None]
+
+    def kernels(self) -> list[tuple[list[Any], flow.Kernel]]:
+        """The kernels, each with the layers that store it in the same way."""
+        names = parameter_names(self.model)
+        found: dict[Any, tuple[list[Any], flow.Kernel]] = {}
+        for one in self.layers():
+            layer: Any = one.module
+            axes, operand = kernel_axes(layer), site_of(layer).recipe.forward[1]
+            if axes is None:
+                continue
+            kernel, value = layer.kernel, layer.kernel.get_value()
+            if isinstance(value, QArray):
+                if self.rules is not None and operand is not None:
+                    _check_stored(one, value, operand)
+            elif operand is None:
+                continue
+            kept = product_states(layer).get("0")
+            scale = kept.scales[1] if kept is not None and operand.is_learned else None
+            state = of_kernel({} if kept is None else kept.arrays)
+            where = f"quantize: {one.shown}: {type(layer).__name__}.kernel"
+            name = names.get(id(kernel), "")
+            this = flow.Kernel(name, where, value, operand, axes, len(stacked(layer)), state)
+            key = id(kernel), operand, axes, id(scale)
+            found.setdefault(key, ([], this))[0].append(layer)
+        return list(found.values())
+
+    def store(self, place: list[Any], array: QArray) -> None:
+        kernel = place[0].kernel
+        if array is kernel.get_value():
+            return
         stored = type(kernel).from_metadata(array, kernel.get_metadata())
-        # Keep kernel and scale alive: an object made later could get the `id` of a freed one.
-        known[name] = (kernel, scale), stored
-    layer.kernel = known[name][1]
-    return True
+        for layer in place:
+            layer.kernel = stored
+            kept = product_states(layer).get("0")
+            if kept is not None and site_of(layer).recipe.forward[1].is_learned:
+                kept.scales[1] = None  # it is the scale of the codes now
 
 
 def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
     got, asked = kernel.spec.element, operand.spec.element
     if got != asked:
         raise ValueError(
-            f"quantize: {found.shown}: kernel is stored in {got.name} already, expected a wide one "
+            f"quantize: {found.shown}: kernel is stored in {got.name} already, expected an array "
             f"or one in {asked.name}, as the recipe says; quantize the model that it came from, or "
             "leave the layer alone by a rule with None"
         )

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 from flax import linen, nnx
 
 from qtoolkit.nnx._rewriting import has_products, is_left, leave, product_states
@@ -92,14 +91,9 @@ def report(
 
     model = nnx.recursive_map(tagged, wrapped, graph=True)
     graph, state = nnx.split(model)
-    given = Batch.of((inputs, options))
-
-    def call(state: Any, arrays: list[Any]) -> Any:
-        args, kwargs = given.with_arrays(arrays)
-        outs = jax.tree.leaves(function(nnx.merge(graph, state), *args, **kwargs))
-        return [out for out in outs if hasattr(out, "dtype")]
-
-    found = report_of(call, (state, given.arrays), tuple(dict.fromkeys(paths)), unstarted)
+    batch = Batch.of((inputs, options))
+    call = batch.bound(lambda state, *args, **kw: function(nnx.merge(graph, state), *args, **kw))
+    found = report_of(call, (state, batch.arrays), tuple(dict.fromkeys(paths)), unstarted)
     if paths:
         reason = "its layer is not wrapped: wrap the model again after layers are replaced"
     else:  # what `wrap` returned was not used, or all its rules are None

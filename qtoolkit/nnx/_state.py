@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -17,21 +16,15 @@ from qtoolkit.products.internal import (
     LEARNED,
     MOVING,
     PROBE,
-    Batch,
     ForwardState,
     advance,
-    check_trainable,
-    measured_matmuls,
-    measurement_zeros,
-    measuring_step,
-    metrics_of,
+    flow,
     observe,
     probe_of,
     started,
     taken_over,
     uncalibrated,
     unstarted,
-    without_forward_updates,
 )
 
 
@@ -272,42 +265,50 @@ def value_and_grad(
 
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         _check_model(model)
-        wanted = nnx.All(wrt, nnx.Not(nnx.Any(_Statistic, bridged_state())))
-        trained = nnx.state(model, wanted)
+        return flow.value_and_grad(_Step(model, wrt, has_aux), loss, args, kwargs, metrics=metrics)
+
+    return function
+
+
+_PROBES = nnx.Any(Probe, is_bridged_probe)
+
+
+class _Step:
+    """A training step of an nnx model, see `products._flow.Step`."""
+
+    def __init__(self, model: nnx.Module, wrt: Any, has_aux: bool) -> None:
+        self.model, self.has_aux = model, has_aux
+        self.wanted = nnx.All(wrt, nnx.Not(nnx.Any(_Statistic, bridged_state())))
+        trained = nnx.state(model, self.wanted)
         if not trained:
             raise ValueError(
                 f"value_and_grad: wrt={wrt!r} selects nothing that {type(model).__name__} trains, "
                 "expected a filter of its Variables, e.g. wrt=nnx.Param"
             )
-        check_trainable(nnx.to_pure_dict(trained))
-        probe = nnx.Any(Probe, is_bridged_probe)
-        both = nnx.DiffState(0, nnx.Any(wanted, probe))
-        products = _products_in(loss, model, args, kwargs) if metrics else {}
+        self.trained = nnx.to_pure_dict(trained)
 
-        def watched(model: nnx.Module, zeros: Any, *args: Any, **kwargs: Any) -> Any:
-            with measuring_step(products, zeros) if metrics else nullcontext():
-                return loss(model, *args, **kwargs)
+    def pure(self, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+        graph, state = nnx.split(self.model)
 
-        graded = nnx.value_and_grad(watched, argnums=(both, 1), has_aux=has_aux)
-        with bridged_probes(model), without_forward_updates():
-            value, (found, rows) = graded(model, measurement_zeros(products), *args, **kwargs)
-        probes, grads = nnx.split_state(found, probe, ...)
-        roll(model, probes)
-        return (value, grads, metrics_of(products, rows)) if metrics else (value, grads)
+        def function(state: Any, *args: Any, **kwargs: Any) -> Any:
+            return loss(nnx.merge(graph, state, copy=True), *args, **kwargs)
 
-    return function
+        return function, state
 
+    def differentiated(
+        self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        both = nnx.DiffState(0, nnx.Any(self.wanted, _PROBES))
+        # `compat`: in the graph mode, whatever mode the user has set for nnx.
+        graded = nnx.compat.value_and_grad(loss, argnums=(both, 1), has_aux=self.has_aux)
+        with bridged_probes(self.model):
+            value, (found, rows) = graded(self.model, zeros, *args, **kwargs)
+        probes, grads = nnx.split_state(found, _PROBES, ...)
+        return value, grads, probes, rows
 
-def _products_in(loss: Any, model: nnx.Module, args: Any, kwargs: Any) -> Any:
-    graph, state = nnx.split(model)
-    batch = Batch.of((args, kwargs))
-
-    def run(state: Any, arrays: list[Any]) -> Any:
-        args, kwargs = batch.with_arrays(arrays)
-        value = loss(nnx.merge(graph, state, copy=True), *args, **kwargs)
-        return value[0] if isinstance(value, tuple) else value
-
-    return measured_matmuls(run, state, batch.arrays)
+    def finished(self, value: Any, grads: Any, probes: Any) -> tuple[Any, ...]:
+        roll(self.model, probes)
+        return value, grads
 
 
 def _check_model(model: Any) -> None:

@@ -181,13 +181,11 @@ def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]
     args, options = ((), {}) if callable(given) else strict_inputs(given)
     batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
 
-    def run(state: Any, arrays: list[Any]) -> Any:
-        args, options = batch.with_arrays(arrays)
+    def run(state: Any, *args: Any, **options: Any) -> Any:
         model: Any = nnx.merge(graph, state, copy=True)
-        outs = given(model) if callable(given) else model(*args, **options)
-        return [out for out in jax.tree.leaves(outs) if hasattr(out, "dtype")]
+        return given(model) if callable(given) else model(*args, **options)
 
-    return kernels_in(run, state, batch.arrays)
+    return kernels_in(batch.bound(run), state, batch.arrays)
 
 
 def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:

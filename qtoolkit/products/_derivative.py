@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -14,7 +15,7 @@ from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import emulated, multiplied, twice_differentiable
 from qtoolkit.products._instruments import ROLES
 from qtoolkit.products._plan import COTANGENT, OTHER, Plan, State
-from qtoolkit.products._residuals import SavedCodes, from_residual, saves_codes, to_residual
+from qtoolkit.products._residuals import SavedCodes, codes_format, from_residual, to_residual
 from qtoolkit.products._rounded import Rounded, Rounding, largest_over, rounded
 from qtoolkit.products._stored import restored_operand
 from qtoolkit.scaling import QArray
@@ -85,7 +86,7 @@ def rounded_operand(x: Input, amax: Array | None, key: Array | None, how: Roundi
     # of rounded operands, and second derivatives flow through `SavedCodes.carrier`. Stopping it
     # here saves JAX the tracing. An operand that is not saved as codes has no carrier and must keep
     # its derivative.
-    return rounded(lax.stop_gradient(x) if saves_codes(how) else x, amax, key, how)
+    return rounded(lax.stop_gradient(x) if codes_format(how) else x, amax, key, how)
 
 
 def _other_operand(
@@ -242,4 +243,6 @@ class Cotangent:
             largest = largest_over(jnp.stack([amax, is_bad.astype(amax.dtype)]), names)
             (amax, is_bad), _ = varying_alike(largest, amax)
             is_bad = is_bad != 0
+        # Of operands that are not delayed the history needs only to know whether they are finite.
+        amax = jnp.where(np.array(self.product.plan.recipe.delayed), amax, 0)
         return jax.vmap(histogram)(amax, is_bad)

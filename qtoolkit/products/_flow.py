@@ -1,29 +1,43 @@
-"""What both Flax packages do with a wrapped model, once: measure it, and set what it keeps.
+"""What both Flax packages do with a model: train, measure, calibrate, report and quantize it.
 
-nnx and linen say through an `Adapter` how their models are called. The state of a model is passed
-as products, `Product` each, whose arrays `products._states` names.
+nnx and linen each say, through an `Adapter` or a `Step`, how to call a model and how to read and
+write its state. `products._states` names the arrays of the state.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._calibration import (
     Calibration,
     calibration_of,
     check_calibrated,
     summary_of,
 )
+from qtoolkit.products._forward_state import without_forward_updates
 from qtoolkit.products._inputs import Batch, Constant
 from qtoolkit.products._instruments import explained
 from qtoolkit.products._learned import first_scales
 from qtoolkit.products._numerics import Numerics, Sums, sums_of
+from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL
+from qtoolkit.products._post_training import PlainModel, Settings, tuned
+from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
 from qtoolkit.products._states import LEARNED, first_values
+from qtoolkit.products._step_metrics import (
+    measured_matmuls,
+    measurement_zeros,
+    measuring_step,
+    metrics_of,
+)
+from qtoolkit.products._stored import check_trainable, stored_kernel
+from qtoolkit.scaling import QArray
 
 
 class Adapter(Protocol):
@@ -53,6 +67,53 @@ class Kept(NamedTuple):
     may_idle: bool = False
 
 
+class Step(Protocol):
+    """One training step of a wrapped model, which `value_and_grad` runs.
+
+    Attributes:
+      trained: The parameters by which to differentiate.
+    """
+
+    trained: Any
+
+    def pure(self, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+        """The loss as a function of (arrays, *args, **kwargs), and the arrays of the model."""
+
+    def differentiated(
+        self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """(value, gradients, gradients of the probes, gradients of `zeros`).
+
+        Args:
+          loss: A function of (model, zeros, *args, **kwargs).
+        """
+
+    def finished(self, value: Any, grads: Any, probes: Any) -> tuple[Any, ...]:
+        """Updates the state by the gradients of the probes. Returns what the user gets."""
+
+
+def value_and_grad(
+    step: Step, loss: Callable[..., Any], args: Any, kwargs: Any, *, metrics: bool
+) -> tuple[Any, ...]:
+    check_trainable(step.trained)
+    products = {}
+    if metrics:
+        batch = Batch.of((args, kwargs))
+        function, arrays = step.pure(loss)
+        products = measured_matmuls(batch.bound(function), arrays, batch.arrays)
+
+    def watched(model: Any, zeros: Any, *args: Any, **kwargs: Any) -> Any:
+        with measuring_step(products, zeros) if metrics else nullcontext():
+            return loss(model, *args, **kwargs)
+
+    with without_forward_updates():
+        value, grads, probes, rows = step.differentiated(
+            watched, measurement_zeros(products), args, kwargs
+        )
+    results = step.finished(value, grads, probes)
+    return (*results, metrics_of(products, rows)) if metrics else results
+
+
 def calibrate(
     adapter: Adapter, arrays: Any, batches: Iterable[Any], observer: Any, options: dict[str, Any]
 ) -> Calibration:
@@ -63,12 +124,43 @@ def calibrate(
     return calibration_of(summarize, batches, observer, options)
 
 
-def check_calibration(calibration: Any, line: str) -> None:
+class Layer(NamedTuple):
+    """What `freeze` has to know of a layer.
+
+    Attributes:
+      path: The path of the layer.
+      recipe: The recipe of the operands that need a calibrated scale.
+      may_idle: Whether it may be used although it ran in no batch.
+    """
+
+    path: str
+    recipe: Recipe
+    may_idle: bool
+
+
+def frozen_amaxes(
+    calibration: Calibration, line: str, layers: Iterable[Layer] = ()
+) -> dict[str, dict[str, jax.Array]]:
+    """For each layer the calibrated amaxes of its products, by path and name.
+
+    Args:
+      line: What to write to get a calibration, for the message.
+      layers: The layers of the model, if they are known before it runs.
+    """
     if not isinstance(calibration, Calibration):
         raise TypeError(
             f"freeze: calibration has type {type(calibration).__name__}, expected a Calibration; "
             f"write {line}"
         )
+    amaxes = {path: calibration.amaxes(path) for path in calibration.paths}
+    missing = [str(place) for place in calibration.unreached]
+    unreached = {place.path for place in calibration.unreached}
+    for layer in layers:
+        missing.extend(calibration.partly_known(layer.path, layer.recipe))
+        if not layer.may_idle and layer.path not in amaxes and layer.path not in unreached:
+            missing.append(layer.path)
+    check_calibrated("freeze", dict.fromkeys(missing))
+    return amaxes
 
 
 def numerics(adapter: Adapter, arrays: Any, batch: Any, loss_fn: Any, given: str) -> Numerics:
@@ -114,6 +206,75 @@ def start_scales(
             missing.append(product.path)
     check_calibrated("start_scales", dict.fromkeys(missing))
     return new
+
+
+class Kernel(NamedTuple):
+    """A kernel that `quantize` may store.
+
+    Attributes:
+      name: The parameter, as post-training methods know it: "layers/0/kernel".
+      where: Starts error messages.
+      value: The kernel or a stack of them, a `QArray` if it is stored already.
+      operand, axes: How its matmul rounds it, an `Operand`, and its axes there.
+      stacked: How many leading axes are those of a stack.
+      state: What the layer keeps for it, see `of_kernel`.
+    """
+
+    name: str
+    where: str
+    value: Any
+    operand: Any
+    axes: Axes
+    stacked: int
+    state: tuple[Any, Any, Any] = (None, None, None)
+
+
+class Served(Protocol):
+    """A model that gets stored kernels from `quantize`."""
+
+    def kernels(self) -> Iterable[tuple[Any, Kernel]]:
+        """The kernels that can be stored, each with what `store` takes."""
+
+    def plain(self) -> PlainModel:
+        """The model before `wrap`, for methods that run it."""
+
+    def take(self, params: Mapping[str, Any]) -> None:
+        """Gives the model other values of its parameters, by name."""
+
+    def store(self, place: Any, array: QArray) -> None: ...
+
+
+def quantize(model: Served, calibration: Any, how: Settings) -> bool:
+    """Stores the kernels of a model. Returns whether there was one."""
+    made: Mapping[str, QArray] = {}
+    if how.needs_inputs:
+        operands: dict[str, Operand] = {}
+        for _, kernel in model.kernels():
+            if operands.setdefault(kernel.name, kernel.operand) != kernel.operand:
+                raise ValueError(
+                    f"{kernel.where} is shared with another layer, {kernel.name}, whose recipe "
+                    f"rounds it by {operands[kernel.name]}, expected one format for a kernel that "
+                    f"a method quantizes, got {kernel.operand}; give both layers one recipe"
+                )
+        plain = model.plain()
+        made, params = tuned(plain, operands, calibration, how)
+        if params is not plain.params:
+            model.take(params)
+    stored = False
+    for place, kernel in list(model.kernels()):
+        array = kernel.value if isinstance(kernel.value, QArray) else made.get(kernel.name)
+        if array is None:
+            array = stored_kernel(
+                kernel.where,
+                kernel.value,
+                kernel.operand,
+                kernel.axes,
+                kernel.stacked,
+                *kernel.state,
+            )
+        model.store(place, array)
+        stored = True
+    return stored
 
 
 def _measured(values: Any, product: Kept, side: int) -> Any:

@@ -1,5 +1,8 @@
 """State that the forward pass itself updates: histories of lhs and rhs, and keys.
 
+A recipe with delayed scaling scales an operand by the largest magnitude of the last steps, which
+the layer keeps as a history. Stochastic rounding needs another key in each step.
+
 Delayed scaling needs the magnitudes of every training step. `value_and_grad` of the Flax packages
 gets them, those of cotangents too, as the gradient of a probe. A trainer that differentiates by
 itself, `nnx.value_and_grad` for instance, has no probe. There the forward pass updates the state of
@@ -11,7 +14,7 @@ returns the state unchanged, and whose derivative rule returns the updated one. 
 
 import contextvars
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +28,27 @@ from jax.interpreters import ad, batching, mlir
 from qtoolkit.products._instruments import instrument, set_variable
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._states import BAD, HISTORY, MOVING, PROBE, STEP, advance, state_of
+from qtoolkit.products._states import (
+    BAD,
+    HISTORY,
+    MOVING,
+    PROBE,
+    STEP,
+    advance,
+    state_of,
+    untracked_axes,
+)
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import amax_of, rolled_by
 
 Array = jax.Array
 Kept = Mapping[str, Any]
 
+_TWICE = (
+    "a model differentiates itself inside of value_and_grad of qtoolkit.nnx or qtoolkit.linen: its "
+    "inner derivative does not see histories of delayed scales, so scales are current ones there; "
+    "use a recipe with current scales, e.g. te_current, for the layers that it differentiates"
+)
 STALE = (
     "differentiated without qtoolkit.{nnx,linen}.value_and_grad: histories of delayed scales and "
     "keys of stochastic rounding do not move here, so scales are current ones and equal numbers "
@@ -45,9 +62,11 @@ COTANGENTS = (
     "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
 )
 
-_COMPUTED_BY = (HISTORY, STEP)  # what a product gets otherwise, depending on who differentiates it
-_recorded_p = Primitive("qtoolkit_recorded")
-_recorded_p.multiple_results = True
+# The state by which a matmul is computed depends on who differentiates it. The primitive returns
+# these parts of it first, and then all that is stored for the next step.
+_COMPUTED_BY = (HISTORY, STEP)
+recorded_p = Primitive("qtoolkit_recorded")
+recorded_p.multiple_results = True
 _is_rolled: contextvars.ContextVar[bool] = contextvars.ContextVar("rolled", default=False)
 # Part of the key by which `jax.jit` finds a trace: one of a plain step records, others do not.
 _traced_for = jax.make_user_context(None)
@@ -65,14 +84,15 @@ def present_trace() -> Any:
 
 
 class ForwardState:
-    """Gives a product its state, and stores the new state where the product moves it.
+    """Gives a matmul its state, and stores the new state where a training step updates it.
 
     Args:
-      name: The name of layer and product, "mlp:kernel".
-      kept: See `_states`.
-      write: Stores what is moved. None: nobody can, so the scales of a product that somebody
+      name: The name of layer and matmul, "mlp:kernel".
+      kept: What the layer keeps for the matmul, see `_states`.
+      write: Stores what is new. None: nobody can, so the scales of a matmul that somebody
         differentiates are current ones.
       rng: As for `state_of`.
+      home: By what `_lifted_state` knows the state, if it carries what is moved in inner loops.
     """
 
     def __init__(
@@ -82,19 +102,22 @@ class ForwardState:
         kept: Kept,
         write: Callable[[Kept], None] | None = None,
         rng: Array | None = None,
+        home: Hashable = None,
     ) -> None:
         self.recipe, self.name, self.kept, self.rng = recipe, name, kept, rng
-        self.write, self._trace = write, present_trace()
+        self.write, self.home, self._trace = write, home, present_trace()
 
     def __call__(self, lhs: Any, rhs: Any) -> State | None:
         """The state by which to compute `lhs * rhs`, in the order (input, kernel)."""
+        # In an inner trace, as of the body of a loop, the new state is a tracer: it must not leave.
         write = self.write if self._trace == present_trace() else None
         used, moved = recorded(
             self.kept,
             lhs,
             rhs,
             is_carried=write is not None,
-            delays_cotangent=self.recipe.delays_cotangent,
+            delayed=self.recipe.delayed,
+            home=self.home if write is None else None,
         )
         if moved and write is not None:
             write(moved)
@@ -102,33 +125,44 @@ class ForwardState:
 
     @property
     def unmoved(self) -> State | None:
-        """The state for products that nobody tells apart: they change none."""
+        """The state for matmuls that nobody tells apart, which update none: those of `dot`."""
         return state_of(self.recipe, self.name, self.kept, self.rng)
 
 
 def recorded(
-    kept: Kept, lhs: Any, rhs: Any, *, is_carried: bool, delays_cotangent: bool
+    kept: Kept,
+    lhs: Any,
+    rhs: Any,
+    *,
+    is_carried: bool,
+    delayed: tuple[bool, bool, bool],
+    home: Hashable = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state by which a product is computed, and the state after it.
+    """The state by which a matmul is computed, and the state after it.
 
-    Not differentiated, both are `kept`. Differentiated by somebody who reads the probe, too. By
-    anybody else the history of lhs and rhs moves and the key advances, if the new state is carried
-    to the next step. The product is computed by the history as it was, the cotangent by its own
-    magnitude. Where the state is not carried, all scales are current ones, and a warning says so.
+    In evaluation both are `kept`. Under our `value_and_grad`, which differentiates by the probe,
+    too. If anybody else differentiates, the history of lhs and rhs is updated and the key advances,
+    provided that the new state is carried to the next step. The matmul is computed by the history
+    as it was, the cotangent by its own magnitude. Where the state is not carried, all scales are
+    current ones, and a warning says so.
 
     Args:
       lhs, rhs: The operands in the order (input, kernel).
-      is_carried: Whether the caller stores the state after the product.
-      delays_cotangent: Whether the recipe delays the scale of a cotangent: then a warning says that
-        it is a current one.
+      is_carried: Whether the caller stores the state after the matmul.
+      delayed: See `Recipe.delayed`. If it delays that of the cotangent, a warning says that it is a
+        current one.
     """
     names = [name for name in MOVING if name in kept]
     arrays = {side: x for side, x in enumerate((lhs, rhs)) if not isinstance(x, QArray)}
     is_empty = any(0 in x.shape for x in (lhs, rhs))
-    if not names or is_empty or _is_rolled.get() or instrument() is not None:
+    # Under our `value_and_grad` the primitive is there only to notice that the model differentiates
+    # itself: a derivative that does not go through the probe is not ours.
+    is_rolled = _is_rolled.get()
+    is_seen = is_rolled and (is_carried or PROBE not in kept)
+    if not names or is_empty or is_seen or instrument() is not None:
         return dict(kept), {}
     probe = [kept[PROBE]] if PROBE in kept else []
-    outs = _recorded_p.bind(
+    outs = recorded_p.bind(
         *(kept[name] for name in names),
         *probe,
         *arrays.values(),
@@ -136,7 +170,9 @@ def recorded(
         has_probe=bool(probe),
         sides=tuple(arrays),
         is_carried=is_carried,
-        delays_cotangent=delays_cotangent,
+        delayed=delayed,
+        is_rolled=is_rolled,
+        home=home,
         lead=0,
     )
     by = [name for name in names if name in _COMPUTED_BY]
@@ -151,6 +187,16 @@ def _parts(operands: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, Any
     return operands[:count], operands[count:after], operands[after:]
 
 
+def moved_state(
+    operands: Any, outs: Any, params: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state before and after a matmul, from the operands and results of the primitive."""
+    names = params["names"]
+    before, _, _ = _parts(operands, params)
+    after = outs[len(outs) - len(names) :]
+    return dict(zip(names, before, strict=True)), dict(zip(names, after, strict=True))
+
+
 def _as_it_is(*operands: Any, **params: Any) -> list[Any]:
     state, _, _ = _parts(operands, params)
     pairs = zip(params["names"], state, strict=True)
@@ -159,10 +205,12 @@ def _as_it_is(*operands: Any, **params: Any) -> list[Any]:
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
     _, probe_dots, dots = _parts(tangents, params)
+    # JAX calls this rule in a training step, and never in evaluation. A tangent of the probe says
+    # that our `value_and_grad` differentiates, which updates the state itself.
     is_differentiated = any(not isinstance(dot, ad.Zero) for dot in dots)
     is_read = any(not isinstance(dot, ad.Zero) for dot in probe_dots)
     if not is_differentiated or is_read:
-        outs = _recorded_p.bind(*primals, **params)
+        outs = recorded_p.bind(*primals, **params)
     else:
         outs = _differentiated(primals, params)
     return outs, [ad.Zero(jax.typeof(out)) for out in outs]
@@ -173,13 +221,14 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
     state = dict(zip(params["names"], values, strict=True))
     has_history = HISTORY in state
     if not params["is_carried"]:
-        warnings.warn(STALE, RuntimeWarning, stacklevel=2)
-        # A warm-up would never end.
+        warnings.warn(_TWICE if params["is_rolled"] else STALE, RuntimeWarning, stacklevel=2)
+        # Zeros in a history mean current scales. The last step: else a warm-up would never end.
         replaced = {HISTORY: jnp.zeros_like, STEP: lambda x: jnp.full_like(x, np.uint32(2**32 - 1))}
         used = [replaced[name](state[name]) for name in _COMPUTED_BY if name in state]
         return [*used, *values]
-    if has_history and params["delays_cotangent"]:
+    if has_history and params["delayed"][2]:
         warnings.warn(COTANGENTS, RuntimeWarning, stacklevel=2)
+    # Nobody sees the cotangent here, so its row of the history is empty: it has a current scale.
     used = [state[HISTORY].at[..., 2, :].set(0)] if has_history else []
     used += [state[STEP]] if STEP in state else []
     if has_history:
@@ -189,6 +238,7 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
 
 
 def _moved(state: Kept, arrays: Any, params: Mapping[str, Any]) -> tuple[Array, Array]:
+    """The history after this step, and the count of steps with bad numbers."""
     history, lead = state[HISTORY], params["lead"]
     measure = amax_of
     for _ in range(lead):
@@ -196,11 +246,12 @@ def _moved(state: Kept, arrays: Any, params: Mapping[str, Any]) -> tuple[Array, 
     nothing = jnp.zeros(history.shape[:lead], jnp.float32), jnp.zeros(history.shape[:lead], bool)
     seen = [nothing] * 3
     for side, x in zip(params["sides"], arrays, strict=True):
-        seen[side] = measure(lax.stop_gradient(x))
+        amax, is_bad = measure(lax.stop_gradient(x))
+        seen[side] = (amax if params["delayed"][side] else nothing[0]), is_bad
     amax, is_bad = (jnp.stack(parts, axis=-1) for parts in zip(*seen, strict=True))
     # Shards of a `shard_map` that are given one history update it alike.
     seen_on, kept_on = (jax.typeof(x).manual_axis_type.varying for x in (amax, history))
-    axes = tuple(sorted(seen_on - kept_on))
+    axes = (*sorted(seen_on - kept_on), *untracked_axes())
     if axes:
         amax, is_bad = lax.pmax(amax, axes), lax.pmax(is_bad.astype(jnp.int32), axes) > 0
     between = history.ndim - 2 - lead  # a whole stack that came here observes for all its layers
@@ -214,7 +265,7 @@ def _batched(operands: Any, dims: Any, **params: Any) -> tuple[list[Any], list[A
     state_dims, probe_dims, _ = _parts(dims, params)
     if all(dim is None for dim in (*state_dims, *probe_dims)):
         # One state for all examples. Their magnitudes are those of one larger array.
-        outs = _recorded_p.bind(*operands, **params)
+        outs = recorded_p.bind(*operands, **params)
         return outs, [None] * len(outs)
     sizes = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
     (size,) = sizes
@@ -222,12 +273,12 @@ def _batched(operands: Any, dims: Any, **params: Any) -> tuple[list[Any], list[A
         jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
         for x, dim in zip(operands, dims, strict=True)
     ]
-    outs = _recorded_p.bind(*moved, **{**params, "lead": params["lead"] + 1})
+    outs = recorded_p.bind(*moved, **{**params, "lead": params["lead"] + 1})
     return outs, [0] * len(outs)
 
 
-_recorded_p.def_impl(_as_it_is)
-_recorded_p.def_abstract_eval(_as_it_is)
-ad.primitive_jvps[_recorded_p] = _jvp
-batching.primitive_batchers[_recorded_p] = _batched
-mlir.register_lowering(_recorded_p, mlir.lower_fun(_as_it_is, multiple_results=True))
+recorded_p.def_impl(_as_it_is)
+recorded_p.def_abstract_eval(_as_it_is)
+ad.primitive_jvps[recorded_p] = _jvp
+batching.primitive_batchers[recorded_p] = _batched
+mlir.register_lowering(recorded_p, mlir.lower_fun(_as_it_is, multiple_results=True))

@@ -91,6 +91,20 @@ class Batch:
         leaves = [next(remaining) if leaf is None else leaf for leaf in self.others]
         return jax.tree.unflatten(self.structure, leaves)
 
+    def bound(self, function: Callable[..., Any]) -> Callable[[Any, Iterable[Any]], list[Any]]:
+        """A function of (first, arrays) that calls `function(first, *args, **kwargs)`.
+
+        For a batch made of (args, kwargs). It returns the arrays among the leaves of the result, so
+        that JAX can trace it whatever else the model returns.
+        """
+
+        def call(first: Any, arrays: Iterable[Any]) -> list[Any]:
+            args, kwargs = self.with_arrays(arrays)
+            outs = jax.tree.leaves(function(first, *args, **kwargs))
+            return [out for out in outs if hasattr(out, "dtype")]
+
+        return call
+
     def given_to(self, function: Callable[..., Any], *first: Any) -> Any:
         """Calls `function(*first, ...)` with the batch: a tuple as `*batch`, a dictionary as
         `**batch`, anything else as one argument.

@@ -246,13 +246,15 @@ class Recipe:
     @property
     def is_delayed(self) -> bool:
         """Whether a layer has to keep histories of amaxes for it."""
-        return any(isinstance(scaling, Delayed) for scaling in self._scalings)
+        return any(self.delayed)
 
     @property
-    def delays_cotangent(self) -> bool:
-        """Whether the scale of a cotangent comes from earlier steps."""
-        cotangents = (self.dgrad[0], self.wgrad[1])
-        return any(o is not None and isinstance(o.scaling, Delayed) for o in cotangents)
+    def delayed(self) -> tuple[bool, bool, bool]:
+        """Whether lhs, rhs and the cotangent are scaled by earlier steps, in any of the matmuls."""
+        lhs, rhs, in_dgrad, dgrad_rhs, wgrad_lhs, in_wgrad = (
+            o is not None and isinstance(o.scaling, Delayed) for o in self.operands
+        )
+        return lhs or wgrad_lhs, rhs or dgrad_rhs, in_dgrad or in_wgrad
 
     @property
     def is_calibrated(self) -> bool:

@@ -1,4 +1,8 @@
-"""What derivatives keep of a rounded operand: its codes and scales."""
+"""Residuals: what the forward matmul saves of a rounded operand for derivatives.
+
+Of a format of up to 8 bits these are codes and scales, a quarter of the bytes of float32; of others
+the rounded array itself.
+"""
 
 import dataclasses
 import functools
@@ -67,20 +71,15 @@ def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
     return codes if order is None else lax.transpose(codes, np.argsort(order))
 
 
-def saves_codes(how: Rounding) -> bool:
-    """Whether derivatives keep an operand as codes: see `SavedCodes`."""
-    return _codes_format(how) is not None
-
-
 def to_residual(
     operand: Rounded, x: Array, how: Rounding, contracted: tuple[int, ...] = ()
 ) -> SavedCodes | Rounded:
-    """The form in which derivatives keep an operand that was rounded from `x`.
+    """What is saved of an operand that was rounded from `x`.
 
     Args:
       contracted: The axes over which the derivative sums.
     """
-    fmt = _codes_format(how)
+    fmt = codes_format(how)
     if fmt is None:
         return operand
     codes, order = operand.codes_for(contracted)
@@ -98,19 +97,19 @@ def code_values(q: Array, fmt: Format) -> Array:
     If the format has no infinity, infinities become NaN: either makes a sum non-finite. Formats
     without a NaN give a finite number for it; their scales must say so, see `poisoned`.
     """
-    wide = exact_float32(q)
+    values = exact_float32(q)
     # These formats would clamp an infinity. Others keep it or make it a NaN.
     if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
-        wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
+        values = jnp.where(jnp.isinf(values), np.float32(np.nan), values)
     if is_part_of_float16(fmt):
-        return codes_through_float16(wide, fmt).astype(fmt.code_dtype)
-    return codes_of(wide, fmt, UNCLAMPED)
+        return codes_through_float16(values, fmt).astype(fmt.code_dtype)
+    return codes_of(values, fmt, UNCLAMPED)
 
 
 def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
     """Stored scales, with a NaN for each block in which `x` holds an infinity or a NaN.
 
-    For elements whose format has neither: a product with such a block is still not finite.
+    For elements whose format has neither: a matmul with such a block is still not finite.
     """
     is_bad = jnp.any(~jnp.isfinite(exact_float32(blocks.split(x))), blocks.places, keepdims=True)
     nan = to_stored(jnp.full_like(scale, np.nan, dtype=jnp.float32), fmt)
@@ -118,6 +117,7 @@ def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
 
 
 def from_residual(saved: SavedCodes | Rounded) -> Rounded:
+    """The rounded operand: the inverse of `to_residual`."""
     if isinstance(saved, Rounded):
         return saved
     how = saved.how
@@ -153,8 +153,8 @@ def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _carrier(*primals), tangents[0]
 
 
-def _codes_format(how: Rounding) -> Format | None:
-    """The format of the codes that derivatives keep; None where they keep the operand itself."""
+def codes_format(how: Rounding) -> Format | None:
+    """The format of the saved codes; None where the operand itself is saved."""
     return None if how.operand is None else _container(how.operand.spec.element)
 
 

@@ -2,7 +2,8 @@
 
   history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
     step first; 0 where there was none yet; for `Delayed` scaling.
-  bad: uint32[...], the steps with an infinity or a NaN, which were left out of the history.
+  bad: uint32[...], the steps with an infinity or a NaN, which the history skips, and those in which
+    an array was more than twice as large as its history, by which it was scaled.
   probe: float32[..., 3, buckets], zeros whose gradient is what a step observed.
   amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; for `Static` scaling.
   key: uint32[..., 2], an identity and a count of steps; for stochastic rounding.
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._plan import State
@@ -160,8 +162,22 @@ def observe(kept: Kept, counts: Array | None) -> dict[str, Any]:
     """The state after a step: histories moved by `counts`, the gradient of the probe, if any."""
     if counts is None:
         return dict(kept)
+    axes = untracked_axes()
+    if axes:  # the shards share one history
+        counts = lax.pmax(counts, axes)
     history, bad = rolled(kept[HISTORY], kept[BAD], counts)
     return {**kept, HISTORY: history, BAD: bad}
+
+
+def untracked_axes() -> tuple[str, ...]:
+    """The mesh axes on which arrays may differ without JAX knowing it.
+
+    They are those of `jax.pmap` and of `jax.shard_map(check_vma=False)`. Where JAX does keep track,
+    the type of `axis_index` says that it varies.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    varies = {axis: jax.typeof(lax.axis_index(axis)).manual_axis_type.varying for axis in axes}
+    return tuple(axis for axis in axes if not varies[axis])
 
 
 def advance(kept: Kept) -> dict[str, Any]:

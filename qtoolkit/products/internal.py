@@ -1,4 +1,4 @@
-"""MatmulNames of this package that higher packages use, but users do not."""
+"""Names of this package that higher packages use, but users do not."""
 
 # ruff: noqa: F401  (imported for those packages)
 
@@ -12,18 +12,17 @@ from qtoolkit.products._bytecode import (
     overridden,
 )
 from qtoolkit.products._cache import cache_format, cached
-from qtoolkit.products._calibration import check_calibrated
 from qtoolkit.products._control_flow import run_in
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._forward_state import (
     ForwardState,
     present_trace,
-    without_forward_updates,
 )
 from qtoolkit.products._inputs import Batch, Constant, as_jax, with_numbers
 from qtoolkit.products._instruments import kernels_in, layers_in, set_variable, without_measuring
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot
+from qtoolkit.products._lifted_state import LiftingTrace, after
 from qtoolkit.products._matching import (
     Module,
     check_rules,
@@ -37,7 +36,7 @@ from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._place import MODEL, Mark, Place
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
-from qtoolkit.products._post_training import PlainModel, input_statistics, settings, tuned
+from qtoolkit.products._post_training import PlainModel, input_statistics, settings
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     BY_RULE,
@@ -61,10 +60,4 @@ from qtoolkit.products._states import (
     uncalibrated,
     unstarted,
 )
-from qtoolkit.products._step_metrics import (
-    measured_matmuls,
-    measurement_zeros,
-    measuring_step,
-    metrics_of,
-)
-from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
+from qtoolkit.products._stored import einsum_axes, serving_rules, stored_kernel

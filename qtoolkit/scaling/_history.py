@@ -25,6 +25,7 @@ _BITS = 3  # the upper edge of a bucket is at most 12.5 % above amax
 BUCKETS = 256 << _BITS
 _BAD = BUCKETS - 1  # the bucket of arrays with an infinity or a NaN
 _LARGEST = np.uint32(0x7F7FFFFF)
+FAR = np.float32(2)  # a magnitude counts as bad if it is beyond what saturates by this factor
 
 
 def histogram(amax: Array, is_bad: Array) -> Array:
@@ -59,7 +60,8 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
 
     Args:
       history: float32[..., arrays, steps]: amaxes, the newest first; 0 where there was none yet.
-      bad: uint32[...], the steps that were skipped.
+      bad: uint32[...], the steps with an infinity or a NaN, and those with an array whose amax was
+        more than `FAR` times the largest of its history, which scales it.
       counts: float32[..., arrays, BUCKETS], the sum of histograms of the step.
 
     Returns:
@@ -80,10 +82,14 @@ def rolled_by(history: Array, bad: Array, amax: Array, is_bad: Array) -> tuple[A
 
 def _moved(history: Array, bad: Array, top: Array, is_bad: Array) -> tuple[Array, Array]:
     edge = jnp.minimum(bucket_edge(top + np.uint32(1), _BITS), _LARGEST)
-    amax = from_magnitude_ordinal(edge, jnp.float32)
+    amax = jnp.where(top > 0, from_magnitude_ordinal(edge, jnp.float32), 0)
     longer = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)
     is_good = (top > 0) & ~is_bad[..., None]
-    return jnp.where(is_good[..., None], longer, history), bad + is_bad.astype(jnp.uint32)
+    known = jnp.max(history, axis=-1)
+    # Halved, not doubled: twice a large float32 is an infinity.
+    is_far = jnp.any((known > 0) & (amax / FAR > known), axis=-1)
+    new_bad = bad + (is_bad | is_far).astype(jnp.uint32)
+    return jnp.where(is_good[..., None], longer, history), new_bad
 
 
 @pytree

@@ -29,6 +29,7 @@ from qtoolkit.scaling._gptq import solved
 from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import (
     BUCKETS,
+    FAR,
     amax_of,
     amax_to_keep,
     histogram,

@@ -115,3 +115,99 @@ def test_a_scan_that_maps_the_collection_carries_it():
     (mine,), (theirs,) = histories(updates), histories({"qtoolkit": state})
     assert mine.shape == (3, 3, 4)
     np.testing.assert_array_equal(mine[:, :2], theirs[:, :2])
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("gate", nn.initializers.lecun_normal(), (8, 8))
+        return jnp.tanh(nn.Dense(8)(x)) @ kernel
+
+
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Block()(x), None
+
+
+def scanned(kind, x):
+    scan = nn.scan(kind, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    return scan()(x, None)[0]
+
+
+def in_cond(x):
+    block = Block()
+    if block.is_initializing():
+        return block(x)
+    return nn.cond(x.sum() < 1e9, lambda block, x: block(x), lambda block, x: x, block, x)
+
+
+def in_vmap(x):
+    return nn.vmap(Block, variable_axes={"params": None}, split_rngs={"params": False})()(x)
+
+
+TRANSFORMED = {
+    "scan": lambda x: nn.Dense(8)(scanned(Step, x)),
+    "remat": lambda x: nn.remat(Block)()(x),
+    "scan of remat": lambda x: scanned(nn.remat(Step), x),
+    "vmap": in_vmap,
+    "cond": in_cond,
+}
+
+
+class Transformed(nn.Module):
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        return TRANSFORMED[self.how](x)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_state_moves_inside_of_transformations_of_linen(how):
+    """They are not told to carry the collection. Layers of a scan share one history."""
+    module = qt.linen.wrap(Transformed(how), FORWARD)
+    mine = theirs = jax.jit(module.init)(jax.random.key(0), X)
+    for factor in (1, 9):
+        value, mine = jax.jit(step, static_argnums=0)(module, mine, factor * X)
+        expected, theirs = jax.jit(ours, static_argnums=0)(module, theirs, factor * X)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+        for one, other in zip(histories(mine), histories(theirs), strict=True):
+            np.testing.assert_array_equal(one[:2], other[:2])
+            assert one[:2, 0].all()
+    assert bads(mine) == bads(theirs)
+    assert sum(bads(mine)) == 1  # the first layer: the second step is nine times as large
+
+
+def bads(variables):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(variables["qtoolkit"])
+    return [int(leaf) for path, leaf in leaves if path[-1].key == "bad"]
+
+
+def test_an_infinity_in_one_layer_of_a_scan_changes_no_history():
+    module = qt.linen.wrap(Transformed("scan of remat"), FORWARD)
+    variables = jax.jit(module.init)(jax.random.key(0), X)
+    _, before = jax.jit(step, static_argnums=0)(module, variables, X)
+    kernel = before["params"]["ScanCheckpointStep_0"]["Block_0"]["gate"]
+    poisoned = jax.tree.map(
+        lambda x: x.at[1, 0, 0].set(jnp.inf) if x is kernel else x, before["params"]
+    )
+    _, after = jax.jit(step, static_argnums=0)(module, {**before, "params": poisoned}, X)
+    for mine, was in zip(histories(after), histories(before), strict=True):
+        np.testing.assert_array_equal(mine, was)
+    assert all(bads(after))
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("step", [step, ours])
+def test_devices_of_pmap_have_one_history(step):
+    """Oracle: NumPy. The second device has the larger magnitudes."""
+    module = qt.linen.wrap(nn.Dense(8), FORWARD)
+    variables = module.init(jax.random.key(0), X)
+    x = X * jnp.asarray([1.0, 3.0])[:, None, None]
+    run = jax.pmap(lambda v, x: step(module, v, x)[1], axis_name="d", in_axes=(None, 0))
+    (history,) = histories(run(variables, x))
+    for device in range(2):
+        bits = np.abs(np.asarray(x)).max().view(np.uint32)
+        assert history[device, 0, 0] == (((bits >> 20) + 1) << 20).view(np.float32)

@@ -272,3 +272,88 @@ def test_a_stack_of_own_modules_has_a_history_for_each():
     assert kept.shape == (3, 3, 4)
     for i in range(3):
         assert kept[i, 1, 0] == edge(np.abs(model.up[...][i]).max())
+
+
+def plain_and_ours():
+    return pytest.mark.parametrize(
+        "value_and_grad", [nnx.value_and_grad, qt.nnx.value_and_grad], ids=["plain", "ours"]
+    )
+
+
+@pytest.mark.devices(2)
+@plain_and_ours()
+def test_devices_of_pmap_have_one_history(value_and_grad):
+    """Oracle: NumPy. The second device has the larger magnitudes."""
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), FORWARD)
+    graph, state = nnx.split(model)
+    copies = nnx.merge(graph, jax.tree.map(lambda x: jnp.stack([x, x]), state))
+    x = jnp.stack([X, 3 * X])
+    nnx.pmap(lambda model, x: value_and_grad(loss)(model, x)[0], in_axes=0, axis_name="d")(
+        copies, x
+    )
+    (history,) = histories(copies)
+    assert history[:, 0, 0].tolist() == [edge(3 * np.abs(X).max())] * 2
+
+    def step(state, x):
+        model = nnx.merge(graph, state, copy=True)
+        value_and_grad(loss)(model, x)
+        return nnx.state(model, qt.nnx.ScalingState)
+
+    shared = jax.pmap(step, axis_name="d", in_axes=(None, 0))(state, x)
+    for history in (x for x in jax.tree.leaves(shared) if x.ndim == 3):
+        assert history[:, 0, 0].tolist() == [edge(3 * np.abs(X).max())] * 2
+
+
+@plain_and_ours()
+def test_bad_counts_what_saturates_by_more_than_a_factor_of_two(value_and_grad):
+    """Oracle: NumPy. Such a step enters the history, one with an infinity does not."""
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), FORWARD)
+    expected, known = 0, 0.0
+    for factor in (1, 1.5, 2.9, 3.0, 40, 40, 3, jnp.inf):
+        amax = factor * np.abs(X).max()
+        expected += int(amax >= 2 * known > 0)
+        known = max(known, edge(amax)) if np.isfinite(amax) else known
+        value_and_grad(loss)(model, jnp.where(jnp.abs(X) == jnp.abs(X).max(), factor * X, X))
+    state = model.qtoolkit_products
+    assert expected == 2
+    assert int(getattr(state, "0").bad[...]) == expected
+    assert getattr(state, "0").history[...].max() == known
+
+
+class Gradient(nnx.Module):
+    """A model whose output is a derivative of another one, as in physics."""
+
+    def __init__(self):
+        self.energy = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(self.energy(x))))(x)
+
+
+@plain_and_ours()
+def test_a_model_that_differentiates_itself_says_that_scales_are_current(value_and_grad):
+    model, current = (qt.nnx.wrap(Gradient(), recipe) for recipe in (FORWARD, CURRENT))
+    for factor in (1, 20):
+        with pytest.warns(RuntimeWarning, match=r"differentiates itself|do not move here"):
+            value, _ = value_and_grad(loss)(model, factor * X)
+        np.testing.assert_allclose(value, nnx.value_and_grad(loss)(current, factor * X)[0])
+    assert not histories(model)[0].any()
+
+
+def test_tree_mode_of_nnx():
+    """`graph=False` differentiates by all of an argument: by parameters alone, if it is split."""
+    graph, params, rest = nnx.split(qt.nnx.wrap(Net(), FORWARD), nnx.Param, ...)
+
+    def of(params, rest, x):
+        return loss(nnx.merge(graph, params, rest), x)
+
+    value, _ = nnx.value_and_grad(of, graph=False)(params, rest, X)
+    other = qt.nnx.wrap(Net(), FORWARD)
+    with nnx.set_graph_mode(False):
+        expected, _ = qt.nnx.value_and_grad(loss)(other, X)
+    assert value == expected
+    for mine, theirs in zip(
+        histories(nnx.merge(graph, params, rest)), histories(other), strict=True
+    ):
+        np.testing.assert_array_equal(mine[:2], theirs[:2])
+        assert mine[:2, 0].all()
