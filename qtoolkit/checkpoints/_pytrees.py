@@ -2,9 +2,10 @@
 
 A nested state is flattened, and keys are joined by dots: "layers.0.kernel". A `QArray` has an entry
 for each of its arrays. Its codes have its own name, and the dtype of their format if safetensors
-has it; the others are `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point`,
-`<name>_factors`. JSON under `qtoolkit_arrays` in the metadata says how to dequantize them: a format,
-lengths of blocks, a dtype, a packed size, a rotation. JAX is imported only if there are quantized arrays.
+has it; the others are `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point` and
+`<name>_factors`. JSON under `qtoolkit_arrays` in the metadata says how to dequantize them: a
+format, lengths of blocks, a dtype, a packed size, a rotation. JAX is imported only if there are
+quantized arrays.
 """
 
 import copy

@@ -156,7 +156,8 @@ class QArray:
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The numbers: (q - zero point) * scale, rounded once to float32, then to `dtype`.
 
-        A rotation is undone in float32, and factors divide, before the rounding to `dtype`. Scales that are powers of two multiply exactly, subnormal ones and results included.
+        A rotation is undone in float32, and factors divide, before the rounding to `dtype`. Scales
+        that are powers of two multiply exactly, subnormal ones and results included.
 
         Args:
           dtype: float32, float16 or bfloat16; None for that of the array. Finite numbers beyond its
