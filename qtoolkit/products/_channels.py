@@ -80,7 +80,7 @@ class Node:
         them, this one first; None if anything else reads it.
         """
         keys: set[Key] = set()
-        nodes = [self]
+        nodes, known = [self], {self}
         for node in nodes:  # the list grows
             if node is not self and not node.roots[kind]:
                 continue  # it takes the gain, and passes it no further
@@ -90,7 +90,8 @@ class Node:
                 if not isinstance(to, Node):
                     keys.add(to)
                 elif kind in kinds:
-                    nodes += [] if to in nodes else [to]
+                    nodes += [] if to in known else [to]
+                    known.add(to)
                 elif kind != "rotate" or "square" not in kinds or not to.is_summed:
                     return None  # a rotation leaves the sum of squares as it is
         return keys, nodes

@@ -151,7 +151,7 @@ def _fold(params: Params, group: Readers, factors: Array) -> None:
 class _Rotation(NamedTuple):
     """What must be rotated together: what writes channels, and the kernels that read them."""
 
-    roots: tuple[Root, ...]
+    roots: frozenset[Root]
     keys: frozenset[Key]
     block: int
 
@@ -165,7 +165,11 @@ def rotated(
     that divide by the root mean square alone: their vectors are folded into the kernels before.
     """
     asked = {key for key in graph.of_key if key[0] in kernels}
-    together = {key: _together(graph, key) for key in asked}
+    together: dict[Key, _Rotation | None] = {}
+    for key in asked:
+        if key not in together:
+            one = _together(graph, key)
+            together |= dict.fromkeys({key} if one is None else one.keys & asked, one)
     # Kernels of a stack share one rotation, so all are folded or none.
     while True:
         rest = {key[0] for key, one in together.items() if one is None}
@@ -216,9 +220,9 @@ def _block_of(use: Use) -> int:
 
 def _together(graph: Graph, key: Key) -> _Rotation | None:
     """What must be rotated together with a kernel; None if something else is in the way."""
-    roots: dict[Root, None] = {}
+    roots: set[Root] = set()
     keys, first = {key}, graph.of_key[key][0]
-    nodes = [first.node]
+    nodes, known = [first.node], {first.node}
     if not graph.is_used_once(key):
         return None
     for node in nodes:  # the list grows
@@ -227,22 +231,23 @@ def _together(graph: Graph, key: Key) -> _Rotation | None:
         for root in node.roots["rotate"]:
             if root in roots:
                 continue
-            roots[root] = None
+            roots.add(root)
             found = root.node.readers("rotate")
             if found is None or not root.is_own or not all(map(graph.is_used_once, found[0])):
                 return None
             read, passed = found
             keys |= read
-            on_way = [*passed[1:], *(graph.of_key[other][0].node for other in read)]
-            nodes += [other for other in dict.fromkeys(on_way) if other not in nodes]
+            on_way = {*passed[1:], *(graph.of_key[other][0].node for other in read)}
+            nodes += on_way - known
+            known |= on_way
     for gain in {gain for node in nodes for gain in node.gains}:
         found = gain.node.readers("gain")
         if found is None or found[0] or not gain.is_own:
             return None
-        if any(node not in nodes and not node.roots["gain"] for node in found[1][1:]):
+        if any(node not in known and not node.roots["gain"] for node in found[1][1:]):
             return None
     block = _block_of(first.uses[key])
-    return None if block == 1 else _Rotation(tuple(roots), frozenset(keys), block)
+    return None if block == 1 else _Rotation(frozenset(roots), frozenset(keys), block)
 
 
 def _change(params: Params, key: Key, transform: InputTransform) -> None:
