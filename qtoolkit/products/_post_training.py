@@ -1,6 +1,7 @@
 """GPTQ, AWQ and SmoothQuant for the kernels of a model, whichever Flax package it is from."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -232,7 +233,21 @@ def tuned(
         solver.seen.update(zip(calibration.keys, rows, strict=True))
     else:
         model.tracked(batches, solver.visit)
-    return Tuned({name: solver.joined(name, model.params[name]) for name in kernels}, model.params)
+    made = {name: solver.joined(name, model.params[name]) for name in kernels}
+    few = [
+        f"{shown(key)}[{', '.join(map(str, np.flatnonzero(is_few)))}]"
+        for key, (hessian, _) in solver.seen.items()
+        if key in solver.solved
+        and (is_few := np.asarray(hessian.rows.reshape(-1) < hessian.channels)).any()
+    ]
+    if few:
+        warnings.warn(
+            "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
+            f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
+            "calibrate with more samples",
+            stacklevel=4,
+        )
+    return Tuned(made, model.params)
 
 
 def _graph(model: PlainModel, batches: Sequence[Batch], with_sums: bool) -> Graph:
@@ -302,8 +317,10 @@ class _Solver:
     def joined(self, name: str, array: Array) -> QArray:
         """A kernel, or the stack of all kernels of a parameter."""
         indices = _indices(name, array, self.seen)
-        keys = [(name, index) for index in indices]
-        parts = [self.solved[k] if k in self.solved else self.solve(k, array[k[1]]) for k in keys]
+        for index in indices:
+            if (name, index) not in self.solved:
+                self.solved[name, index] = self.solve((name, index), array[index])
+        parts = [self.solved[name, index] for index in indices]
         lead = array.shape[: len(indices[0])]
         if not lead:
             return parts[0]

@@ -1,7 +1,6 @@
 """GPTQ: kernels rounded channel by channel, each error made good by the channels that follow."""
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -107,7 +106,10 @@ def solved(
     check_holds(where, spec.element, w.dtype)
     scale_shape(where, spec, w.shape)
     check_inputs(where, w, hessian, how)
-    total = _known(where, hessian)
+    # Experts and groups with fewer rows than channels are rounded to nearest, as zeros are.
+    is_known = (hessian.rows >= hessian.channels)[..., None, None]
+    total = jnp.where(is_known, hessian.total, 0) if hessian.rows.ndim else hessian.total
+    total = total.reshape(-1, *total.shape[-2:])
     codes, scales, is_definite = _solved(
         w, total, np.float32(damping), spec, how, bool(act_order), bool(packed)
     )
@@ -123,23 +125,6 @@ def solved(
         codes, scales.scale, spec, scales.tensor_scale, scales.zero_point, w.dtype, lengths,
         packed_size,
     )  # fmt: skip
-
-
-def _known(where: str, hessian: Hessian) -> Array:
-    """[batch, channels, channels], zeros for matmuls with too few rows: these round to nearest."""
-    total = hessian.total.reshape(-1, *hessian.total.shape[-2:])
-    if not hessian.rows.ndim:
-        return total
-    is_known = hessian.rows.reshape(-1) >= hessian.channels
-    if not isinstance(is_known, jax.core.Tracer) and not is_known.all():
-        few = np.flatnonzero(~np.asarray(is_known))
-        warnings.warn(
-            f"{where}: {len(few)} of {len(total)} experts or groups got fewer rows of inputs than "
-            f"they have channels ({hessian.channels}) and are rounded to nearest: "
-            f"{', '.join(map(str, few[:8]))}{' ...' * (len(few) > 8)}; calibrate with more samples",
-            stacklevel=6,
-        )
-    return jnp.where(is_known[:, None, None], total, 0)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
