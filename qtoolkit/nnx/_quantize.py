@@ -60,9 +60,9 @@ def quantize(
       before takes up their reciprocals where the model then computes the same. Elsewhere the kernel
       keeps its factors (`QArray.factors`), and its matmul divides the inputs by them;
     * "hadamard": kernels are rotated by a random Hadamard transform in blocks of up to 128
-      channels, so that outliers are spread. It is folded into the matmuls, biases and tables that write the
-      channels, also through RMSNorms. Elsewhere the kernel keeps it (`QArray.rotation`), and its
-      matmul rotates the inputs.
+      channels, so that outliers are spread. It is folded into the matmuls, biases and tables that
+      write the channels, also through RMSNorms. Elsewhere the kernel keeps it (`QArray.rotation`),
+      and its matmul rotates the inputs.
 
     The model is run operation by operation, also through `jit`, `scan`, `while_loop`, `cond` and
     `checkpoint`; kernels of a stack, groups of convolutions and experts have inputs of their own.
