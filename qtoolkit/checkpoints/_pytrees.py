@@ -2,9 +2,10 @@
 
 A nested state is flattened, and keys are joined by dots: "layers.0.kernel". A `QArray` has an entry
 for each of its arrays. Its codes have its own name, and the dtype of their format if safetensors
-has it; the others are `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point`. JSON under
-`qtoolkit_arrays` in the metadata says how to dequantize them: a format, lengths of blocks, a dtype,
-a packed size. JAX is imported only if there are quantized arrays.
+has it; the others are `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point` and
+`<name>_factors`. JSON under `qtoolkit_arrays` in the metadata says how to dequantize them: a
+format, lengths of blocks, a dtype, a packed size, a rotation. JAX is imported only if there are
+quantized arrays.
 """
 
 import copy
@@ -30,7 +31,13 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS
-from qtoolkit.checkpoints.layouts._qarrays import ARRAYS_KEY, PARTS, not_described
+from qtoolkit.checkpoints.layouts._qarrays import (
+    ARRAYS_KEY,
+    FACTORS,
+    PARTS,
+    ROTATION,
+    not_described,
+)
 
 # What to use for files that `load` does not read.
 _READ_BY = {
@@ -297,15 +304,17 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
     if array.packed_size is None and is_known:
         codes = codes.view(dtype)
     entries = {name: codes}
-    for field in PARTS:
+    for field in (*PARTS, FACTORS):
         if getattr(array, field) is not None:
             entries[f"{name}_{field}"] = getattr(array, field)
-    about = {
+    about: dict[str, Any] = {
         "spec": spec,
         "dtype": str(array.dtype),
         "lengths": list(array.lengths),
         "packed_size": array.packed_size,
     }
+    about |= {} if array.factors is None else {FACTORS: True}
+    about |= {} if array.rotation is None else {ROTATION: list(array.rotation)}
     return entries, about
 
 
@@ -332,10 +341,14 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
     try:
         about = json.loads(described)
         qarrays = {name: _qarray(name, arrays, one) for name, one in about.items()}
+        parts = {f"{name}_{field}" for name, one in about.items() for field in _parts(one)}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise not_described(path, error) from error
-    parts = {f"{name}_{field}" for name in qarrays for field in PARTS}
     return {name: qarrays.get(name, x) for name, x in arrays.items() if name not in parts}
+
+
+def _parts(about: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*PARTS, FACTORS) if FACTORS in about else PARTS
 
 
 def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -346,13 +359,15 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
 
     spec, size = spec_from_json(about["spec"]), about["packed_size"]
     codes = arrays[name].view(np.uint8 if size is not None else spec.element.code_dtype)
-    scales = {field: arrays.get(f"{name}_{field}") for field in PARTS}
+    scales = {field: arrays.get(f"{name}_{field}") for field in _parts(about)}
+    rotation = about.get(ROTATION)
     return QArray(
         jnp.asarray(codes),
         spec=spec,
         dtype=about["dtype"],
         lengths=tuple(about["lengths"]),
         packed_size=size,
+        rotation=None if rotation is None else tuple(rotation),
         **{field: None if x is None else jnp.asarray(x) for field, x in scales.items()},
     )
 

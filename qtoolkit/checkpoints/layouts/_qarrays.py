@@ -18,6 +18,7 @@ from qtoolkit.formats import BlockFormat
 
 ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
 PARTS = ("scale", "tensor_scale", "zero_point")
+FACTORS, ROTATION = "factors", "rotation"  # in the description of an array that has such
 
 
 def saved_arrays(
@@ -31,7 +32,8 @@ def saved_arrays(
     stack of matrices.
 
     Raises:
-      CheckpointError: The metadata does not describe the tensors, or an array cannot be read.
+      CheckpointError: The metadata does not describe the tensors, or an array cannot be read: its
+        inputs have factors or a rotation, for which no layout has a place.
     """
     if ARRAYS_KEY not in metadata:
         return {}, set()
@@ -43,6 +45,14 @@ def saved_arrays(
         for name, about in json.loads(metadata[ARRAYS_KEY]).items():
             spec = spec_from_json(about["spec"])
             entries = {part: headers.get(f"{name}_{part}") for part in PARTS}
+            if FACTORS in about or ROTATION in about:
+                what = FACTORS if FACTORS in about else "a rotation"
+                raise CheckpointError(
+                    f"{where}: tensor {shown(name)}: a QArray whose matmul applies {what} to its "
+                    "inputs, for which no layout has a place, expected none; quantize with "
+                    "method='gptq', or dequantize it in Python: "
+                    "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+                )
             names |= {name, *(info.name for info in entries.values() if info is not None)}
             if not _is_read(spec):
                 continue
