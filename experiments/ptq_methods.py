@@ -1,4 +1,4 @@
-"""Kernels of 3 and 4 bits: rounded to nearest, with scales of least error, by AWQ, by GPTQ.
+"""Kernels of 3 and 4 bits: rounded to nearest, with MSE scales, by AWQ, Hadamard, GPTQ.
 
 Command: python experiments/ptq_methods.py [--seed 0] [--seeds 5] [--out experiments/results]
     [--quick]
@@ -14,12 +14,14 @@ is the divergence of the predicted probabilities from those of the float32 model
 
 Claim: at int4 in groups of 32 GPTQ halves the divergence that rounding to nearest causes, and takes
 back at least half of the loss, in both models. Its output error on one layer is not above that of
-qwix's GPTQ, from the same inputs. Seen: 1.005 times it with the same rule for scales, which qwix
-finds before the errors of the layer's channels are made good; 0.85 times with MSE scales.
+qwix's GPTQ, from the same inputs. Seen: 1.005 times it with the same rule for scales; 0.85 times
+with MSE scales. The algorithm is the same, but by default qwix finds the scales of four groups at
+once, before the errors of the first three are made good. With 256 channels and four seeds ours is
+0.993 to 1.013 times its error; 0.999 to 1.002 times if qwix, too, finds each scale when it reaches
+the group (blocksize=32), where only near ties differ.
 """
 
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -51,7 +53,10 @@ FORMATS = {
     "mxfp4": qt.spec("mxfp4"),
     "nvfp4": qt.spec("nvfp4"),
 }
-METHODS = ("nearest", "MSE scales", "AWQ", "GPTQ", "GPTQ, MSE scales", "AWQ, then GPTQ")
+METHODS = (
+    *("nearest", "MSE scales", "AWQ", "Hadamard", "GPTQ", "GPTQ, MSE scales"),
+    *("AWQ, then GPTQ", "Hadamard, then GPTQ"),
+)
 
 
 def with_method(model: Any, spec: qt.BlockFormat, method: str, batches: list[Any]) -> Any:
@@ -61,12 +66,13 @@ def with_method(model: Any, spec: qt.BlockFormat, method: str, batches: list[Any
             return qt.nnx.quantize(model, spec)
         case "MSE scales":
             return qt.nnx.quantize(model, tried)
-        case "AWQ":
-            return qt.nnx.quantize(model, spec, batches, method="awq")
+        case "AWQ" | "Hadamard":
+            return qt.nnx.quantize(model, spec, batches, method=method.lower())
         case "GPTQ" | "GPTQ, MSE scales":
             chosen = spec if method == "GPTQ" else tried
             return qt.nnx.quantize(model, chosen, batches, method="gptq", sequential=True)
-    return qt.nnx.quantize(model, spec, batches, method="awq+gptq", sequential=True)
+    both = f"{method.split(',')[0].lower()}+gptq"
+    return qt.nnx.quantize(model, spec, batches, method=both, sequential=True)
 
 
 def powers(amax: jax.Array, largest: float) -> tuple[jax.Array, ...]:
@@ -152,14 +158,14 @@ def against_qwix(recorder: Recorder, seed: int, channels: int) -> None:
     x = jnp.asarray(generator.normal(size=(8 * channels, channels)) @ mixing, jnp.float32)
     w = jnp.asarray(generator.normal(size=(channels, 128)), jnp.float32)
 
-    def theirs() -> jax.Array:
+    def theirs(blocksize: int) -> jax.Array:
         how = HowToQuantize(
             qtype=jnp.int4,
             channelwise_axes=[0],
             tiled_axes={1: GROUPS},
             calibration_method="absmax",
         )
-        return dequantize(quantize_weight(w.T, x.T @ x, how)[0]).T
+        return dequantize(quantize_weight(w.T, x.T @ x, how, blocksize=blocksize)[0]).T
 
     def ours(rule: Any) -> jax.Array:
         hessian = qt.scaling.Hessian.of(channels).observe(x)
@@ -170,7 +176,8 @@ def against_qwix(recorder: Recorder, seed: int, channels: int) -> None:
 
     ways = {
         "nearest, amax / 7": nearest,
-        "qwix, amax / 7.5": theirs,
+        "qwix, amax / 7.5": lambda: theirs(128),  # its default
+        "qwix, amax / 7.5, each group in turn": lambda: theirs(GROUPS),
         "qtoolkit, amax / 7.5": lambda: ours("range"),
         "qtoolkit, amax / 7": lambda: ours("amax"),
         "qtoolkit, MSE scales": lambda: ours(least_error),
@@ -188,6 +195,10 @@ def against_qwix(recorder: Recorder, seed: int, channels: int) -> None:
         ratio = errors[f"qtoolkit, {rule}"] / errors["qwix, amax / 7.5"]
         claim = f"GPTQ with {rule}: output error at most that of qwix's GPTQ"
         recorder.claim(claim, f"{ratio:.3f} times it", ratio <= 1.0)
+    if channels > 64:
+        ratio = errors["qtoolkit, amax / 7.5"] / errors["qwix, amax / 7.5, each group in turn"]
+        claim = "GPTQ: the output error of qwix's, if it finds each scale when it reaches the group"
+        recorder.claim(claim, f"{ratio:.3f} times it", abs(ratio - 1) <= 0.005)
 
 
 def tables(
@@ -229,7 +240,6 @@ def main(
     out: Out = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small models, few steps.")] = False,
 ) -> None:
-    warnings.filterwarnings("ignore", message="quantize: awq")
     cases = (
         {"int4 in groups of 32": ("nearest", "GPTQ")} if quick else dict.fromkeys(FORMATS, METHODS)
     )

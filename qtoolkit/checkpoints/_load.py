@@ -2,9 +2,10 @@
 
 A nested state is flattened, and keys are joined by dots: "layers.0.kernel". A `QArray` has an entry
 for each of its arrays. Its codes have its own name, and the dtype of their format if safetensors
-has it; the others are `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point`. JSON under
-`qtoolkit_arrays` in the metadata says how to dequantize them: a format, lengths of blocks, a dtype,
-a packed size. JAX is imported only if there are quantized arrays.
+has it; the others are `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point` and
+`<name>_factors`. JSON under `qtoolkit_arrays` in the metadata says how to dequantize them: a
+format, lengths of blocks, a dtype, a packed size, a rotation. JAX is imported only if there are
+quantized arrays.
 """
 
 import json
@@ -29,7 +30,13 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS
-from qtoolkit.checkpoints.layouts._qarrays import ARRAYS_KEY, FIELDS, not_described
+from qtoolkit.checkpoints.layouts._qarrays import (
+    ARRAYS_KEY,
+    FACTORS,
+    FIELDS,
+    ROTATION,
+    not_described,
+)
 
 # What to use for files that `load` does not read.
 _READ_BY = {
@@ -185,15 +192,17 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
     if array.packed_size is None and is_known:
         codes = codes.view(dtype)
     entries = {name: codes}
-    for field in FIELDS:
+    for field in (*FIELDS, FACTORS):
         if getattr(array, field) is not None:
             entries[f"{name}_{field}"] = getattr(array, field)
-    about = {
+    about: dict[str, Any] = {
         "spec": spec,
         "dtype": str(array.dtype),
         "lengths": list(array.lengths),
         "packed_size": array.packed_size,
     }
+    about |= {} if array.factors is None else {FACTORS: True}
+    about |= {} if array.rotation is None else {ROTATION: list(array.rotation)}
     return entries, about
 
 
@@ -226,7 +235,8 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
     try:
         for name, about in json.loads(described).items():
             spec, size = spec_from_json(about["spec"]), about["packed_size"]
-            fields = {field: result.pop(f"{name}_{field}", None) for field in FIELDS}
+            names = (*FIELDS, FACTORS) if FACTORS in about else FIELDS
+            fields = {field: result.pop(f"{name}_{field}", None) for field in names}
             codes = arrays[name].view(np.uint8 if size is not None else spec.element.code_dtype)
             result[name] = QArray(
                 jnp.asarray(codes),
@@ -234,6 +244,7 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
                 dtype=about["dtype"],
                 lengths=tuple(about["lengths"]),
                 packed_size=size,
+                rotation=tuple(about[ROTATION]) if ROTATION in about else None,
                 **{field: None if x is None else jnp.asarray(x) for field, x in fields.items()},
             )
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -73,7 +73,7 @@ def quantize(
 
     Returns:
       The module from `wrap`, and the variables with `QArray`s in "params"; everything else in them
-      is unchanged, but for parameters that took factors of AWQ or SmoothQuant.
+      is unchanged, but for parameters that took factors or rotations.
 
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".

@@ -53,13 +53,22 @@ def quantize(
     compute matmuls by themselves, which are rounded in each call as in a wrapped model. Kernels
     that are `QArray`s already, from `qtoolkit.checkpoints.load`, are used as they are.
 
-    With a calibration, kernels are rounded so that the matmuls lose little, not the kernels: the
-    method is one of "gptq"; "awq" and "smoothquant", which multiply the channels of kernels by
-    factors that the norm or matmul before takes up (kernels before which nothing can are rounded
-    without, and a warning names them); "awq+gptq" and "smoothquant+gptq". The model is run
-    operation by operation, also through `jit`, `scan` and `checkpoint`; kernels of a stack have
-    inputs of their own. Convolutions with groups, and matmuls inside of a `while_loop`, must be
-    excluded by a rule. Memory for GPTQ: channels**2 float32 numbers for each kernel.
+    With a calibration, kernels are rounded so that the matmuls lose little, not the kernels. The
+    method is one of
+
+    * "gptq", also after each of the others: "awq+gptq";
+    * "awq" and "smoothquant": the channels of kernels are multiplied by factors. The norm or matmul
+      before takes up their reciprocals where the model then computes the same. Elsewhere the kernel
+      keeps its factors (`QArray.factors`), and its matmul divides the inputs by them;
+    * "hadamard": kernels are rotated by a random Hadamard transform in blocks of up to 128
+      channels, so that outliers are spread. It is folded into the matmuls, biases and tables that
+      write the channels, also through RMSNorms. Elsewhere the kernel keeps it (`QArray.rotation`),
+      and its matmul rotates the inputs.
+
+    The model is run operation by operation, also through `jit`, `scan`, `while_loop`, `cond` and
+    `checkpoint`; kernels of a stack, groups of convolutions and experts have inputs of their own.
+    Experts and groups with fewer rows of inputs than channels are rounded to nearest, and a warning
+    names them. Memory for GPTQ: channels**2 float32 numbers for each kernel.
 
     Args:
       model: Any `nnx.Module`. If it is from `wrap` and `recipe` is None, it keeps its recipes and
@@ -71,7 +80,8 @@ def quantize(
         "hessian")` returns.
       method: How kernels are rounded.
       sequential: Whether GPTQ gives each layer the inputs that the quantized layers before it
-        compute, so that it makes their errors good as well. One run, all batches at once.
+        compute, so that it makes their errors good as well. One run, all batches at once. A kernel
+        that is used several times is quantized at its first use.
       damping, act_order: As in `qtoolkit.scaling.gptq`.
       kv_cache: As for `wrap`.
 

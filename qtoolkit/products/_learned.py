@@ -168,9 +168,9 @@ class _StartTap:
     size: int = 2 + 2 * MARKED
 
     def __call__(self, x: Array, rounded: Rounded) -> Array:
-        wide = exact_float32(x)
-        finite = jnp.where(jnp.isfinite(wide), wide, np.float32(0))
-        count = jnp.maximum(jnp.sum(jnp.isfinite(wide), dtype=jnp.float32), 1)
+        values = exact_float32(x)
+        finite = jnp.where(jnp.isfinite(values), values, np.float32(0))
+        count = jnp.maximum(jnp.sum(jnp.isfinite(values), dtype=jnp.float32), 1)
         mean = jnp.sum(jnp.abs(finite) / count)
         ends = (marked(jnp.max(jnp.maximum(part, 0)), BITS) for part in (-finite, finite))
         return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), *ends])

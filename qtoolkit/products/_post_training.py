@@ -1,7 +1,6 @@
 """GPTQ, AWQ and SmoothQuant for the kernels of a model, whichever Flax package it is from."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,18 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts.internal import WIDTHS, exact_float32
-from qtoolkit.formats import BlockFormat
-from qtoolkit.products._bilinear import Axes
+from qtoolkit.products._channels import Key
+from qtoolkit.products._folding import (
+    Graph,
+    Params,
+    Readers,
+    Transforms,
+    axes_of,
+    rotated,
+    shown,
+    spec_of,
+    stripped,
+    with_factors,
+)
 from qtoolkit.products._inputs import Batch
 from qtoolkit.products._operand import Current, Operand
-from qtoolkit.products._rounded import rounding_of
-from qtoolkit.products._tracking import Key, Node, Root, Use, tracked
-from qtoolkit.scaling import Hessian, QArray, smoothing_factors
-from qtoolkit.scaling.internal import Contraction, check_inputs, searched, solved
+from qtoolkit.products._stored import stored_kernel
+from qtoolkit.products._tracking import Use, tracked
+from qtoolkit.scaling import Hessian, QArray
+from qtoolkit.scaling.internal import Contraction, InputTransform, solved
 
 Array = jax.Array
-Params = dict[str, Array]
-METHODS = ("nearest", "gptq", "awq", "awq+gptq", "smoothquant", "smoothquant+gptq")
+METHODS = (
+    *("nearest", "gptq", "awq", "awq+gptq", "smoothquant", "smoothquant+gptq"),
+    *("hadamard", "hadamard+gptq"),
+)
 _STATIC: Any = {"static": True}
 
 
@@ -55,7 +67,7 @@ class InputStatistics:
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{_shown(key)}: {hessian!r}"
+            f"{shown(key)}: {hessian!r}"
             for key, hessian in zip(self.keys, self.hessians, strict=True)
         )
 
@@ -112,8 +124,8 @@ def settings(
     if (calibration is None) != (method == "nearest"):
         what = "no calibration" if calibration is None else "a calibration"
         raise ValueError(
-            f"quantize: {what} for method={method!r}, expected batches of inputs for GPTQ, AWQ and "
-            "SmoothQuant: quantize(model, recipe, calibration=[batch], method='gptq')"
+            f"quantize: {what} for method={method!r}, expected batches of inputs, and for "
+            "'nearest' none: quantize(model, recipe, calibration=[batch], method='gptq')"
         )
     if sequential and "gptq" not in method:
         raise ValueError(f"quantize: sequential=True for method={method!r}, expected GPTQ")
@@ -125,7 +137,7 @@ class Tuned(NamedTuple):
 
     Attributes:
       kernels: The kernels that it quantized itself, by name; others are to be rounded to nearest.
-      params: All parameters, some of them multiplied by factors.
+      params: All parameters, some of them with factors or rotated.
     """
 
     kernels: dict[str, QArray]
@@ -156,12 +168,29 @@ def checked_batches(where: str, batches: Any) -> list[Batch]:
     return found
 
 
-def _observed(seen: dict[Key, Any], use: Use, dtype: Any = jnp.float32) -> None:
+def _observed(
+    seen: dict[Key, Any], use: Use, dtype: Any = jnp.float32, transform: Any = None
+) -> None:
+    """Adds the inputs of a kernel, divided and rotated by its `InputTransform` if it has one."""
+    how, shape = use.how, use.kernel.shape
     for i in range(use.batches):
         rows = exact_float32(use.rows(i))
-        known = seen.get(use.key)
-        state = known[0] if known else Hessian.of(*rows.shape[:-2], rows.shape[-1], dtype=dtype)
-        seen[use.key] = state.observe(rows), use.how
+        if transform:
+            rows = rows.reshape(*rows.shape[:-1], *(shape[axis] for axis in how.contracted))
+            axes = range(rows.ndim - len(how.contracted), rows.ndim)
+            pairs = tuple(zip(axes, how.contracted, strict=True))
+            rows = transform.of_inputs(rows, pairs, len(shape))
+            rows = rows.reshape(*rows.shape[: axes[0]], -1)
+        if use.key in seen:
+            state = seen[use.key][0]
+        else:
+            batch, channels, _ = how.sizes(shape)
+            lead = (batch,) if how.batch or how.groups > 1 else ()
+            state = Hessian.of(*lead, channels, dtype=dtype)
+        if use.sizes is None:
+            rows = rows.reshape(*state.rows.shape, -1, state.channels)
+        sizes = None if use.sizes is None else use.sizes(i)
+        seen[use.key] = state.observe(rows, sizes), how
 
 
 def tuned(
@@ -175,37 +204,77 @@ def tuned(
     """
     for name, operand in kernels.items():
         _check_operand(name, operand)
-    factors = settings.method.removesuffix("gptq").removesuffix("+")
+    transform = settings.method.removesuffix("gptq").removesuffix("+")
     is_known = isinstance(calibration, InputStatistics)
-    if is_known and (factors or settings.is_sequential):
-        what = settings.method if factors else "sequential=True"
+    if is_known and (transform or settings.is_sequential):
+        what = settings.method if transform else "sequential=True"
         raise TypeError(
             f"quantize: calibration is an InputStatistics, and {what} runs the model; expected an "
             "iterable of batches"
         )
     batches = [] if is_known else _alike(checked_batches("quantize", calibration))
-    if factors:
-        model, unfolded = _with_factors(model, kernels, batches, factors)
-        _warn_of(factors, unfolded)
+    transforms: Transforms = {}
+    if transform:
+        graph = _graph(model, batches, with_sums=transform != "hadamard")
+        if transform == "hadamard":
+            params, transforms = rotated(graph, model.params, kernels)
+        else:
+            params, transforms = with_factors(graph, model.params, kernels, transform)
+        model = model._replace(params=params)
     if "gptq" not in settings.method:
-        return Tuned({}, model.params)
-    solver = _Solver(kernels, settings)
+        made = {
+            name: _rounded(name, model.params[name], kernels[name], graph.use(name), one)
+            for name, one in transforms.items()
+        }
+        return Tuned(made, model.params)
+    solver = _Solver(kernels, settings, transforms)
     if is_known:
         rows = zip(calibration.hessians, calibration.hows, strict=True)
         solver.seen.update(zip(calibration.keys, rows, strict=True))
     else:
         model.tracked(batches, solver.visit)
-    return Tuned({name: solver.joined(name, model.params[name]) for name in kernels}, model.params)
-
-
-def _warn_of(method: str, unfolded: Sequence[str]) -> None:
-    if unfolded:
-        some = ", ".join(unfolded[:8]) + (" ..." if len(unfolded) > 8 else "")
+    made = {name: solver.joined(name, model.params[name]) for name in kernels}
+    few = [
+        f"{shown(key)}[{', '.join(map(str, np.flatnonzero(is_few)))}]"
+        for key, (hessian, _) in solver.seen.items()
+        if key in solver.solved
+        and (is_few := np.asarray(hessian.rows.reshape(-1) < hessian.channels)).any()
+    ]
+    if few:
         warnings.warn(
-            f"quantize: {method}: {len(unfolded)} kernels have no factors, because no norm or "
-            f"matmul before them could take the reciprocals and change nothing else: {some}",
-            stacklevel=5,
+            "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
+            f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
+            "calibrate with more samples",
+            stacklevel=4,
         )
+    return Tuned(made, model.params)
+
+
+def _graph(model: PlainModel, batches: Sequence[Batch], with_sums: bool) -> Graph:
+    """The kernels of a model by the inputs that they read, from one run."""
+    groups: dict[Any, Readers] = {}
+
+    def visit(use: Use) -> None:
+        place = id(use.node), use.inputs
+        if place not in groups:
+            seen: dict[Key, Any] = {}
+            if with_sums:
+                _observed(seen, use)
+            groups[place] = Readers(use.node, {}, seen[use.key][0] if seen else None)
+        groups[place].uses[use.key] = stripped(use)
+
+    model.tracked(batches, visit)
+    return Graph.of(list(groups.values()))
+
+
+def _rounded(
+    name: str, array: Array, operand: Operand, use: Use, transform: InputTransform
+) -> QArray:
+    """A kernel rounded to nearest after its factors or its rotation."""
+    rank = use.kernel.ndim
+    axes, where = axes_of(use.how, rank), f"quantize: {name}"
+    made = stored_kernel(where, transform.of_kernel(array), operand, axes, array.ndim - rank)
+    return dataclasses.replace(made, dtype=array.dtype, **transform._asdict())
 
 
 @dataclasses.dataclass
@@ -213,12 +282,14 @@ class _Solver:
     """GPTQ for the kernels of a model.
 
     Attributes:
+      transforms: What is done to the inputs of a kernel first.
       seen: The inputs of each kernel, and its axes.
       solved: The kernels that are quantized; later layers compute with these if it is sequential.
     """
 
     kernels: Mapping[str, Operand]
     settings: Settings
+    transforms: Transforms
     seen: dict[Key, tuple[Hessian, Contraction]] = dataclasses.field(default_factory=dict)
     solved: dict[Key, QArray] = dataclasses.field(default_factory=dict)
 
@@ -226,22 +297,30 @@ class _Solver:
         if use.key[0] not in self.kernels:
             return None
         if use.key not in self.solved:
-            _observed(self.seen, use)
+            _observed(self.seen, use, transform=self.transform(use.key))
             if self.settings.is_sequential:
                 self.solved[use.key] = self.solve(use.key, use.kernel)
         return self.solved[use.key].dequantize() if self.settings.is_sequential else None
 
+    def transform(self, key: Key) -> InputTransform:
+        factors, rotation = self.transforms.get(key[0], InputTransform())
+        return InputTransform(None if factors is None else factors[key[1]], rotation)
+
     def solve(self, key: Key, kernel: Array) -> QArray:
         hessian, how = self.seen[key]
-        spec = _spec(self.kernels[key[0]], how, kernel.shape)
+        spec, transform = spec_of(self.kernels[key[0]], how, kernel.shape), self.transform(key)
         options = self.settings.damping, self.settings.act_order, spec.element.bits in WIDTHS
-        return solved(f"quantize: {_shown(key)}", kernel, spec, hessian, how, *options)
+        w = transform.of_kernel(kernel) if transform else kernel
+        made = solved(f"quantize: {shown(key)}", w, spec, hessian, how, *options)
+        return dataclasses.replace(made, dtype=kernel.dtype, **transform._asdict())
 
     def joined(self, name: str, array: Array) -> QArray:
         """A kernel, or the stack of all kernels of a parameter."""
         indices = _indices(name, array, self.seen)
-        keys = [(name, index) for index in indices]
-        parts = [self.solved[k] if k in self.solved else self.solve(k, array[k[1]]) for k in keys]
+        for index in indices:
+            if (name, index) not in self.solved:
+                self.solved[name, index] = self.solve((name, index), array[index])
+        parts = [self.solved[name, index] for index in indices]
         lead = array.shape[: len(indices[0])]
         if not lead:
             return parts[0]
@@ -256,16 +335,11 @@ def _indices(name: str, array: Array, seen: Mapping[Key, Any]) -> list[tuple[int
     missing = [index for index in indices if (name, index) not in seen]
     if missing:
         raise ValueError(
-            f"quantize: {_shown((name, missing[0]))}: no batch reached a matmul of it, expected "
+            f"quantize: {shown((name, missing[0]))}: no batch reached a matmul of it, expected "
             "inputs for every kernel; give batches that reach it, or exclude the layer by a rule "
-            "with None (so, too, convolutions with groups, and matmuls in a while_loop)"
+            "with None"
         )
     return indices
-
-
-def _shown(key: Key) -> str:
-    name, index = key
-    return f"{name}{list(index)}" if index else name
 
 
 def _alike(batches: list[Batch]) -> list[Batch]:
@@ -288,87 +362,3 @@ def _check_operand(name: str, operand: Operand) -> None:
             f"quantize: {name}: the recipe rounds the kernel by {operand}, expected current scales "
             "and rounding to nearest, which is what GPTQ, AWQ and SmoothQuant improve on"
         )
-
-
-def _spec(operand: Operand, how: Contraction, shape: tuple[int, ...]) -> BlockFormat:
-    kept = tuple(a for a in range(len(shape)) if a not in (*how.contracted, *how.batch))
-    made = rounding_of(operand, Axes(how.contracted, kept), shape, ()).operand
-    assert made is not None
-    return made.spec
-
-
-class _Group(NamedTuple):
-    """The kernels that read the same inputs."""
-
-    node: Node
-    uses: dict[Key, tuple[Array, Contraction]]
-    hessian: Hessian
-
-
-def _with_factors(
-    model: PlainModel, kernels: Mapping[str, Operand], batches: Sequence[Batch], method: str
-) -> tuple[PlainModel, tuple[str, ...]]:
-    """The model with factors in its kernels, and their reciprocals in what writes the inputs."""
-    groups: dict[int, _Group] = {}
-    sources: dict[Key, list[Node]] = {}
-
-    def visit(use: Use) -> None:
-        place = id(use.node)
-        if place not in groups:
-            seen: dict[Key, Any] = {}
-            _observed(seen, use)
-            groups[place] = _Group(use.node, {}, seen[use.key][0])
-        groups[place].uses[use.key] = use.kernel, use.how
-        sources.setdefault(use.key, []).append(use.source)
-
-    model.tracked(batches, visit)
-    params, unfolded = dict(model.params), []
-    for group in groups.values():
-        names = [key[0] for key in group.uses if key[0] in kernels]
-        roots = group.node.roots
-        is_free = all(root.is_read_only_by(group.uses) for root in roots)
-        is_free &= all(len(sources[key]) == 1 for key in group.uses)
-        if not roots or not is_free or not all(sources[key][0].is_used_once for key in group.uses):
-            unfolded += names
-        elif names:
-            _fold(params, roots, group, _factors(kernels, group, method))
-    return model._replace(params=params), tuple(dict.fromkeys(unfolded))
-
-
-def _factors(kernels: Mapping[str, Operand], group: _Group, method: str) -> Array:
-    """The factors of a group: powers of two for half precision, which multiplies exactly then.
-
-    Kernels that stay high precision are multiplied, but do not decide.
-    """
-    uses = {key: use for key, use in group.uses.items() if key[0] in kernels}
-    arrays = [array for array, _ in uses.values()]
-    is_half = any(array.dtype != jnp.float32 for array, _ in group.uses.values())
-    where = f"quantize: {_shown(next(iter(uses)))}"
-    if method == "awq":
-        hows = [
-            (_spec(kernels[key[0]], how, array.shape), how) for key, (array, how) in uses.items()
-        ]
-        return searched(where, arrays, group.hessian, hows, power_of_two=is_half)
-    amaxes = []
-    for array, how in uses.values():
-        check_inputs(where, array, group.hessian, how)
-        magnitudes = jnp.abs(how.matrices(exact_float32(array)))
-        amaxes.append(jnp.max(magnitudes, (0, 2)))
-    largest = jnp.max(jnp.stack(amaxes), 0)
-    return smoothing_factors(group.hessian.largest.reshape(-1), largest, power_of_two=is_half)
-
-
-def _fold(params: Params, roots: Sequence[Root], group: _Group, factors: Array) -> None:
-    for key, (array, how) in group.uses.items():
-        wide = how.matrices(exact_float32(array)) * factors.reshape(-1, math.prod(factors.shape), 1)
-        _put(params, key, how.restored(wide, array.shape))
-    for root in roots:
-        name, index = root.key
-        array = exact_float32(params[name][index])
-        along = jnp.expand_dims(factors, [a for a in range(array.ndim) if a != root.axis])
-        _put(params, root.key, array / along)
-
-
-def _put(params: Params, key: Key, array: Array) -> None:
-    name, index = key
-    params[name] = params[name].at[index].set(array.astype(params[name].dtype))

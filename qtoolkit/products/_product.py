@@ -52,7 +52,7 @@ from qtoolkit.products._place import Place
 from qtoolkit.products._plan import Plan, State
 from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._stored import stored_label
+from qtoolkit.products._stored import stored_label, with_inputs_transformed
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import TornBlocksError
 
@@ -75,7 +75,8 @@ def quantized_product(
     """Computes `function(lhs, rhs, *extra)` with operands rounded as `recipe` says.
 
     A `QArray` is an operand that is rounded already: its codes and scales are used as they are, in
-    derivatives too, whatever the recipe says about that side. But if the recipe has a learned scale
+    derivatives too, whatever the recipe says about that side. The other operand is divided by its
+    factors and rotated, if it has such, before it is rounded. But if the recipe has a learned scale
     there, the operand is the dequantized array in its dtype, as `lsq` returns it.
 
     Args:
@@ -99,7 +100,7 @@ def quantized_product(
             side = 1 - index if is_swapped else index
             recipe = recipe.with_stored(side)
             operands[index] = operand.dequantize() if learned[side] else operand
-    lhs, rhs = operands
+    lhs, rhs = with_inputs_transformed(function, *operands)
 
     def compute(
         recipe: Recipe, state: State | None, tap: Tap | None = None, zeros: Array | None = None

@@ -246,22 +246,15 @@ class Recipe:
     @property
     def is_delayed(self) -> bool:
         """Whether a layer has to keep histories of amaxes for it."""
-        return any(isinstance(scaling, Delayed) for scaling in self._scalings)
+        return any(self.delayed)
 
     @property
     def delayed(self) -> tuple[bool, bool, bool]:
         """Whether lhs, rhs and the cotangent are scaled by earlier steps, in any of the matmuls."""
-        (lhs, rhs), (of_dgrad, dgrad_rhs), (wgrad_lhs, of_wgrad) = (
-            self.forward,
-            self.dgrad,
-            self.wgrad,
+        lhs, rhs, in_dgrad, dgrad_rhs, wgrad_lhs, in_wgrad = (
+            o is not None and isinstance(o.scaling, Delayed) for o in self.operands
         )
-        uses = (lhs, wgrad_lhs), (rhs, dgrad_rhs), (of_dgrad, of_wgrad)
-        first, second, third = (
-            any(o is not None and isinstance(o.scaling, Delayed) for o in operands)
-            for operands in uses
-        )
-        return first, second, third
+        return lhs or wgrad_lhs, rhs or dgrad_rhs, in_dgrad or in_wgrad
 
     @property
     def is_calibrated(self) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from qtoolkit.casts import pack
 from qtoolkit.casts.internal import WIDTHS, check_holds, exact_float32, values_of
 from qtoolkit.formats import BlockFormat, Format, Rules
-from qtoolkit.products._bilinear import Axes, Einsum
+from qtoolkit.products._bilinear import Axes, Bilinear, Einsum
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
@@ -25,7 +25,11 @@ STORED = "stored"
 
 def stored_label(x: Any) -> str:
     """The name that reports give to an operand stored as codes; "" for an array."""
-    return f"{x.spec.name}, {STORED}" if isinstance(x, QArray) else ""
+    if not isinstance(x, QArray):
+        return ""
+    notes = ["factors"] if x.factors is not None else []
+    notes += ["Hadamard"] if x.rotation is not None else []
+    return ", ".join([x.spec.name, *notes, STORED])
 
 
 def serving_rules(recipe: Any) -> Rules[Recipe]:
@@ -165,6 +169,23 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
     first = subscripts.split(",")[0]
     rank = len(first.replace(".", "")) + ("..." in first)
     return Einsum(subscripts).axes((1,) * rank, kernel)[1]
+
+
+def with_inputs_transformed(function: Bilinear, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """The operands of a product, where a stored kernel may ask for factors and a rotation.
+
+    These are applied to the other operand, and the kernel is returned without them.
+    """
+    operands = [lhs, rhs]
+    for side, kernel in enumerate(operands):
+        if isinstance(kernel, QArray) and kernel.transform:
+            other = operands[1 - side]
+            other = other.dequantize() if isinstance(other, QArray) else other
+            axes = function.axes(lhs.shape, rhs.shape)
+            pairs = tuple(zip(axes[1 - side].contracted, axes[side].contracted, strict=True))
+            operands[1 - side] = kernel.transform.of_inputs(other, pairs, kernel.ndim)
+            operands[side] = dataclasses.replace(kernel, factors=None, rotation=None)
+    return operands[0], operands[1]
 
 
 def restored_operand(array: QArray) -> Rounded:

@@ -3,13 +3,12 @@
 Post-training methods need the inputs of every matmul, those of layers inside of `scan`, `jit` and
 `checkpoint` too, each kernel of a stack by itself; and later layers are to see what earlier ones
 became. So the traced model is evaluated here, for all batches in lockstep, and `visit` is called
-where a parameter is multiplied. What lies between is followed as well: which parameters could be
-divided by a factor for each channel of an input, so that nothing else of the model changes.
+where a parameter is multiplied. `_channels` follows what lies between.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,86 +17,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from qtoolkit.products._channels import Key, Link, Node, Origin, Root, Value, following
 from qtoolkit.scaling.internal import Contraction
 
 Array = jax.Array
-Key = tuple[Any, tuple[int, ...]]  # the name of a parameter, and which kernel of a stack
 _CALLS = {
     **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call"), "call_jaxpr"),
     **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), "call_jaxpr"),
 }
-
-
-class Root(NamedTuple):
-    """A parameter that writes channels: its `axis` is that of the channels.
-
-    `node` is that of the parameter, or, of a kernel, that of the result of its matmul. `source` is
-    that of the parameter.
-    """
-
-    key: Key
-    axis: int
-    node: "Node"
-    source: "Node"
-
-    def is_read_only_by(self, keys: Iterable[Key]) -> bool:
-        """Whether only these kernels read what the parameter writes, and nothing else reads it."""
-        is_vector = self.node is self.source and not self.source.is_used_as_stack
-        return (is_vector or self.source.is_used_once) and self.node.read_by() == set(keys)
-
-
-class Node:
-    """A value as a place in the graph.
-
-    Attributes:
-      roots: Dividing all of these by a factor for each channel divides the value's last axis by it,
-        and the value alone decides on nothing else. Empty if there are none.
-      users: The nodes that are computed from it, and the keys of kernels that it is multiplied by;
-        None for anything else.
-      stack: Of one step's part of what a scan goes over, the whole.
-    """
-
-    def __init__(self, roots: tuple[Root, ...] = (), stack: "Node | None" = None) -> None:
-        self.roots = roots
-        self.stack = stack
-        self.users: list[Node | Key | None] = []
-
-    @property
-    def is_used_as_stack(self) -> bool:
-        return self.stack is not None and bool(self.stack.users)
-
-    @property
-    def is_used_once(self) -> bool:
-        return len(self.users) == 1 and not self.is_used_as_stack
-
-    def read_by(self) -> set[Key | None]:
-        """The kernels that read what the roots write; None among them for anything else."""
-        found: set[Key | None] = set()
-        seen, left = {id(self)}, [self]
-        while left:
-            for user in left.pop().users:
-                if not isinstance(user, Node) or not user.roots:
-                    found.add(None if isinstance(user, Node) else user)
-                elif id(user) not in seen:
-                    seen.add(id(user))
-                    left.append(user)
-        return found
-
-
-class Origin(NamedTuple):
-    """Which parameter a value is, and which axis of it lies along each axis of the value."""
-
-    key: Key
-    order: tuple[int, ...]
-
-
-class Value(NamedTuple):
-    """Arrays, one for all batches or one for each."""
-
-    arrays: tuple[Any, ...]
-    node: Node
-    origin: Origin | None = None
 
 
 class Use(NamedTuple):
@@ -109,7 +37,9 @@ class Use(NamedTuple):
       kernel: Its value.
       node: Its inputs, in the graph.
       source: The kernel, in the graph.
+      inputs: How rows are made of the inputs, to tell equal ones.
       rows: The inputs of one batch, [..., rows, channels], in the order that `how` says.
+      sizes: For `ragged_dot` the numbers of rows of the kernels; else None.
       batches: How many batches there are.
     """
 
@@ -118,7 +48,9 @@ class Use(NamedTuple):
     kernel: Array
     node: Node
     source: Node
+    inputs: Any
     rows: Callable[[int], Array]
+    sizes: Callable[[int], Array] | None
     batches: int
 
 
@@ -146,7 +78,7 @@ def tracked(
     leaves = map(jax.tree.leaves, batches)
     inputs += [Value(arrays, Node()) for arrays in zip(*leaves, strict=True)]
     for value in _Run(visit, len(batches)).evaluated(closed, inputs):
-        value.node.users.append(None)
+        value.node.users.append(Link())
 
 
 class _Run(NamedTuple):
@@ -179,14 +111,17 @@ class _Run(NamedTuple):
             return self.evaluated(closed, inputs)
         if name == "scan":
             return self._scanned(eqn.params, inputs)
-        if name == "cond" and len({int(i) for i in inputs[0].arrays}) == 1:
-            return self.evaluated(eqn.params["branches"][int(inputs[0].arrays[0])], inputs[1:])
-        if name in ("dot_general", "conv_general_dilated"):
-            inputs, roots = self._visited(name, eqn.params, inputs)
+        if name == "while":
+            return self._looped(eqn.params, inputs)
+        if name == "cond":
+            return self._branched(eqn.params["branches"], inputs)
+        if name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
+            inputs, root = self._visited(name, eqn.params, inputs)
             outs = [Value(arrays, Node()) for arrays in self._bound(eqn, inputs)]
-            if roots is not None:
-                key, axis, source = roots
-                outs[0].node.roots = (Root(key, axis, outs[0].node, source),)
+            if root is not None:
+                key, axis, source = root
+                roots = (Root(key, axis, outs[0].node, source),)
+                outs[0].node.roots |= {"divide": roots, "rotate": roots}
             return outs
         arrays = self._bound(eqn, inputs)
         if name in ("convert_element_type", "copy"):  # the same place in the graph
@@ -195,7 +130,7 @@ class _Run(NamedTuple):
             key, places = inputs[0].origin
             order = tuple(places[axis] for axis in eqn.params["permutation"])
             return [Value(arrays[0], inputs[0].node, Origin(key, order))]
-        node = _following(name, eqn, inputs)
+        node = following(eqn, inputs)
         return [Value(out, node) for out in arrays]
 
     def _bound(self, eqn: Any, inputs: Sequence[Value]) -> list[tuple[Any, ...]]:
@@ -204,8 +139,7 @@ class _Run(NamedTuple):
         count = max((len(value.arrays) for value in inputs), default=1)
         rows = []
         for i in range(count):
-            arrays = [value.arrays[i if len(value.arrays) > 1 else 0] for value in inputs]
-            out = eqn.primitive.bind(*arrays, **params)
+            out = eqn.primitive.bind(*(value.of_batch(i) for value in inputs), **params)
             rows.append(out if eqn.primitive.multiple_results else [out])
         return list(zip(*rows, strict=True))
 
@@ -224,6 +158,44 @@ class _Run(NamedTuple):
             carry, steps[i] = outs[: len(carry)], outs[len(carry) :]
         return [*carry, *(_stacked(values) for values in zip(*steps, strict=True))]
 
+    def _looped(self, params: Any, inputs: list[Value]) -> list[Value]:
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        of_cond, of_body = inputs[:first], inputs[first : first + second]
+        carry = inputs[first + second :]
+        while True:
+            (goes_on,) = self.evaluated(params["cond_jaxpr"], [*of_cond, *carry])
+            running = [i for i, flag in enumerate(goes_on.arrays) if flag]
+            if not running:
+                return carry
+            if len(running) == len(goes_on.arrays):
+                carry = self.evaluated(params["body_jaxpr"], [*of_body, *carry])
+            else:
+                new = self._of_some(running, params["body_jaxpr"], [*of_body, *carry])
+                carry = [_replaced(x, running, y) for x, y in zip(carry, new, strict=True)]
+
+    def _branched(self, branches: Any, inputs: list[Value]) -> list[Value]:
+        index, *operands = inputs
+        chosen = [int(i) for i in index.arrays]
+        if len(set(chosen)) == 1:
+            return self.evaluated(branches[chosen[0]], operands)
+        outs: list[Value] = []
+        for branch in sorted(set(chosen)):
+            some = [i for i, other in enumerate(chosen) if other == branch]
+            new = self._of_some(some, branches[branch], operands)
+            blank = [Value((None,) * self.batches, Node()) for _ in new]
+            outs = [_replaced(x, some, y) for x, y in zip(outs or blank, new, strict=True)]
+        return outs
+
+    def _of_some(self, batches: list[int], closed: Any, inputs: Sequence[Value]) -> list[Value]:
+        """The results for some of the batches alone. Of their values no root is known."""
+        for value in inputs:
+            value.node.users.append(Link())
+        some = [
+            x if len(x.arrays) == 1 else Value(tuple(x.arrays[i] for i in batches), Node())
+            for x in inputs
+        ]
+        return self._replace(batches=len(batches)).evaluated(closed, some)
+
     def _visited(
         self, name: str, params: Any, inputs: list[Value]
     ) -> tuple[list[Value], tuple[Key, int, Node] | None]:
@@ -231,36 +203,45 @@ class _Run(NamedTuple):
         sides = [side for side in (0, 1) if inputs[side].origin is not None]
         if len(sides) != 1 or (name != "dot_general" and sides != [1]):
             for value in inputs:
-                value.node.users.append(None)
+                value.node.users.append(Link())
             return inputs, None
         side = sides[0]
         kernel, x = inputs[side], inputs[1 - side]
-        kernel.node.users.append(None)
+        kernel.node.users.append(Link())
         assert kernel.origin is not None
         key, order = kernel.origin
         if name == "dot_general":
             matching = _of_dot(params, side, order)
-        else:
+        elif name == "conv_general_dilated":
             matching = _of_conv(params, order, kernel.arrays[0].shape)
-        x.node.users.append(key if _sums_features(name, params, side, inputs) else None)
+        else:
+            matching = _of_ragged(params, order)
+        x.node.users.append(Link(key if _sums_features(name, params, side, inputs) else None))
         if matching is None:
             return inputs, None
-        how, arranged = matching
-
-        def rows(i: int) -> Array:
-            return arranged(x.arrays[i if len(x.arrays) > 1 else 0])
+        how, signature, arranged = matching
 
         back = sorted(range(len(order)), key=order.__getitem__)
         array = lax.transpose(kernel.arrays[0], back)
-        new = self.visit(Use(key, how, array, x.node, kernel.node, rows, len(x.arrays)))
+        ragged = inputs[2] if name == "ragged_dot_general" else None
+        count = max(len(x.arrays), 1 if ragged is None else len(ragged.arrays))
+        sizes = None if ragged is None else lambda i: ragged.of_batch(i)
+        new = self.visit(
+            Use(
+                key, how, array, x.node, kernel.node, signature,
+                lambda i: arranged(x.of_batch(i)), sizes, count,
+            )
+        )  # fmt: skip
         if new is not None:
             turned = lax.transpose(new.astype(array.dtype), order)
             inputs = list(inputs)
             inputs[side] = kernel._replace(arrays=(turned,))
-        kept = [axis for axis in range(len(order)) if axis not in (*how.contracted, *how.batch)]
-        is_last = name == "dot_general" or _is_last(params["dimension_numbers"].out_spec)
-        writes = len(kept) == 1 and side == 1 and not how.batch and is_last
-        return inputs, (key, kept[0], kernel.node) if writes else None
+        columns = [axis for axis in range(len(order)) if axis not in (*how.contracted, *how.batch)]
+        is_last = name == "dot_general" or (
+            how.groups == 1 and not how.batch and _is_last(params["dimension_numbers"].out_spec)
+        )
+        writes = len(columns) == 1 and side == 1 and not how.batch and is_last
+        return inputs, (key, columns[0], kernel.node) if writes else None
 
 
 def _sums_features(name: str, params: Any, side: int, inputs: Sequence[Value]) -> bool:
@@ -273,6 +254,8 @@ def _sums_features(name: str, params: Any, side: int, inputs: Sequence[Value]) -
     if name == "dot_general":
         contracted, batch = params["dimension_numbers"]
         return tuple(contracted[1 - side]) == (last,) and not batch[side]
+    if name == "ragged_dot_general":
+        return False
     numbers = params["dimension_numbers"]
     places = [inputs[side].arrays[0].shape[axis] for axis in numbers.rhs_spec[2:]]
     return params["feature_group_count"] == 1 and _is_last(numbers.lhs_spec) and set(places) <= {1}
@@ -292,7 +275,7 @@ def _of_dot(params: Any, side: int, order: tuple[int, ...]) -> Any:
 
     summed, apart = pairs(contracted), pairs(batch)
     how = Contraction(tuple(a for a, _ in summed), tuple(a for a, _ in apart))
-    last, first = [b for _, b in summed], [b for _, b in apart]
+    last, first = tuple(b for _, b in summed), tuple(b for _, b in apart)
 
     def arranged(x: Array) -> Array:
         rest = [axis for axis in range(x.ndim) if axis not in (*first, *last)]
@@ -300,25 +283,38 @@ def _of_dot(params: Any, side: int, order: tuple[int, ...]) -> Any:
         lead = y.shape[: len(first)]
         return y.reshape(*lead, -1, math.prod(x.shape[axis] for axis in last))
 
-    return how, arranged
+    return how, (first, last), arranged
+
+
+def _of_ragged(params: Any, order: tuple[int, ...]) -> Any:
+    """The same of `jax.lax.ragged_dot`, whose rows belong to one kernel after the other."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    ((of_x, of_kernel), batch) = numbers.dot_dimension_numbers
+    groups = tuple(numbers.rhs_group_dimensions)
+    is_usual = tuple(of_x) == (1,) and tuple(batch) == ((), ()) and len(of_kernel) == 1
+    if not is_usual or len(groups) != 1 or tuple(numbers.lhs_ragged_dimensions) != (0,):
+        return None
+    how = Contraction((order[of_kernel[0]],), (order[groups[0]],))
+    return how, "ragged", lambda x: x
 
 
 def _of_conv(params: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """The same of a convolution, whose inputs are patches; None if it has groups."""
-    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+    """The same of a convolution, whose inputs are patches; None if batches are in groups."""
+    if params["batch_group_count"] != 1:
         return None
-    numbers = params["dimension_numbers"]
-    _, *summed = numbers.rhs_spec  # channels, then places
-    places = tuple(order[axis] for axis in summed)
-    ranks = sorted(range(len(places)), key=places.__getitem__)
-    how = Contraction(tuple(sorted(places)))
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    _, channels, *places = numbers.rhs_spec
+    places_ = tuple(order[axis] for axis in places)
+    how = Contraction((*places_, order[channels]), (), groups, places_)
+    sizes = [shape[axis] for axis in places]
+    options = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    signature = (groups, tuple(sizes), numbers.lhs_spec, *(params[name] for name in options))
 
     def arranged(x: Array) -> Array:
-        sizes = [shape[axis] for axis in summed[1:]]
-        first, features, *places = numbers.lhs_spec
+        first, features, *axes = numbers.lhs_spec
         interior = [dilation - 1 for dilation in params["lhs_dilation"]]
         pads = [(*ends, n) for ends, n in zip(params["padding"], interior, strict=True)]
-        x = lax.transpose(x, (first, *places, features))
+        x = lax.transpose(x, (first, *axes, features))
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
         strides, steps = (1, *params["window_strides"], 1), params["rhs_dilation"]
         taps = []  # slices: XLA's CPU is slow at convolutions in groups, which JAX's patches are
@@ -327,51 +323,13 @@ def _of_conv(params: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any
             rest = [(n - 1 - i) * step for n, i, step in zip(sizes, tap, steps, strict=True)]
             ends = [n - m for n, m in zip(x.shape[1:-1], rest, strict=True)]
             taps.append(lax.slice(x, (0, *starts, 0), (len(x), *ends, x.shape[-1]), strides))
-        y = jnp.stack(taps, -1).reshape(-1, x.shape[-1], *sizes)
-        return lax.transpose(y, (0, *(1 + rank for rank in ranks))).reshape(len(y), -1)
+        y = jnp.stack(taps, -2)
+        if groups == 1:
+            return y.reshape(-1, len(taps) * x.shape[-1])
+        y = y.reshape(-1, len(taps), groups, x.shape[-1] // groups)
+        return jnp.moveaxis(y, 2, 0).reshape(groups, len(y), -1)
 
-    return how, arranged
-
-
-def _following(name: str, eqn: Any, inputs: list[Value]) -> Node:
-    """The node of a result, with what still divides its last axis."""
-    shape = eqn.outvars[0].aval.shape
-    roots = [_roots(value, shape) for value in inputs]
-    new: tuple[Root, ...] = ()
-    chosen: list[int] = []
-    match name:
-        case "mul":
-            chosen = [i for i in (0, 1) if roots[i]][:1]
-        case "div":
-            chosen = [0] if roots[0] else []
-        case "add" | "sub" if all(roots):
-            chosen = [0, 1]
-        case "max" if roots[0] and isinstance(eqn.invars[1], Literal) and eqn.invars[1].val == 0:
-            chosen = [0]
-        case "neg" | "reshape" | "broadcast_in_dim":
-            chosen = [0] if inputs and roots[0] and _keeps_last(name, eqn, shape) else []
-    for i in chosen:
-        new += tuple(root for root in roots[i] if root not in new)
-    node = Node(new)
-    for i, value in enumerate(inputs):
-        value.node.users.append(node if i in chosen else None)
-    return node
-
-
-def _roots(value: Value, shape: tuple[int, ...]) -> tuple[Root, ...]:
-    """What divides the last axis of a value; a vector of parameters divides itself."""
-    if value.node.roots:
-        return value.node.roots
-    if value.origin is None or value.arrays[0].ndim != 1:
-        return ()
-    return (Root(value.origin.key, 0, value.node, value.node),)
-
-
-def _keeps_last(name: str, eqn: Any, shape: tuple[int, ...]) -> bool:
-    given = eqn.invars[0].aval.shape
-    if not given or not shape or given[-1] != shape[-1]:
-        return False
-    return name != "broadcast_in_dim" or (eqn.params["broadcast_dimensions"][-1] == len(shape) - 1)
+    return how, signature, arranged
 
 
 def _at(value: Value, i: int) -> Value:
@@ -379,7 +337,7 @@ def _at(value: Value, i: int) -> Value:
     arrays = tuple(array[i] for array in value.arrays)
     origin = value.origin
     if origin is None or origin.order[:1] != (0,):
-        value.node.users.append(None)
+        value.node.users.append(Link())
         return Value(arrays, Node())
     (name, index), order = origin
     key, rest = (name, (*index, i)), tuple(axis - 1 for axis in order[1:])
@@ -389,9 +347,13 @@ def _at(value: Value, i: int) -> Value:
 def _stacked(values: Sequence[Value]) -> Value:
     count = max(len(value.arrays) for value in values)
     for value in values:
-        value.node.users.append(None)
-    rows = (
-        jnp.stack([value.arrays[i if len(value.arrays) > 1 else 0] for value in values])
-        for i in range(count)
-    )
+        value.node.users.append(Link())
+    rows = (jnp.stack([value.of_batch(i) for value in values]) for i in range(count))
     return Value(tuple(rows), Node())
+
+
+def _replaced(value: Value, batches: Sequence[int], new: Value) -> Value:
+    """A value with those of `new` for some of the batches."""
+    arrays = dict(enumerate(value.arrays))
+    arrays |= {i: new.of_batch(k) for k, i in enumerate(batches)}
+    return Value(tuple(arrays.values()), Node())

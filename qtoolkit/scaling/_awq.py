@@ -103,7 +103,9 @@ def _searched(
     grid: int,
     power_of_two: bool,
 ) -> Array:
-    mean = exact_float32(hessian.magnitude) / jnp.maximum(hessian.rows, 1).astype(jnp.float32)
+    how, shape = hows[0][1], kernels[0].shape
+    sums = how.pooled(exact_float32(hessian.magnitude), shape)
+    mean = sums / jnp.maximum(jnp.sum(hessian.rows), 1).astype(jnp.float32)
     total = hessian.total.reshape(-1, *hessian.total.shape[-2:])
 
     def factors_of(power: Array) -> Array:
@@ -118,7 +120,7 @@ def _searched(
         return nearest_power_of_two(factors) if power_of_two else factors
 
     def loss_of(power: Array) -> Array:
-        factors = factors_of(power).reshape(-1, hessian.channels, 1)
+        factors = factors_of(power)
         return sum(
             (_loss(w, factors, total, *how) for w, how in zip(kernels, hows, strict=True)),
             jnp.zeros((), total.dtype),
@@ -130,8 +132,8 @@ def _searched(
 
 
 def _loss(w: Array, factors: Array, total: Array, spec: BlockFormat, how: Contraction) -> Array:
-    wide = exact_float32(w)
-    scaled = how.restored(how.matrices(wide) * factors, w.shape)
+    wide, factors = exact_float32(w), how.factors(factors, w.shape)
+    scaled = wide * factors
     scales, nonzero = find_scales(scaled, spec)
     values = block_values(scaled, spec, NEAREST, scales, nonzero)
-    return squared_error(how.matrices(values) / factors - how.matrices(wide), total)
+    return squared_error(how.matrices(values / factors - wide), total)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,10 +23,14 @@ class Contraction(NamedTuple):
     Attributes:
       contracted: The axes that are summed over.
       batch: The axes along which each matmul has inputs of its own, such as experts.
+      groups: Those of a convolution: its outputs are the columns of so many matmuls in turn.
+      places: The contracted axes along which a convolution reads neighbours of each channel.
     """
 
     contracted: tuple[int, ...]
     batch: tuple[int, ...] = ()
+    groups: int = 1
+    places: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, where: str, shape: tuple[int, ...], axis: int | tuple[int, ...]) -> "Contraction":
@@ -43,23 +48,51 @@ class Contraction(NamedTuple):
             raise ValueError(f"{where}: axis={axis} of shape {shape}, expected different axes")
         return cls(places)
 
-    def order(self, rank: int) -> tuple[int, ...]:
-        first = (*self.batch, *self.contracted)
-        return (*first, *(axis for axis in range(rank) if axis not in first))
+    def apart(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """`shape` with an axis for groups, and the order of axes: batch, contracted, others."""
+        batch, contracted = self.batch, self.contracted
+        if self.groups > 1:
+            (axis,) = (a for a in range(len(shape)) if a not in contracted)
+            columns = shape[axis] // self.groups
+            shape = (*shape[:axis], self.groups, columns, *shape[axis + 1 :])
+            batch, contracted = (axis,), tuple(a + (a > axis) for a in contracted)
+        first = (*batch, *contracted)
+        return shape, (*first, *(a for a in range(len(shape)) if a not in first))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         batch, channels = (math.prod(shape[a] for a in axes) for axes in (self.batch, self[0]))
+        batch *= self.groups
         return batch, channels, math.prod(shape) // (batch * channels)
 
     def matrices(self, x: Array) -> Array:
         """The kernel as [batch, channels, columns]."""
-        return lax.transpose(x, self.order(x.ndim)).reshape(self.sizes(x.shape))
+        shape, order = self.apart(x.shape)
+        return lax.transpose(x.reshape(shape), order).reshape(self.sizes(x.shape))
 
     def restored(self, matrices: Array, shape: tuple[int, ...]) -> Array:
         """The kernel of `shape` that `matrices` were made of; or its scales, in their shape."""
-        order = self.order(len(shape))
-        x = matrices.reshape([shape[axis] for axis in order])
-        return lax.transpose(x, [order.index(axis) for axis in range(len(shape))])
+        apart, order = self.apart(shape)
+        x = matrices.reshape([apart[axis] for axis in order])
+        return lax.transpose(x, [order.index(axis) for axis in range(len(order))]).reshape(shape)
+
+    def pooled(
+        self, sums: Array, shape: tuple[int, ...], pool: Callable[..., Array] = jnp.sum
+    ) -> Array:
+        """One number for each channel of a kernel of `shape` that may have a factor of its own.
+
+        Experts, groups and the places that a convolution reads share theirs: sums of
+        [..., channels] become [channels without places].
+        """
+        sums = sums.reshape(-1, *(shape[axis] for axis in self.contracted))
+        axes = (0, *(1 + i for i, axis in enumerate(self.contracted) if axis in self.places))
+        return pool(sums, axes).reshape(-1)
+
+    def factors(self, factors: Array, shape: tuple[int, ...]) -> Array:
+        """Factors of `pooled` channels in a shape that broadcasts to that of the kernel."""
+        own = [axis for axis in self.contracted if axis not in self.places]
+        x = factors.reshape([shape[axis] for axis in own])
+        x = lax.transpose(x, sorted(range(len(own)), key=own.__getitem__))
+        return x.reshape([n if axis in own else 1 for axis, n in enumerate(shape)])
 
     def along(self, spec: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
         """`spec`, whose blocks lie along the last contracted axis unless it says otherwise."""
@@ -75,17 +108,19 @@ class Contraction(NamedTuple):
           ValueError: Blocks of the kernel would be torn: those of several contracted axes must
             divide the last one, or cover all of them.
         """
-        order = self.order(len(shape))
-        lengths = spec.block_lengths(shape)
-        blocks = Blocks(tuple(shape[a] for a in order), tuple(lengths[a] for a in order))
-        return blocks.reshaped(self.sizes(shape))
+        apart, order = self.apart(shape)
+        blocks = Blocks(shape, spec.block_lengths(shape)).reshaped(apart)
+        turned = (tuple(sizes[a] for a in order) for sizes in (apart, blocks.lengths))
+        return Blocks(*turned).reshaped(self.sizes(shape))
 
     def scales(self, scales: Scales, spec: BlockFormat, shape: tuple[int, ...]) -> Scales:
         """Scales of the kernel as those of its matrices."""
+        apart, order = self.apart(shape)
+        before = Blocks(shape, spec.block_lengths(shape)).reshaped(apart).counts
         counts = self.blocks(spec, shape).counts
 
         def moved(x: Array) -> Array:
-            return lax.transpose(x, self.order(x.ndim)).reshape(counts)
+            return lax.transpose(x.reshape(before), order).reshape(counts)
 
         scale, zero_point = (None if x is None else moved(x) for x in scales[::2])
         return Scales(scale, scales.tensor_scale, zero_point)
@@ -106,13 +141,14 @@ def check_inputs(where: str, w: Array, hessian: Hessian, how: Contraction) -> No
         )
     if isinstance(hessian.rows, jax.core.Tracer) or isinstance(w, jax.core.Tracer):
         return
-    if not int(hessian.rows):
+    rows = int(jnp.max(hessian.rows))
+    if not rows:
         count = int(hessian.bad)
         why = f"all {count} batches held a NaN or an infinity" if count else "there was no batch"
         raise ValueError(f"{where}: not calibrated: {why}; expected finite inputs")
-    if int(hessian.rows) < channels:
+    if rows < channels:
         raise ValueError(
-            f"{where}: {int(hessian.rows)} rows of inputs for {channels} channels, expected at "
+            f"{where}: {rows} rows of inputs for {channels} channels, expected at "
             "least as many rows as channels: fewer leave errors free; calibrate with more samples"
         )
     if not bool(jnp.isfinite(hessian.total).all()):

@@ -105,7 +105,10 @@ def solved(
     check_holds(where, spec.element, w.dtype)
     scale_shape(where, spec, w.shape)
     check_inputs(where, w, hessian, how)
-    total = hessian.total.reshape(-1, *hessian.total.shape[-2:])
+    # Experts and groups with fewer rows than channels are rounded to nearest, as zeros are.
+    is_known = (hessian.rows >= hessian.channels)[..., None, None]
+    total = jnp.where(is_known, hessian.total, 0) if hessian.rows.ndim else hessian.total
+    total = total.reshape(-1, *total.shape[-2:])
     codes, scales, is_definite = _solved(
         w, total, np.float32(damping), spec, how, bool(act_order), bool(packed)
     )

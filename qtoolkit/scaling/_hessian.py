@@ -29,7 +29,7 @@ class Hessian(Mergeable):
       total: [..., channels, channels], H. Leading axes: a matmul for each expert or group.
       magnitude: [..., channels], the sum of |x|.
       largest: [..., channels], the largest |x|, float32.
-      rows: uint32 scalar, the number of rows x of each matmul.
+      rows: uint32, the number of rows x; with leading axes, of each matmul.
       bad: uint32 scalar, the batches that held a NaN or an infinity. They changed nothing else.
 
     Source: arXiv:2210.17323 (GPTQ), section 3; arXiv:2306.00978 (AWQ); arXiv:2211.10438.
@@ -74,7 +74,7 @@ class Hessian(Mergeable):
             total=jnp.zeros((*shape, shape[-1]), wanted),
             magnitude=jnp.zeros(shape, wanted),
             largest=jnp.zeros(shape, jnp.float32),
-            rows=jnp.zeros((), jnp.uint32),
+            rows=jnp.zeros(shape[:-1], jnp.uint32),
             bad=jnp.zeros((), jnp.uint32),
         )
 
@@ -83,14 +83,16 @@ class Hessian(Mergeable):
         """The number of channels."""
         return int(self.magnitude.shape[-1])
 
-    def observe(self, x: ArrayLike) -> Self:
+    def observe(self, x: ArrayLike, group_sizes: ArrayLike | None = None) -> Self:
         """The state after one more batch.
 
         Args:
           x: [..., channels], or [matmuls, ..., channels]; float32, float16 or bfloat16.
+          group_sizes: As for `jax.lax.ragged_dot`: x is [rows, channels], and the first rows, as
+            many as the first integer says, are those of the first matmul, and so on.
 
         Returns:
-          A state of the same shapes. A batch that holds a NaN or an infinity is left out.
+          A state of the same shapes. A batch that holds a NaN or an infinity is skipped.
 
         Raises:
           TypeError: `x` has another dtype.
@@ -98,35 +100,58 @@ class Hessian(Mergeable):
         """
         x = lax.stop_gradient(check_differentiable("Hessian.observe", x, wide=False))
         lead = self.magnitude.shape[:-1]
+        if group_sizes is not None:
+            sizes = jnp.asarray(group_sizes)
+            if x.ndim != 2 or (*sizes.shape, x.shape[1]) != self.magnitude.shape:
+                raise ValueError(
+                    f"Hessian.observe: x has shape {x.shape} and group_sizes {sizes.shape}, "
+                    f"expected (rows, {self.channels}) and {lead}"
+                )
+            return _observed(self, x, sizes)
         if x.ndim <= len(lead) or (*x.shape[: len(lead)], x.shape[-1]) != self.magnitude.shape:
             raise ValueError(
                 f"Hessian.observe: x has shape {x.shape}, expected "
                 f"({''.join(f'{n}, ' for n in lead)}..., {self.channels})"
             )
-        return _observed(self, x)
+        return _observed(self, x, None)
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self.magnitude.shape))
-        return (
-            f"Hessian({shape} channels, {self.total.dtype}: {self.rows} rows, "
-            f"{self.bad} bad batches)"
-        )
+        rows = self.rows if not self.rows.ndim else f"{self.rows.min()} to {self.rows.max()}"
+        return f"Hessian({shape} channels, {self.total.dtype}: {rows} rows, {self.bad} bad batches)"
+
+
+# The product x' x of each group's rows.
+_BY_GROUP = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
 @jax.jit
-def _observed(state: Hessian, x: Array) -> Hessian:
-    lead = state.magnitude.shape[:-1]
+def _observed(state: Hessian, x: Array, group_sizes: Array | None) -> Hessian:
+    lead, dtype = state.rows.shape, state.total.dtype
     is_good = jnp.all(jnp.isfinite(x))
-    rows = exact_float32(x).reshape(*lead, -1, x.shape[-1])
-    rows = jnp.where(is_good, rows, np.float32(0))
-    wide = rows.astype(state.total.dtype)
-    total: Any = jnp.einsum("...rk,...rl->...kl", wide, wide, precision=lax.Precision.HIGHEST)
-    magnitudes = jnp.abs(rows)
-    count = jnp.asarray(rows.shape[-2]).astype(jnp.uint32)  # may be symbolic
+    x = jnp.where(is_good, exact_float32(x), np.float32(0))
+    if group_sizes is None:
+        rows = x.reshape(*lead, -1, x.shape[-1])
+        wide, magnitudes = rows.astype(dtype), jnp.abs(rows)
+        total: Any = jnp.einsum("...rk,...rl->...kl", wide, wide, precision=lax.Precision.HIGHEST)
+        magnitude = jnp.sum(magnitudes, -2, dtype=dtype)
+        largest = jnp.max(magnitudes, -2, initial=0)
+        # The number of rows may be symbolic.
+        count = jnp.full(lead, jnp.asarray(rows.shape[-2]).astype(jnp.uint32))
+    else:
+        wide, magnitudes, count = x.astype(dtype), jnp.abs(x), group_sizes.astype(jnp.uint32)
+        total = lax.ragged_dot_general(
+            wide, wide, group_sizes.astype(jnp.int32), _BY_GROUP, precision=lax.Precision.HIGHEST
+        )
+        # Rows behind the last group have a segment beyond all others, which JAX drops.
+        ends = jnp.cumsum(group_sizes)
+        segments = jnp.searchsorted(ends, jnp.arange(len(x)), side="right")
+        magnitude = jax.ops.segment_sum(magnitudes.astype(dtype), segments, lead[0])
+        largest = jnp.maximum(jax.ops.segment_max(magnitudes, segments, lead[0]), 0)
     return Hessian(
         total=state.total + total,
-        magnitude=state.magnitude + jnp.sum(magnitudes, -2, dtype=state.magnitude.dtype),
-        largest=jnp.maximum(state.largest, jnp.max(magnitudes, -2, initial=0)),
+        magnitude=state.magnitude + magnitude,
+        largest=jnp.maximum(state.largest, largest),
         rows=added(state.rows, jnp.where(is_good, count, np.uint32(0))),
         bad=added(state.bad, jnp.where(is_good, np.uint32(0), np.uint32(1))),
     )

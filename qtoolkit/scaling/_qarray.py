@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from qtoolkit.casts import pack, unpack
 from qtoolkit.casts.internal import (
     FLOATS,
+    differentiable_in_dtype,
     dtype_from_codes,
     linear_in_dtype,
     linear_product,
@@ -25,9 +26,11 @@ from qtoolkit.scaling import _views as views
 from qtoolkit.scaling._blocks import Blocks
 from qtoolkit.scaling._elements import Scales
 from qtoolkit.scaling._engine import dequantized
+from qtoolkit.scaling._input_transform import InputTransform, Rotation
 from qtoolkit.scaling._scales import differentiable_scale
 
-_LEAVES = ("codes", "scale", "tensor_scale", "zero_point")
+_LEAVES = ("codes", "scale", "tensor_scale", "zero_point", "factors")
+_STATIC = ("spec", "dtype", "lengths", "packed_size", "rotation")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -53,6 +56,12 @@ class QArray:
       lengths: The length of a block along each of the last axes; axes added in front of them, as
         `vmap` adds them, have length 1. None: as `spec` says.
       packed_size: The length of the last axis where codes are packed, else None.
+      factors: For the kernel of a matmul whose inputs are divided by factors first (AWQ,
+        SmoothQuant): float32, with as many axes as the array, of length 1 but along those that are
+        summed over. Codes and scales are those of x * factors. None: there are none.
+      rotation: Likewise, (block, seed, axis): codes and scales are those of the Hadamard transform
+        of x (times its factors) along this axis, counted from the end. Products transform the other
+        operand in the same way. None: there is none.
 
     Invariants, checked when you make one and by `dequantize`, not when JAX rebuilds the tree: along
     an axis with n elements and blocks of b, `scale` has ceil(n / b) elements; dtypes are as above;
@@ -78,6 +87,8 @@ class QArray:
     dtype: Any = "float32"
     lengths: tuple[int, ...] | None = None
     packed_size: int | None = None
+    factors: jax.Array | None = None
+    rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _float_dtype("QArray", self.dtype))
@@ -94,6 +105,14 @@ class QArray:
         second = self.tensor_scale
         batch = self.shape[: getattr(second, "ndim", 0)]
         self._check("tensor_scale", _stored_dtype(spec.tensor_scale), batch)
+        if self.factors is not None:
+            got = getattr(self.factors, "shape", ())
+            pairs = zip(got, self.shape, strict=False)
+            if len(got) != self.ndim or any(n not in (1, m) for n, m in pairs):
+                raise ValueError(
+                    f"QArray: factors have shape {got}, expected one that broadcasts to "
+                    f"{self.shape}, with as many axes"
+                )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,7 +129,7 @@ class QArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
+        """Bytes of codes, scales, zero points and factors."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
@@ -128,6 +147,11 @@ class QArray:
         return Blocks(self.shape, lengths)
 
     @property
+    def transform(self) -> InputTransform:
+        """What the other operand of a product undergoes: `factors` and `rotation`."""
+        return InputTransform(self.factors, self.rotation)
+
+    @property
     def elements(self) -> jax.Array:
         """The values `q` in the element format's own dtype: float8_e4m3fn for "e4m3fn".
 
@@ -142,7 +166,8 @@ class QArray:
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The numbers: (q - zero point) * scale, rounded once to float32, then to `dtype`.
 
-        Scales that are powers of two multiply exactly, subnormal ones and results included.
+        A rotation is undone in float32, and factors divide, before the rounding to `dtype`. Scales
+        that are powers of two multiply exactly, subnormal ones and results included.
 
         Args:
           dtype: float32, float16 or bfloat16; None for that of the array. Finite numbers beyond its
@@ -162,7 +187,10 @@ class QArray:
         target = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
         plain = dataclasses.replace(self).unpack()  # `replace` checks it again
         scales = Scales(self.scale, self.tensor_scale, self.zero_point)
-        return _dequantize(plain.codes, scales, self.blocks, self.spec, target)
+        if not self.transform:
+            return _dequantize(plain.codes, scales, self.blocks, self.spec, target)
+        numbers = _dequantize(plain.codes, scales, self.blocks, self.spec, np.dtype("float32"))
+        return differentiable_in_dtype(self.transform.undone(numbers), target)
 
     def pack(self) -> "QArray":
         """The same array with several codes to a byte, for elements of 1, 2, 4 or 6 bits."""
@@ -247,17 +275,17 @@ class QArray:
             if hasattr(leaf := getattr(self, name), "dtype") and hasattr(leaf, "shape")
         )
         shape = ",".join(map(str, self.shape)) if hasattr(self.codes, "shape") else "?"
-        return f"QArray({self.spec.name}, {self.dtype}[{shape}]: {', '.join(leaves)})"
+        rotated = "" if self.rotation is None else f", rotated in blocks of {self.rotation[0]}"
+        return f"QArray({self.spec.name}, {self.dtype}[{shape}]: {', '.join(leaves)}{rotated})"
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         keys = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES)
-        return keys, (self.spec, self.dtype, self.lengths, self.packed_size)
+        return keys, tuple(getattr(self, name) for name in _STATIC)
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "QArray":
         new = object.__new__(cls)
-        names = (*_LEAVES, "spec", "dtype", "lengths", "packed_size")
-        for name, value in zip(names, (*leaves, *static), strict=True):
+        for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
             object.__setattr__(new, name, value)
         return new
 

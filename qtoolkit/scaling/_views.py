@@ -22,7 +22,7 @@ def indexed(array: "QArray", index: Any) -> "QArray":
     if isinstance(index, jax.core.Tracer) or (hasattr(index, "dtype") and np.ndim(index)):
         return _rows(array, jnp.asarray(index))
     items = _index_of_each_axis(array, index)
-    codes, scale, lengths = [], [], []
+    codes, scale, factors, lengths = [], [], [], []
     for axis, (item, count, length) in enumerate(
         zip(items, array.blocks.counts, array.blocks.lengths, strict=True)
     ):
@@ -36,7 +36,14 @@ def indexed(array: "QArray", index: Any) -> "QArray":
                 + ", expected the whole axis, ':'; "
                 + ("unpack() first" if is_packed else "dequantize() first")
             )
+        if not is_whole and axis == _rotated_axis(array):
+            raise IndexError(
+                f"QArray: index {item} of axis {axis}, which is rotated, expected the whole axis, "
+                "':'; dequantize() first"
+            )
         codes.append(item)
+        is_one = array.factors is not None and array.factors.shape[axis] == 1
+        factors.append((0 if isinstance(item, int) else slice(None)) if is_one else item)
         scale.append(item if length == 1 else (0 if isinstance(item, int) else slice(None)))
         if isinstance(item, slice):
             remaining = len(range(*item.indices(n)))
@@ -49,6 +56,8 @@ def indexed(array: "QArray", index: Any) -> "QArray":
         tuple(lengths),
         lambda blockwise: blockwise[tuple(scale)],
         lambda batchwise: batchwise[tuple(codes[: batchwise.ndim])],
+        lambda factors_: factors_[tuple(factors)],
+        [axis for axis, item in enumerate(items) if not isinstance(item, int)],
     )
 
 
@@ -76,6 +85,8 @@ def transposed(array: "QArray", axes: tuple[Any, ...]) -> "QArray":
         tuple(array.blocks.lengths[axis] for axis in order),
         lambda blockwise: blockwise.transpose(order),
         lambda batchwise: batchwise.transpose(order[:batch]),
+        lambda factors: factors.transpose(order),
+        order,
     )
 
 
@@ -103,19 +114,29 @@ def reshaped(array: "QArray", shape: tuple[Any, ...]) -> "QArray":
                 f"QArray: reshape{new_shape} changes the packed last axis; unpack() first"
             )
         codes_shape = (*new_shape[:-1], array.codes.shape[-1])
+    long = [axis for axis, n in enumerate(array.shape) if n > 1]
+    if array.transform and [n for n in new_shape if n > 1] != [array.shape[a] for a in long]:
+        raise ValueError(
+            f"QArray: reshape{new_shape} of shape {array.shape} splits or merges axes of an array "
+            "with factors or a rotation; dequantize() first"
+        )
+    remaining = iter(long)
+    places = [next(remaining) if n > 1 else -1 for n in new_shape] if array.transform else []
     return _view(
         array,
         array.codes.reshape(codes_shape),
         blocks.lengths,
         lambda blockwise: blockwise.reshape(blocks.counts),
         lambda batchwise: batchwise,
+        lambda factors: factors.reshape([factors.shape[a] if a >= 0 else 1 for a in places]),
+        places,
     )
 
 
 def _rows(array: "QArray", rows: jax.Array) -> "QArray":
     length = array.blocks.lengths[0] if array.shape else 0
     is_one_block = length > 1 and length == array.shape[0] and rows.ndim <= 1
-    fits = (length == 1 or is_one_block) and rows.size
+    fits = (length == 1 or is_one_block) and rows.size and _rotated_axis(array) != 0
     fits = fits and not (array.ndim == 1 and array.packed_size is not None)
     if not fits or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise IndexError(
@@ -134,7 +155,13 @@ def _rows(array: "QArray", rows: jax.Array) -> "QArray":
         (rows.shape if is_one_block else (1,) * rows.ndim) + array.blocks.lengths[1:],
         chosen,
         lambda batchwise: batchwise[rows] if batchwise.ndim else batchwise,
+        lambda factors: factors[rows if factors.shape[0] > 1 else jnp.zeros_like(rows)],
+        [*[-1] * rows.ndim, *range(1, array.ndim)],
     )
+
+
+def _rotated_axis(array: "QArray") -> int | None:
+    return None if array.rotation is None else array.rotation[2] % array.ndim
 
 
 def _index_of_each_axis(array: "QArray", index: Any) -> list[int | slice]:
@@ -183,8 +210,17 @@ def _view(
     lengths: tuple[int, ...],
     of_blocks: Callable[[jax.Array], jax.Array],
     of_batches: Callable[[jax.Array], jax.Array],
+    of_factors: Callable[[jax.Array], jax.Array],
+    places: Sequence[int],
 ) -> "QArray":
-    """`array` with `codes`; `of_blocks` maps scales and zero points, `of_batches` tensor scales."""
+    """`array` with `codes`; `of_blocks` maps scales and zero points, `of_batches` tensor scales.
+
+    `places` are the axes that the result's axes were; -1 for new ones.
+    """
+    rotation = array.rotation
+    if rotation is not None:
+        axis = places.index(rotation[2] % array.ndim) - len(places)
+        rotation = (*rotation[:2], axis)
     shape = codes.shape
     if array.packed_size is not None:
         shape = (*shape[:-1], array.packed_size)
@@ -194,6 +230,8 @@ def _view(
         scale=jax.tree.map(of_blocks, array.scale),  # None stays None
         tensor_scale=jax.tree.map(of_batches, array.tensor_scale),
         zero_point=jax.tree.map(of_blocks, array.zero_point),
+        factors=jax.tree.map(of_factors, array.factors),
+        rotation=rotation,
         spec=_spec_of(array.spec, shape, lengths),
         lengths=lengths,
     )

@@ -17,6 +17,7 @@ from qtoolkit.formats import BlockFormat
 
 ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
 FIELDS = ("scale", "tensor_scale", "zero_point")
+FACTORS, ROTATION = "factors", "rotation"  # in the description of an array that has such
 
 
 def saved_arrays(
@@ -28,6 +29,10 @@ def saved_arrays(
     than 8 bits, and those whose scales have a format without a dtype. Packed arrays are also
     skipped if they have zero points, a last axis of one element, or blocks that are not those of a
     stack of matrices.
+
+    Raises:
+      CheckpointError: The metadata does not describe the tensors, or an array cannot be read: its
+        inputs have factors or a rotation, for which no layout has a place.
     """
     if ARRAYS_KEY not in metadata:
         return {}, set()
@@ -39,6 +44,14 @@ def saved_arrays(
         for name, about in json.loads(metadata[ARRAYS_KEY]).items():
             spec = spec_from_json(about["spec"])
             entries = {part: headers.get(f"{name}_{part}") for part in FIELDS}
+            if FACTORS in about or ROTATION in about:
+                what = FACTORS if FACTORS in about else "a rotation"
+                raise CheckpointError(
+                    f"{where}: tensor {shown(name)}: a QArray whose matmul applies {what} to its "
+                    "inputs, for which no layout has a place, expected none; quantize with "
+                    "method='gptq', or dequantize it in Python: "
+                    "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+                )
             names |= {name, *(info.name for info in entries.values() if info is not None)}
             if spec.element.bits > 8 or (spec.scale is not None and spec.scale.dtype is None):
                 continue
