@@ -330,7 +330,12 @@ class _Run:
             if _is_in(method, _FLAX) and not _is_layer(kind, name):
                 if noted := _kernels.get():  # an `Embed` that looks up, for instance
                     noted.other_uses.update(own_parameters(module).values())
-                return call(*args, **kwargs)
+                # A norm stays as it is. `SpectralNorm` estimates by matmuls with the kernel, which
+                # the trace of the module around it would replace.
+                is_norm = isinstance(module, nn.SpectralNorm)
+                mark = Site(recipe, self.shown(path)).mark
+                with replacing(Replacing(None, {}, mark=mark)) if is_norm else nullcontext():
+                    return call(*args, **kwargs)
             if self.starting:
                 return self._counted(recipe, path, call, args, kwargs, context, seen)
             site = Site(recipe, self.shown(path), kernels)
