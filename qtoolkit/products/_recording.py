@@ -38,7 +38,8 @@ STALE = (
     "keys of stochastic rounding do not move here, so scales are current ones and equal numbers "
     "are rounded equally in every step; differentiate by value_and_grad of qtoolkit.nnx or "
     "qtoolkit.linen, or let the forward pass update the state: nnx.value_and_grad of an argument "
-    'that is the model, or apply(..., mutable=["qtoolkit"])'
+    'that is the model, or apply(..., mutable=["qtoolkit"]); a linen layer inside of nn.scan, '
+    "nn.remat or nn.vmap needs value_and_grad, or a wrap inside of that transformation"
 )
 COTANGENTS = (
     "differentiated without qtoolkit.{nnx,linen}.value_and_grad: the delayed scales of lhs and rhs "

@@ -115,3 +115,26 @@ def test_a_scan_that_maps_the_collection_carries_it():
     (mine,), (theirs,) = histories(updates), histories({"qtoolkit": state})
     assert mine.shape == (3, 3, 4)
     np.testing.assert_array_equal(mine[:, :2], theirs[:, :2])
+
+
+def test_layers_in_an_inner_scan_need_value_and_grad():
+    """A plain trainer is told so; ours moves their histories."""
+
+    class Cell(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(8)(x), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(Cell, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            return scan()(x, None)[0]
+
+    module = qt.linen.wrap(Stack(), FORWARD)
+    variables = module.init(jax.random.key(0), X)
+    with pytest.warns(RuntimeWarning, match=r"inside of nn.scan, nn.remat or nn.vmap needs value_"):
+        _, after = step(module, variables, X)
+    assert not any(history.any() for history in histories(after))
+    _, _, state = qt.linen.value_and_grad(lambda v: jnp.mean(module.apply(v, X) ** 2))(variables)
+    assert all(history[:2, 0].all() for history in histories({"qtoolkit": state}))
