@@ -286,7 +286,15 @@ class _Run:
         if _is_in(call.method, _FLAX) and not _is_layer(type(call.module), call.name):
             if noted := noted_kernels():  # an `Embed` that looks up, for instance
                 noted.other_uses.update(own_parameters(call.module).values())
-            return call.run(*call.args, **call.kwargs)
+            if not isinstance(call.module, nn.SpectralNorm):
+                return call.run(*call.args, **call.kwargs)
+            # It estimates by matmuls with the kernel, in high precision: the trace of the module
+            # around it would replace them.
+            mark = LayerRecipe(recipe, self.shown(call.path)).mark
+            unchanged = functools.partial(MatmulTrace, None, {}, mark=mark)
+            return run_in(
+                lambda: replacing_matmuls(unchanged()), call.run, *call.args, **call.kwargs
+            )
         if self.starting:
             return self._counted(call, recipe)
         return self._quantized(call, LayerRecipe(recipe, self.shown(call.path), kernels))

@@ -786,3 +786,24 @@ def test_a_train_state(recipe):
     assert (found.left, sum(p.count for p in found.quantized)) == ((), 6)
     is_native = 'stablehlo.composite "xla.scaled_dot"' in step.lower(state).as_text()
     assert is_native == (recipe is NATIVE)
+
+
+def test_spectral_norm_estimates_in_high_precision():
+    """Its statistics are those of the module that is not wrapped, bit for bit."""
+
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.SpectralNorm(nn.Dense(6))(x, update_stats=True)
+            return x @ self.param("kernel", nn.initializers.normal(), (6, 5))
+
+    x = jax.random.normal(jax.random.key(1), (3, 8))
+    variables = Normed().init(jax.random.key(0), x)
+    wrapped = qt.linen.wrap(Normed(), qt.Recipe("int4"))
+    y, updates = wrapped.apply(variables, x, mutable="batch_stats")
+    plain, expected = Normed().apply(variables, x, mutable="batch_stats")
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    assert not np.allclose(y, plain)
+    report = qt.linen.report(wrapped, variables, x, mutable="batch_stats")
+    assert {p.path for p in report.left} == {"SpectralNorm_0"}
+    assert {p.path for p in report.quantized} == {"Dense_0", "(model)"}
