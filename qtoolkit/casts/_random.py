@@ -49,13 +49,13 @@ def check_draw(
     if is_offset and (key is None or not isinstance(rounding, Stochastic)):
         raise ValueError(
             f"{where}: index_offset is given without a key for stochastic rounding, expected "
-            "rounding='stochastic' and key=, or leave it out"
+            "rounding='stochastic' and key=; or remove index_offset"
         )
     if not isinstance(rounding, Stochastic):
         name = "key" if key is not None else "random_bits"
         raise ValueError(
-            f"{where}: {name} is given, but rounding={rounding!r} uses no random bits; leave "
-            "it out or use rounding='stochastic'"
+            f"{where}: {name} is given, but rounding={rounding!r} uses no random bits; "
+            "remove it or use rounding='stochastic'"
         )
     if (key is None) == (random_bits is None):
         got = "neither key nor" if key is None else "both key and"

@@ -153,7 +153,12 @@ def check_shards(where: str, x: jax.Array, axis: int, length: int) -> None:
     if sharded[axis] is None or n % (shards * length) == 0:
         return
     names = _names(sharded[axis])
-    other = _roomy_axis(x, axis, length)
+    # The first axis that could take the mesh axes of this one, too.
+    fits = (
+        m % (shards * _count(x, entry) * length) == 0
+        for m, entry in zip(x.shape, sharded, strict=True)
+    )
+    other = next((i for i, it_fits in enumerate(fits) if it_fits and i != axis), None)
     new_spec = [None if place == axis else entry for place, entry in enumerate(sharded)]
     if other is None:
         advice = f"keep the axis whole, as no other one holds whole blocks in {shards} shards"
@@ -177,16 +182,6 @@ def _count(x: jax.Array, entry: Any) -> int:
     """How many shards an axis has whose entry of the sharding is this."""
     mesh = jax.typeof(x).sharding.mesh
     return math.prod(mesh.shape[name] for name in _names(entry))
-
-
-def _roomy_axis(x: jax.Array, axis: int, length: int) -> int | None:
-    """The first axis that takes the mesh axes of another one, with whole blocks in each shard."""
-    sharded = explicit_spec(x)
-    shards = _count(x, sharded[axis])
-    for other, n in enumerate(x.shape):
-        if other != axis and n % (shards * _count(x, sharded[other]) * length) == 0:
-            return other
-    return None
 
 
 def _groups(olds: list[int], news: list[int]) -> Iterator[tuple[int, int, int]]:

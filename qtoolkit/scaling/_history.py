@@ -64,16 +64,16 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     is_bad = jnp.any(counts[..., _BAD] != 0, axis=-1)
     buckets = lax.broadcasted_iota(jnp.uint32, counts.shape, counts.ndim - 1)
     top = jnp.max(jnp.where((counts != 0) & (buckets < _BAD), buckets, 0), axis=-1)
-    return _moved(history, bad, top, is_bad)
+    return _updated(history, bad, top, is_bad)
 
 
 def rolled_by(history: Array, bad: Array, amax: Array, is_bad: Array) -> tuple[Array, Array]:
     """As `rolled`, from amaxes float32[..., arrays] (0: not seen) and whether arrays were bad."""
     top = bucket(amax, _BITS)
-    return _moved(history, bad, top, jnp.any(is_bad, axis=-1))
+    return _updated(history, bad, top, jnp.any(is_bad, axis=-1))
 
 
-def _moved(history: Array, bad: Array, top: Array, is_bad: Array) -> tuple[Array, Array]:
+def _updated(history: Array, bad: Array, top: Array, is_bad: Array) -> tuple[Array, Array]:
     edge = jnp.minimum(bucket_edge(top + np.uint32(1), _BITS), _LARGEST)
     amax = jnp.where(top > 0, from_magnitude_ordinal(edge, jnp.float32), 0)
     longer = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)

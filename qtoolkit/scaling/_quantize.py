@@ -173,7 +173,7 @@ def _check_scale(
     if value is None:
         return None
     if fmt is None:
-        raise ValueError(f"{where}: {name} is given, and {spec.name} has none; leave it out")
+        raise ValueError(f"{where}: {name} is given, and {spec.name} has none; remove it")
     domain = _domain(name, fmt, spec)
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = number(where, name, value, np.float32, domain)
@@ -212,7 +212,7 @@ def _check_zero_point(
     shape: tuple[int, ...],
 ) -> jax.Array | None:
     if (value is not None) and not spec.zero_point:
-        raise ValueError(f"{where}: zero_point is given, and {spec.name} has none; leave it out")
+        raise ValueError(f"{where}: zero_point is given, and {spec.name} has none; remove it")
     if (value is None) != (scale is None) and spec.zero_point:
         name = "scale" if value is None else "zero_point"
         raise ValueError(

@@ -193,7 +193,7 @@ def test_neither_or_both_of_key_and_random_bits(name):
             function(X, "e4m3fn", rounding=rounding, key=KEY, random_bits=random)
     for given in ({"key": KEY}, {"random_bits": random}):
         (what,) = given
-        unused = rf"^{name}: {what} is given, but rounding='to_odd' uses no random bits; leave it"
+        unused = rf"^{name}: {what} is given, but rounding='to_odd' uses no random bits; remove it"
         with pytest.raises(ValueError, match=unused):
             function(X, "e4m3fn", rounding="to_odd", **given)
 

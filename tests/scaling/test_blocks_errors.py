@@ -196,16 +196,20 @@ def test_scales_of_another_dtype(value, got):
 
 def test_scales_that_the_format_has_not():
     with pytest.raises(
-        ValueError, match=r"^quantize: tensor_scale is given, and mxfp4 has none; le"
+        ValueError, match=r"^quantize: tensor_scale is given, and mxfp4 has none; remove it"
     ):
         qt.quantize(X, "mxfp4", tensor_scale=1.0)
-    with pytest.raises(ValueError, match=r"^quantize: scale is given, and bfloat16.* has none; le"):
+    with pytest.raises(
+        ValueError, match=r"^quantize: scale is given, and bfloat16.* has none; remove it"
+    ):
         qt.quantize(X, "bfloat16", scale=1.0)
     with pytest.raises(
-        ValueError, match=r"^quantize: zero_point is given, and int8.* has none; le"
+        ValueError, match=r"^quantize: zero_point is given, and int8.* has none; remove it"
     ):
         qt.quantize(X, "int8", zero_point=0)
-    with pytest.raises(ValueError, match=r"^quantize: zero_point is given, and mxfp4 has none; le"):
+    with pytest.raises(
+        ValueError, match=r"^quantize: zero_point is given, and mxfp4 has none; remove it"
+    ):
         qt.quantize(X, "mxfp4", zero_point=0)
     with pytest.raises(
         ValueError, match=r"^quantize: scale without tensor_scale for nvfp4, expecte"
