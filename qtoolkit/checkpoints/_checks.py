@@ -74,7 +74,7 @@ def check_fit(
     other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
     channel = "" if scheme.scaling is None else f", or use {other}--scaling channel"
     raise CheckpointError(
-        f"{source.path}: {said}; --keep-unfitting leaves what does not fit in high precision, "
+        f"{source.path}: {said}; --keep-unfitting excludes what does not fit, "
         f"--skip what you name{channel}"
     )
 

@@ -131,8 +131,8 @@ def finalize(
     """
     if discard and (overwrite or output.style not in ("text", "nothing")):
         raise failure(
-            "finalize --discard: nothing is written or printed; leave --overwrite, --report, "
-            "--json and --verbose out",
+            "finalize --discard: nothing is written or printed; omit --overwrite, --report, "
+            "--json and --verbose",
             2,
         )
     with one_line_errors(f"{dst} was not written"):

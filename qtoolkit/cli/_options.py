@@ -218,7 +218,7 @@ class Printing:
         if self.quiet and self.verbose:
             raise failure("--quiet and --verbose exclude each other; give one of them", 2)
         if self.verbose and (self.as_json or self.report):
-            message = "--verbose: --json and --report name every tensor already; leave it out"
+            message = "--verbose: --json and --report name every tensor already; omit it"
             raise failure(message, 2)
 
     @property

@@ -64,7 +64,7 @@ class ElementFormat:
         if BY_SPELLING.get(new.name.lower(), new) != new:
             raise ValueError(
                 f"{type(new).__name__}: name={new.name!r} is that of another format, expected one "
-                "of its own, or leave it out"
+                "of its own, or none"
             )
         return new
 

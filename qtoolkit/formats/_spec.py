@@ -74,6 +74,6 @@ def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
     if scaling is not None:
         raise ValueError(
             f"{where}: scaling={scaling!r} with {resolved.name}, which has scales of its own; "
-            f"leave it out, or give the element format, {resolved.element.name}"
+            f"omit it, or give the element format, {resolved.element.name}"
         )
     return resolved

@@ -293,7 +293,7 @@ def _as_rules(recipe: Any) -> Rules[Recipe]:
         if isinstance(key, type) and not issubclass(key, nn.Module):
             raise TypeError(
                 f"wrap: rule {key.__name__} is a class of {key.__module__}, expected a subclass "
-                "of flax.linen.Module: nothing else has products"
+                "of flax.linen.Module: nothing else has matmuls"
             )
     return training_rules(recipe)
 

@@ -122,7 +122,7 @@ def is_differentiated(x: Input, dot: Any) -> bool:
     ]
     if moving and isinstance(x, QArray):
         raise TypeError(
-            f"product: differentiated by a stored operand, {x!r}, which has no derivative; "
+            f"matmul: differentiated by a stored operand, {x!r}, which has no derivative; "
             "differentiate by something else, or train the model from wrap and quantize it then"
         )
     return bool(moving)

@@ -199,7 +199,7 @@ def explained(where: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"{where}: a matmul runs inside of a lax.while_loop, which has no gradient, expected "
-            "a model that can be differentiated: measurements leave the model as gradients; use "
+            "a model that can be differentiated: measurements come out of it as gradients; use "
             "lax.scan, or lax.fori_loop with bounds that are numbers"
         ) from error
     except Exception as error:

@@ -350,7 +350,7 @@ def _alike(batches: list[Batch]) -> list[Batch]:
         if shapes(batch) != shapes(batches[0]):
             raise ValueError(
                 "quantize: batches differ in shape, dtype or structure, expected the same: all run "
-                "through a layer before the next one; leave out the last, shorter one"
+                "through a layer before the next one; omit the last, shorter one"
             )
     return batches
 

@@ -175,7 +175,7 @@ class Recipe:
             if transforms[0] != transforms[1]:  # (x H)(H w) = x w needs both H
                 raise ValueError(
                     f"Recipe: {name} transforms its operands by {transforms[0]} and "
-                    f"{transforms[1]}, expected the same for both: the product would be another"
+                    f"{transforms[1]}, expected the same for both: the result would be another"
                 )
         lhs, rhs = self.forward
         for name, operand, forward in (

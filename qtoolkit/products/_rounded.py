@@ -285,9 +285,9 @@ def largest_over(x: Array, names: tuple[str, ...]) -> Array:
             lax.axis_size(name)
     except NameError as error:  # JAX's word for an axis that is not there
         raise ValueError(
-            f"Recipe: axis_names={names} are not all axes of a jax.shard_map around this product "
-            f"({str(error).splitlines()[0]}); expected axes of its mesh. Under jit alone leave "
-            "axis_names out: arrays that are sharded there have one scale anyway"
+            f"Recipe: axis_names={names} are not all axes of a jax.shard_map around this matmul "
+            f"({str(error).splitlines()[0]}); expected axes of its mesh. Under jit alone omit "
+            "axis_names: arrays that are sharded there have one scale anyway"
         ) from None
     return lax.pmax(x, names)
 

@@ -192,7 +192,7 @@ def restored_operand(array: QArray) -> Rounded:
     """A stored array as an operand of a matmul: the values of its codes, and its scales."""
     if getattr(array.tensor_scale, "ndim", 0):
         raise ValueError(
-            f"product: {array!r} is a stack of arrays, each with a tensor scale of its own, "
+            f"matmul: {array!r} is a stack of arrays, each with a tensor scale of its own, "
             "expected one of them; index it, or use jax.vmap"
         )
     element = array.spec.element

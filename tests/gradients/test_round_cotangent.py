@@ -184,7 +184,7 @@ def test_a_block_format_has_scales_of_its_own(spec):
     c = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
     (got,) = jax.vjp(lambda x: round_cotangent(x, spec), c)[1](c)
     np.testing.assert_array_equal(got, fake_quantize(c, spec))
-    with pytest.raises(ValueError, match="which has scales of its own; leave it out"):
+    with pytest.raises(ValueError, match="which has scales of its own; omit it"):
         round_cotangent(c, spec, scaling="tensor")
 
 

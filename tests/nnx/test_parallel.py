@@ -193,7 +193,7 @@ def test_shards_that_share_scales_share_histories(made):
 @pytest.mark.quick
 def test_an_axis_that_is_not_there():
     recipe = Recipe(axis_names=("batch",))
-    message = r"axis_names=\('batch',\) are not all axes of a jax.shard_map.*leave axis_names out"
+    message = r"axis_names=\('batch',\) are not all axes of a jax.shard_map.*omit axis_names"
     with pytest.raises(ValueError, match=message):
         qt.einsum("ij,jk->ik", jnp.ones((4, 4)), jnp.ones((4, 4)), recipe=recipe)
     with pytest.raises(ValueError, match=message):
