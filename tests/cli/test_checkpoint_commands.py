@@ -397,7 +397,7 @@ def test_finalize_says_what_it_would_ignore_before_it_writes(source, tmp_path):
         assert "exclude" in fails("finalize", tmp_path / "dst", *arguments, code=2)
     for option in ("--overwrite", "--json", "-v"):
         message = fails("finalize", tmp_path / "dst", "--discard", option, code=2)
-        assert "--discard: nothing is written or printed; leave --overwrite" in message
+        assert "--discard: nothing is written or printed; omit --overwrite" in message
     assert run("finalize", tmp_path / "dst", "-q").exit_code == 0
 
 
