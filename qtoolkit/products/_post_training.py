@@ -162,10 +162,10 @@ def checked_batches(where: str, batches: Any) -> list[Batch]:
             f"{where}: calibration is {kind}, expected an iterable of batches of inputs, e.g. "
             "[batch], or what calibrate(model, batches, 'hessian') returns"
         )
-    found = [Batch.of(batch) for batch in batches]
-    if not found:
+    listed = [Batch.of(batch) for batch in batches]
+    if not listed:
         raise ValueError(f"{where}: not calibrated: there are no batches, expected one or more")
-    return found
+    return listed
 
 
 def _observed(
@@ -350,7 +350,7 @@ def _alike(batches: list[Batch]) -> list[Batch]:
         if shapes(batch) != shapes(batches[0]):
             raise ValueError(
                 "quantize: batches differ in shape, dtype or structure, expected the same: all run "
-                "through a layer before the next one; leave out the last, shorter one"
+                "through a layer before the next one; skip the last, shorter one"
             )
     return batches
 
