@@ -234,19 +234,7 @@ def tuned(
     else:
         model.tracked(batches, solver.visit)
     made = {name: solver.joined(name, model.params[name]) for name in kernels}
-    few = [
-        f"{shown(key)}[{', '.join(map(str, np.flatnonzero(is_few)))}]"
-        for key, (hessian, _) in solver.seen.items()
-        if key in solver.solved
-        and (is_few := np.asarray(hessian.rows.reshape(-1) < hessian.channels)).any()
-    ]
-    if few:
-        warnings.warn(
-            "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
-            f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
-            "calibrate with more samples",
-            stacklevel=4,
-        )
+    solver.warn_of_few_rows()
     return Tuned(made, model.params)
 
 
@@ -313,6 +301,21 @@ class _Solver:
         w = transform.of_kernel(kernel) if transform else kernel
         made = solved(f"quantize: {shown(key)}", w, spec, hessian, how, *options)
         return dataclasses.replace(made, dtype=kernel.dtype, **transform._asdict())
+
+    def warn_of_few_rows(self) -> None:
+        few = [
+            f"{shown(key)}[{', '.join(map(str, np.flatnonzero(is_few)))}]"
+            for key, (hessian, _) in self.seen.items()
+            if key in self.solved
+            and (is_few := np.asarray(hessian.rows.reshape(-1) < hessian.channels)).any()
+        ]
+        if few:
+            warnings.warn(
+                "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
+                f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
+                "calibrate with more samples",
+                stacklevel=5,
+            )
 
     def joined(self, name: str, array: Array) -> QArray:
         """A kernel, or the stack of all kernels of a parameter."""
