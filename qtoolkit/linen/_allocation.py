@@ -72,7 +72,7 @@ def allocate(
 def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[str, int]]:
     """The bytes of the kernels of each layer as `quantize` stores them, and as they are."""
     sizes: dict[str, int] = {}
-    wide: dict[str, int] = {}
+    unquantized: dict[str, int] = {}
     for path, uses in kernels.uses.items():
         use, x, layer = uses[0], at(params, path), "/".join(path[:-1])
         lead = x.ndim - len(use.shape)
@@ -82,5 +82,5 @@ def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[s
         given = {"operand": use.operand, "axes": use.axes, "stacked": lead}
         leaves = jax.tree.leaves(jax.eval_shape(functools.partial(store, **given), x))
         sizes[layer] = sizes.get(layer, 0) + sum(a.size * a.dtype.itemsize for a in leaves)
-        wide[layer] = wide.get(layer, 0) + x.size * x.dtype.itemsize
-    return sizes, wide
+        unquantized[layer] = unquantized.get(layer, 0) + x.size * x.dtype.itemsize
+    return sizes, unquantized

@@ -66,9 +66,9 @@ def allocate(
     def measured(recipe: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
         kernels = _kernels(quantize(model, recipe))
         sizes = {path: x.nbytes for path, x in kernels.items() if isinstance(x, QArray)}
-        wide = {path: x.nbytes for path, x in _kernels(model).items() if path in sizes}
+        unquantized = {path: x.nbytes for path, x in _kernels(model).items() if path in sizes}
         wrapped = wrap(model, serving_rules(recipe))
-        return sensitivity(wrapped, batch, loss_fn), sizes, wide
+        return sensitivity(wrapped, batch, loss_fn), sizes, unquantized
 
     return allocated(choices, bytes, measured)
 

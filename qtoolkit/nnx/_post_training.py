@@ -46,8 +46,8 @@ def parameter_names(model: nnx.Module) -> dict[int, str]:
 
     A Variable that several layers share has one name, which need not be a path of each layer.
     """
-    found = nnx.iter_graph(model)
-    return {id(x): "/".join(map(str, path)) for path, x in found if isinstance(x, nnx.Param)}
+    nodes = nnx.iter_graph(model)
+    return {id(x): "/".join(map(str, path)) for path, x in nodes if isinstance(x, nnx.Param)}
 
 
 def observed_inputs(model: nnx.Module, batches: Iterable[Any], dtype: Any = jnp.float32) -> Any:

@@ -19,7 +19,7 @@ _UNITS = 4096  # sizes are rounded up to the limit over this number
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Allocation(Rules[Recipe]):
-    """The rules that `allocate` found, with the table that they come from.
+    """The rules that `allocate` returns, with the table that they come from.
 
     Attributes:
       paths: The layers.
@@ -167,19 +167,19 @@ def allocated(
     if any(rule is not None and rule.rules for rule in rules):
         raise TypeError("allocate: a choice is Rules, expected a format, a Recipe or None")
     recipes = [None if rule is None else rule.default for rule in rules]
-    found = [None if choice is None else measured(choice) for choice in choices]
-    wide = next(row[2] for row in found if row is not None)
-    free = dict.fromkeys(wide, 0.0)
-    sizes = [wide if row is None else row[1] for row in found]
-    costs = [free if row is None else dict(row[0].ranking) for row in found]
-    paths = [path for path in wide if all(path in row for rows in (sizes, costs) for row in rows)]
+    rows = [None if choice is None else measured(choice) for choice in choices]
+    unquantized = next(row[2] for row in rows if row is not None)
+    free = dict.fromkeys(unquantized, 0.0)
+    sizes = [unquantized if row is None else row[1] for row in rows]
+    costs = [free if row is None else dict(row[0].ranking) for row in rows]
+    paths = [path for path in unquantized if all(path in row for row in (*sizes, *costs))]
     if not paths:
         raise ValueError(
             "allocate: no layer has a kernel that every choice stores, expected nnx.Linear, "
             "linen.Dense and the like, reached by the batch"
         )
     names = ["high precision" if recipe is None else _named(recipe) for recipe in recipes]
-    bytes_, added = ([[row[path] for row in rows] for path in paths] for rows in (sizes, costs))
+    bytes_, added = ([[row[path] for row in each] for path in paths] for each in (sizes, costs))
     return Allocation(paths, names, recipes, bytes_, added, limit)
 
 

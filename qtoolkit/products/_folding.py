@@ -196,8 +196,12 @@ def rotated(
             _change(params, root.key, InputTransform(None, (one.block, 0, axis)))
     for gain in gains:
         _put(params, gain.key, jnp.ones_like(params[gain.key[0]][gain.key[1]]))
+    return params, _explicit_rotations(graph, [key[0] for key in asked if key[0] in rest])
+
+
+def _explicit_rotations(graph: Graph, names: Sequence[str]) -> Transforms:
     transforms, odd = {}, []
-    for name in dict.fromkeys(name for name, _ in sorted(asked, key=str) if name in rest):
+    for name in sorted(set(names)):
         use = graph.use(name)
         block = _block_of(use)
         if block == 1:
@@ -209,9 +213,9 @@ def rotated(
         warnings.warn(
             f"quantize: hadamard: {len(odd)} kernels are not rotated, because they have an odd "
             f"number of input channels: {', '.join(odd[:8])}{' ...' * (len(odd) > 8)}",
-            stacklevel=5,
+            stacklevel=6,
         )
-    return params, transforms
+    return transforms
 
 
 def _block_of(use: Use) -> int:

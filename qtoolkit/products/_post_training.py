@@ -162,10 +162,10 @@ def checked_batches(where: str, batches: Any) -> list[Batch]:
             f"{where}: calibration is {kind}, expected an iterable of batches of inputs, e.g. "
             "[batch], or what calibrate(model, batches, 'hessian') returns"
         )
-    found = [Batch.of(batch) for batch in batches]
-    if not found:
+    listed = [Batch.of(batch) for batch in batches]
+    if not listed:
         raise ValueError(f"{where}: not calibrated: there are no batches, expected one or more")
-    return found
+    return listed
 
 
 def _observed(
@@ -234,19 +234,7 @@ def tuned(
     else:
         model.tracked(batches, solver.visit)
     made = {name: solver.joined(name, model.params[name]) for name in kernels}
-    few = [
-        f"{shown(key)}[{', '.join(map(str, np.flatnonzero(is_few)))}]"
-        for key, (hessian, _) in solver.seen.items()
-        if key in solver.solved
-        and (is_few := np.asarray(hessian.rows.reshape(-1) < hessian.channels)).any()
-    ]
-    if few:
-        warnings.warn(
-            "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
-            f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
-            "calibrate with more samples",
-            stacklevel=4,
-        )
+    solver.warn_of_few_rows()
     return Tuned(made, model.params)
 
 
@@ -314,6 +302,21 @@ class _Solver:
         made = solved(f"quantize: {shown(key)}", w, spec, hessian, how, *options)
         return dataclasses.replace(made, dtype=kernel.dtype, **transform._asdict())
 
+    def warn_of_few_rows(self) -> None:
+        few = [
+            f"{shown(key)}[{', '.join(map(str, np.flatnonzero(is_few)))}]"
+            for key, (hessian, _) in self.seen.items()
+            if key in self.solved
+            and (is_few := np.asarray(hessian.rows.reshape(-1) < hessian.channels)).any()
+        ]
+        if few:
+            warnings.warn(
+                "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
+                f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
+                "calibrate with more samples",
+                stacklevel=5,
+            )
+
     def joined(self, name: str, array: Array) -> QArray:
         """A kernel, or the stack of all kernels of a parameter."""
         indices = _indices(name, array, self.seen)
@@ -350,7 +353,7 @@ def _alike(batches: list[Batch]) -> list[Batch]:
         if shapes(batch) != shapes(batches[0]):
             raise ValueError(
                 "quantize: batches differ in shape, dtype or structure, expected the same: all run "
-                "through a layer before the next one; omit the last, shorter one"
+                "through a layer before the next one; skip the last, shorter one"
             )
     return batches
 

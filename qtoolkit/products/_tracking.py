@@ -89,18 +89,22 @@ class _Run(NamedTuple):
         jaxpr = closed.jaxpr
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env |= {v: Value((c,), Node()) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
-        left = Counter(a for eqn in jaxpr.eqns for a in eqn.invars if not isinstance(a, Literal))
-        left.update(a for a in jaxpr.outvars if not isinstance(a, Literal))
+        remaining = Counter(
+            a for eqn in jaxpr.eqns for a in eqn.invars if not isinstance(a, Literal)
+        )
+        remaining.update(a for a in jaxpr.outvars if not isinstance(a, Literal))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, Literal):
                 return Value((atom.val,), Node())
-            left[atom] -= 1
-            return env[atom] if left[atom] else env.pop(atom)  # arrays are freed after their use
+            remaining[atom] -= 1
+            return (
+                env[atom] if remaining[atom] else env.pop(atom)
+            )  # arrays are freed after their use
 
         for eqn in jaxpr.eqns:
             outs = self._computed(eqn, [read(atom) for atom in eqn.invars])
-            env.update((v, out) for v, out in zip(eqn.outvars, outs, strict=True) if left[v])
+            env.update((v, out) for v, out in zip(eqn.outvars, outs, strict=True) if remaining[v])
         return [read(atom) for atom in jaxpr.outvars]
 
     def _computed(self, eqn: Any, inputs: list[Value]) -> list[Value]:
@@ -114,7 +118,9 @@ class _Run(NamedTuple):
         if name == "while":
             return self._looped(eqn.params, inputs)
         if name == "cond":
-            return self._branched(eqn.params["branches"], inputs)
+            index, *operands = inputs
+            branches = dict(enumerate(eqn.params["branches"]))
+            return self._chosen([int(i) for i in index.arrays], branches, operands)
         if name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
             inputs, root = self._visited(name, eqn.params, inputs)
             outs = [Value(arrays, Node()) for arrays in self._bound(eqn, inputs)]
@@ -161,40 +167,37 @@ class _Run(NamedTuple):
     def _looped(self, params: Any, inputs: list[Value]) -> list[Value]:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body = inputs[:first], inputs[first : first + second]
-        carry = inputs[first + second :]
+        carry, bodies = inputs[first + second :], {True: params["body_jaxpr"]}
         while True:
-            (goes_on,) = self.evaluated(params["cond_jaxpr"], [*of_cond, *carry])
-            running = [i for i, flag in enumerate(goes_on.arrays) if flag]
-            if not running:
+            (test,) = self.evaluated(params["cond_jaxpr"], [*of_cond, *carry])
+            flags = [bool(flag) for flag in test.arrays]
+            if not any(flags):
                 return carry
-            if len(running) == len(goes_on.arrays):
-                carry = self.evaluated(params["body_jaxpr"], [*of_body, *carry])
-            else:
-                new = self._of_some(running, params["body_jaxpr"], [*of_body, *carry])
-                carry = [_replaced(x, running, y) for x, y in zip(carry, new, strict=True)]
+            carry = self._chosen(flags, bodies, [*of_body, *carry], carry)
 
-    def _branched(self, branches: Any, inputs: list[Value]) -> list[Value]:
-        index, *operands = inputs
-        chosen = [int(i) for i in index.arrays]
-        if len(set(chosen)) == 1:
-            return self.evaluated(branches[chosen[0]], operands)
-        outs: list[Value] = []
-        for branch in sorted(set(chosen)):
-            some = [i for i, other in enumerate(chosen) if other == branch]
-            new = self._of_some(some, branches[branch], operands)
-            blank = [Value((None,) * self.batches, Node()) for _ in new]
-            outs = [_replaced(x, some, y) for x, y in zip(outs or blank, new, strict=True)]
-        return outs
-
-    def _of_some(self, batches: list[int], closed: Any, inputs: Sequence[Value]) -> list[Value]:
-        """The results for some of the batches alone. Of their values no root is known."""
-        for value in inputs:
+    def _chosen(
+        self,
+        choices: Sequence[Any],
+        jaxprs: Mapping[Any, Any],
+        inputs: Sequence[Value],
+        others: Sequence[Value] = (),
+    ) -> list[Value]:
+        """The results of the jaxpr that each batch chose; those of `others` if it chose none."""
+        if len(set(choices)) == 1:
+            return self.evaluated(jaxprs[choices[0]], inputs)
+        for value in (*inputs, *others):  # no root is known of what is taken apart
             value.node.users.append(Link())
-        some = [
-            x if len(x.arrays) == 1 else Value(tuple(x.arrays[i] for i in batches), Node())
-            for x in inputs
-        ]
-        return self._replace(batches=len(batches)).evaluated(closed, some)
+        rows = [[value.of_batch(i) for value in others] for i in range(self.batches)]
+        for choice, jaxpr in jaxprs.items():
+            some = [i for i, other in enumerate(choices) if other == choice]
+            own = [
+                x if len(x.arrays) == 1 else Value(tuple(x.arrays[i] for i in some), Node())
+                for x in inputs
+            ]
+            outs = self._replace(batches=len(some)).evaluated(jaxpr, own) if some else []
+            for place, i in enumerate(some):
+                rows[i] = [out.of_batch(place) for out in outs]
+        return [Value(arrays, Node()) for arrays in zip(*rows, strict=True)]
 
     def _visited(
         self, name: str, params: Any, inputs: list[Value]
@@ -225,7 +228,7 @@ class _Run(NamedTuple):
         array = lax.transpose(kernel.arrays[0], back)
         ragged = inputs[2] if name == "ragged_dot_general" else None
         count = max(len(x.arrays), 1 if ragged is None else len(ragged.arrays))
-        sizes = None if ragged is None else lambda i: ragged.of_batch(i)
+        sizes = None if ragged is None else ragged.of_batch
         new = self.visit(
             Use(
                 key, how, array, x.node, kernel.node, signature,
@@ -350,10 +353,3 @@ def _stacked(values: Sequence[Value]) -> Value:
         value.node.users.append(Link())
     rows = (jnp.stack([value.of_batch(i) for value in values]) for i in range(count))
     return Value(tuple(rows), Node())
-
-
-def _replaced(value: Value, batches: Sequence[int], new: Value) -> Value:
-    """A value with those of `new` for some of the batches."""
-    arrays = dict(enumerate(value.arrays))
-    arrays |= {i: new.of_batch(k) for k, i in enumerate(batches)}
-    return Value(tuple(arrays.values()), Node())

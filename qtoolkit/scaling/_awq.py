@@ -38,8 +38,8 @@ def awq_factors(
     """Search AWQ's factors: channels with large inputs are multiplied before they are rounded.
 
     The factors are mean |x| to a power between 0 and 1, centred on 1. The power is the one with the
-    least squared error of `(x / factors) @ rounded(factors * w)`, found from H, so no inputs need
-    be kept. `equalize` applies them: `x, w = equalize(x, w, factors)`.
+    least squared error of `(x / factors) @ rounded(factors * w)`, found from H, so that no inputs
+    need be stored. `equalize` applies them: `x, w = equalize(x, w, factors)`.
 
     Args:
       w: The kernel, float32, float16 or bfloat16; or several that share their inputs, such as those

@@ -1,4 +1,4 @@
-"""Factors that move range from one operand of a product to the other, channel by channel."""
+"""Factors that move range from one operand of a matmul to the other, channel by channel."""
 
 import functools
 from typing import Any

@@ -136,28 +136,26 @@ def _solved(
     act_order: bool,
     packed: bool,
 ) -> tuple[Array, Scales, Array]:
-    wide = exact_float32(w)
     blocks = how.blocks(spec, w.shape)
     _, groups, _ = blocks.counts
     scales, _ = find_scales(w, spec)
     is_fixed = groups == 1 or act_order or blocks.lengths[0] > 1 or spec.scale is None
-    given = how.scales(scales, spec, w.shape) if is_fixed else Scales()
-    matrices = how.matrices(wide).astype(total.dtype)
+    fixed = how.scales(scales, spec, w.shape) if is_fixed else Scales()
+    matrices = how.matrices(exact_float32(w)).astype(total.dtype)
     batch = matrices.shape[0]
-    given = given._replace(tensor_scale=None)
-    given = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), given)
+    fixed = fixed._replace(tensor_scale=None)
+    fixed = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), fixed)
     _, group, width = blocks.lengths
     problem = _Problem(spec, group, width, is_fixed, act_order)
 
-    def solve(w: Array, total: Array, given: Scales) -> tuple[Array, Scales, Array]:
-        return problem.solved(w, total, damping, given._replace(tensor_scale=scales.tensor_scale))
+    def solve(w: Array, total: Array, fixed: Scales) -> tuple[Array, Scales, Array]:
+        return problem.solved(w, total, damping, fixed._replace(tensor_scale=scales.tensor_scale))
 
-    codes, found, is_definite = jax.vmap(solve)(matrices, total, given)
+    codes, own, is_definite = jax.vmap(solve)(matrices, total, fixed)
     codes = how.restored(codes, w.shape)
     if not is_fixed:
         shape = spec.scale_shape(w.shape)
-        restored = (None if x is None else how.restored(x, shape) for x in found[::2])
-        scale, zero_point = restored
+        scale, zero_point = (None if x is None else how.restored(x, shape) for x in own[::2])
         scales = Scales(scale, scales.tensor_scale, zero_point)
     codes = pack(codes, spec.element) if packed and spec.element.bits in WIDTHS else codes
     return codes, scales, jnp.all(is_definite)
@@ -168,7 +166,8 @@ class _Problem(NamedTuple):
 
     Attributes:
       group, width: The lengths of a block along channels and columns.
-      is_fixed: Whether the scales are given; else each group of channels gets its own.
+      is_fixed: Whether scales follow from the kernel as it is; else each group of channels gets
+        its own when it is reached.
     """
 
     spec: BlockFormat
@@ -178,7 +177,7 @@ class _Problem(NamedTuple):
     act_order: bool
 
     def solved(
-        self, w: Array, total: Array, damping: Array, given: Scales
+        self, w: Array, total: Array, damping: Array, fixed: Scales
     ) -> tuple[Array, Scales, Array]:
         """Codes, scales and whether the damped H is positive definite."""
         channels = w.shape[0]
@@ -196,7 +195,10 @@ class _Problem(NamedTuple):
             across = lax.dynamic_slice_in_dim(upper, start, step, 1)
             rows = lax.dynamic_slice_in_dim(ordered, start, step, 0)
             rows -= jnp.matmul(across.T, errors, precision=lax.Precision.HIGHEST)
-            scales = given if self.is_fixed else self._found(rows, given)
+            scales = fixed
+            if not self.is_fixed:  # from what the channels of this group have become
+                blocks = with_block(self.spec, self.group, self.width)
+                scales, _ = find_scales(in_float32(rows), blocks, fixed)
             places = lax.dynamic_slice_in_dim(groups, start, step) if self.is_fixed else None
             within = lax.dynamic_slice_in_dim(across, start, step, 0)
             rows, new = self._rounded(rows, within, scales, places)
@@ -207,17 +209,13 @@ class _Problem(NamedTuple):
         rows = rows.reshape(ordered.shape)[:channels]
         rows = jnp.zeros_like(w).at[order].set(rows)
         if self.is_fixed:
-            scales = given
+            scales = fixed
         else:
             scale, zero_point = (None if x is None else x[:, 0] for x in scales[::2])
-            scales = Scales(scale, given.tensor_scale, zero_point)
+            scales = Scales(scale, fixed.tensor_scale, zero_point)
         spec = with_block(self.spec, min(self.group, channels), self.width)
         codes = block_codes(in_float32(rows), spec, NEAREST, scales)
         return codes, scales, jnp.all(jnp.isfinite(upper))
-
-    def _found(self, rows: Array, given: Scales) -> Scales:
-        spec = with_block(self.spec, self.group, self.width)
-        return find_scales(in_float32(rows), spec, given)[0]
 
     def _rounded(
         self, rows: Array, upper: Array, scales: Scales, places: Array | None

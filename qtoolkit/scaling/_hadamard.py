@@ -34,7 +34,7 @@ def hadamard_transform(
 ) -> jax.Array:
     """Multiplies each block along `axis` by the Hadamard matrix H, divided by sqrt(block).
 
-    H is orthonormal and its own inverse, so a product over `axis` stays what it is, up to rounding:
+    H is orthonormal and its own inverse, so a matmul over `axis` stays what it is, up to rounding:
     (x H)(H w) = x w. With a key it is the random Hadamard transform: elements are multiplied by
     random signs D first, x D H, and the same key undoes it or cancels in (x D H)(H D w).
 
@@ -44,7 +44,7 @@ def hadamard_transform(
       axis: The axis that blocks lie along; its length is a multiple of `block`. Where `x` is
         sharded along it, let each shard hold whole blocks.
       key: A key of `jax.random`, for random signs: one vector of `block` signs, which all blocks
-        share, as in NVFP4 training. Both operands of a product need the same key.
+        share, as in NVFP4 training. Both operands of a matmul need the same key.
       inverse: Whether to undo the transform with the same `key`: y H D. Without a key, the
         transform is its own inverse.
 

@@ -361,7 +361,8 @@ class Loop(nnx.Module):
 
 def test_matmuls_in_loops_and_branches_see_the_batches_that_reach_them():
     model = Loop()
-    seen = [(x, jnp.asarray(1 + i)) for i, x in enumerate(batches(3, (64,), 16))]
+    counts = (1, 2, 3, 4)
+    seen = [(x, jnp.asarray(n)) for x, n in zip(batches(4, (64,), 16), counts, strict=True)]
     found = qt.nnx.calibrate(model, seen, "hessian")
     sums = {"layer/kernel": [], "branch/kernel": []}
     for x, count in seen:
