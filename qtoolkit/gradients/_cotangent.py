@@ -1,4 +1,4 @@
-"""`round_cotangent`: the identity, whose transpose rounds."""
+"""`round_cotangent`: the identity with a transpose that rounds."""
 
 import dataclasses
 from typing import Any

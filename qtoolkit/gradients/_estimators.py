@@ -72,7 +72,7 @@ class CotangentEstimator(Estimator, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """1 everywhere. Source: arXiv:1308.3432 (the straight-through estimator).
+    """The straight-through estimator: slope 1 everywhere. Source: arXiv:1308.3432.
 
     Examples:
       >>> x = jnp.asarray([0.3, 449.0])
@@ -86,7 +86,7 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True)
 class Clipped:
-    """1 where lower <= x <= upper, else 0; also 0 at the infinities and at NaN.
+    """Slope 1 where lower <= x <= upper, else 0; also 0 at the infinities and at NaN.
 
     A saturated value no longer moves with x; passing its gradient lets x drift further out.
     Source: arXiv:1602.02830 (saturating straight-through estimator), here with the format's range.
@@ -103,7 +103,7 @@ class Clipped:
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """0 everywhere: the true derivative of a rounding, where it has one.
+    """Slope 0 everywhere: the true derivative of a rounding, where it has one.
 
     Examples:
       >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient=qt.gradients.Zero()))(0.3)
@@ -138,7 +138,7 @@ def slope(
 ) -> jax.Array:
     """The slope at `x`, with these ends of the range; None for those of `fmt`."""
     ends = _ends(fmt) if ends is None else ends
-    return jnp.asarray(rule.slope(x, *ends, fmt))  # of a user, perhaps a number
+    return jnp.asarray(rule.slope(x, *ends, fmt))  # a user's rule may return a number
 
 
 def _ends(fmt: Format) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """`fake_convert`: an affine map, a rounding, and the way back."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
@@ -18,12 +19,14 @@ from qtoolkit.casts.internal import (
     check_arguments,
     check_holds,
     check_unnarrowed,
+    differentiable_product,
     differentiable_quotient,
     differentiable_widened,
     in_dtype,
     linear_in_dtype,
     linear_product,
     linear_quotient,
+    linear_with_transpose,
     parameter,
     product,
     quotient,
@@ -42,7 +45,6 @@ from qtoolkit.gradients._estimators import (
     slope_times_tangent,
     tangent,
 )
-from qtoolkit.gradients._linear import broadcast_product
 
 
 def fake_convert(
@@ -145,10 +147,54 @@ def _argument_dot(
 ) -> jax.Array:
     """The tangent of `_argument`, in the dtype of `x`."""
     u_dot = linear_product(spread(scale, x), x_dot)
-    u_dot += broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
+    u_dot += _broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
     if shift_dot is not None:
-        u_dot -= broadcast_product(jnp.ones_like(differentiable_widened(x)), shift_dot, x.dtype)
+        u_dot -= _broadcast_product(jnp.ones_like(differentiable_widened(x)), shift_dot, x.dtype)
     return u_dot
+
+
+def _broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`coefficient * x`, rounded to `dtype`; linear in `x`, a parameter that broadcasts.
+
+    Its transpose sums in the dtype of the coefficient. Where the cotangent is 0, it adds 0 even if
+    the coefficient is a NaN or an infinity, for which 0 * coefficient would be NaN.
+
+    Args:
+      coefficient: float32 or float64.
+      x: The same or a narrower float dtype, of the rank of `coefficient`.
+    """
+    sharding = jax.typeof(x).sharding
+    explicit = sharding if sharding.mesh.explicit_axes else None
+    transpose = _ProductTransposed(x.shape, x.dtype, explicit)
+    return linear_with_transpose(_Product(jnp.dtype(dtype)), transpose, (coefficient,), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    dtype: DTypeLike
+
+    def __call__(self, residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+        factor = jnp.broadcast_to(widened(x), residuals[0].shape)
+        return in_dtype(differentiable_product(residuals[0], factor), self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProductTransposed:
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    sharding: jax.sharding.Sharding | None
+
+    def __call__(self, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
+        wide = widened(cotangent)
+        zero = jnp.zeros_like(wide)
+        terms = jnp.where(wide == 0, zero, differentiable_product(residuals[0], wide))
+        summed = [
+            i
+            for i, (n, wide_n) in enumerate(zip(self.shape, terms.shape, strict=True))
+            if n != wide_n
+        ]
+        total = in_dtype(jnp.sum(terms, axis=summed, keepdims=True), self.dtype)
+        return total if self.sharding is None else jax.sharding.reshard(total, self.sharding)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
@@ -178,21 +224,21 @@ def _fake_convert_jvp(
         # The estimator acts on the cotangent of the rounding itself, so all terms go through it in
         # one sum, of float32 or float64: the gradient by the scale is a small difference of two
         # large sums.
-        def wide(primal: jax.Array, dot: Any) -> jax.Array:
+        def widened_dot(primal: jax.Array, dot: Any) -> jax.Array:
             dot = jnp.zeros_like(primal) if isinstance(dot, SymbolicZero) else dot
             return linear_in_dtype(dot, wide_y.dtype)
 
-        x_dot, scale_dot = wide(x, x_dot), wide(scale, scale_dot)
+        x_dot, scale_dot = widened_dot(x, x_dot), widened_dot(scale, scale_dot)
         if shift is not None:
-            shift_dot = wide(shift, shift_dot)
+            shift_dot = widened_dot(shift, shift_dot)
         u = differentiable_widened(_argument(x, scale, shift))
         q = round_values(lax.stop_gradient(u), fmt, projection.drawn(x.shape))
         u_dot = _argument_dot(differentiable_widened(x), scale, x_dot, scale_dot, shift_dot)
         y_dot = linear_quotient(tangent(rule, u, q, u_dot, fmt), wide_scale)
-        y_dot -= broadcast_product(differentiable_quotient(wide_y, wide_scale), scale_dot, u.dtype)
+        y_dot -= _broadcast_product(differentiable_quotient(wide_y, wide_scale), scale_dot, u.dtype)
         if shift is not None:
             inverse = differentiable_quotient(jnp.ones_like(wide_y), wide_scale)
-            y_dot += broadcast_product(inverse, shift_dot, u.dtype)
+            y_dot += _broadcast_product(inverse, shift_dot, u.dtype)
         return y, linear_in_dtype(y_dot, y.dtype)
     d = slope(rule, _argument(x, scale, shift), fmt)
     wide_d = differentiable_widened(d)
@@ -202,10 +248,10 @@ def _fake_convert_jvp(
     if not isinstance(scale_dot, SymbolicZero):
         by_x = linear_product(wide_d, differentiable_widened(x))
         by_scale = differentiable_quotient(by_x - wide_y, wide_scale)
-        y_dot += broadcast_product(by_scale, scale_dot, y.dtype)
+        y_dot += _broadcast_product(by_scale, scale_dot, y.dtype)
     if shift is not None and not isinstance(shift_dot, SymbolicZero):
         by_shift = differentiable_quotient(jnp.broadcast_to(1 - wide_d, x.shape), wide_scale)
-        y_dot += broadcast_product(by_shift, shift_dot, y.dtype)
+        y_dot += _broadcast_product(by_shift, shift_dot, y.dtype)
     return y, y_dot
 
 

@@ -77,7 +77,7 @@ def fake_quantize(
     rule = estimator("fake_quantize", gradient)
     if isinstance(x, jax.Array):
         return _fake_quantize_jitted(x, given, projection, spec, rule)
-    with types_of(x):  # a constant, of 64 bits that JAX has not
+    with types_of(x):  # a constant of 64 bits, which are off in JAX
         return _through_codes(x, given, projection, spec, kept_dtype(x))
 
 
@@ -108,9 +108,13 @@ def _fake_quantize_jvp(
     scales, _ = find_scales(x, spec, given)
     u = _scaled(x, scales, spec)
     q = element_values(u, spec, projection.drawn(x.shape), None)
-    ends = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
-    u = _unclamped(u, spec, ends)
-    return y, tangent(rule, u, q, x_dot, spec.element, ends)
+    # Values that are rounded to an end of the range lie up to half a step beyond it. They count as
+    # that end: clamping them is only rounding, and the slope of `Clipped` there is 1.
+    lowest, largest = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
+    first, last = map(np.float32, unclamped_range(spec))
+    u = jnp.where((u < np.float32(lowest)) & (u >= first), np.float32(lowest), u)
+    u = jnp.where((u > np.float32(largest)) & (u <= last), np.float32(largest), u)
+    return y, tangent(rule, u, q, x_dot, spec.element, (lowest, largest))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -126,14 +130,6 @@ def _scaled_jvp(spec: BlockFormat, primals: Any, tangents: Any) -> tuple[jax.Arr
     factor = lax.stop_gradient(one - zero)  # 1 / scale, whether there are zero points or not
     factor = jnp.where(jnp.isfinite(factor), factor, jnp.zeros_like(factor))
     return _scaled(x, scales, spec), tangents[0].astype(factor.dtype) * factor
-
-
-def _unclamped(u: jax.Array, spec: BlockFormat, ends: tuple[float, float]) -> jax.Array:
-    """Scaled values; those that are rounded to an end of the range become that end."""
-    lowest, largest = map(np.float32, ends)
-    first, last = map(np.float32, unclamped_range(spec))
-    u = jnp.where((u < lowest) & (u >= first), lowest, u)
-    return jnp.where((u > largest) & (u <= last), largest, u)
 
 
 _fake_quantize_jitted = jax.jit(_fake_quantize, static_argnums=(3, 4))

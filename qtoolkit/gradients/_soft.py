@@ -1,4 +1,4 @@
-"""The soft estimators of the literature, on the grid of any format.
+"""Soft estimators of the literature, for the values of any format.
 
 The papers assume equal steps. Here the step is the gap between the two values of the format next to
 x, its neighbours. Each slope is computed in float32 (float64 for float64) and rounded once to the
@@ -32,7 +32,7 @@ from qtoolkit.formats import Format
 
 @dataclasses.dataclass(frozen=True)
 class Ramp:
-    """1 within the format's range, falling linearly to 0 over a flank on either side of it.
+    """Slope 1 within the format's range, falling linearly to 0 over a flank on either side.
 
     Values just beyond the range can still come back; far ones no longer drift. 0 at NaN and at the
     infinities.
@@ -239,7 +239,7 @@ def _over(x: jax.Array, length: float) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _position(x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
-    """Where `x` lies between its neighbours: -1 at the lower one, 0 midway, towards 1 at the upper.
+    """Where `x` lies between its neighbours: -1 at the lower one, 0 midway, 1 at the upper one.
 
     Beyond the range the neighbours are the outermost two values, so it exceeds -1 or 1. Its
     derivative is 2 / gap, as between fixed neighbours; in float32, gaps below 2**-100 count as that
@@ -277,7 +277,8 @@ def _neighbours(
     down, up = Projection("toward_negative"), Projection("toward_positive")
     below = round_values(from_ordinal(place, wide.dtype), fmt, down)
     above = round_values(from_ordinal(place + 1, wide.dtype), fmt, up)
-    below = jnp.where(ordinal(below) <= place, below, lower)  # bool: 0.5 rounded down is 1, too
+    # In bool every number but 0 becomes 1, even where it is rounded down.
+    below = jnp.where(ordinal(below) <= place, below, lower)
     return below, above
 
 

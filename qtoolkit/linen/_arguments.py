@@ -44,7 +44,7 @@ def explain_reserved_name(error: TypeError) -> None:
         if str(error) == f"run_interceptors() got multiple values for argument {name!r}":
             raise TypeError(
                 f"wrap: a method of a module is called with {name}=..., expected this argument by "
-                "position: under nn.intercept_methods, which quantizes its products, Flax cannot "
+                "position: under nn.intercept_methods, which quantizes its matmuls, Flax cannot "
                 f"pass an argument of that name; write layer(x, {name}) in place of "
                 f"layer(x, {name}={name}), and rename it if it is keyword-only"
             ) from error

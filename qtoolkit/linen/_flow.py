@@ -40,7 +40,7 @@ def _opened(where: str, wrapped: Any, variables: Any) -> tuple[_Adapter, Any]:
 
 
 def _learned(scales: Any) -> dict[tuple[str, ...], Kept]:
-    """The learned scales of each product, by its path in the collection."""
+    """The learned scales of each matmul, by its path in the collection."""
     found = {}
     for path, arrays in products_of(scales):
         *around, layer, name = path
@@ -56,11 +56,11 @@ def calibrate(
     observer: Any = "absmax",
     **options: Any,
 ) -> Any:
-    """Finds one scale for each operand of a wrapped module's products, from batches of inputs.
+    """Finds one scale for each operand of a wrapped module's matmuls, from batches of inputs.
 
     As `qtoolkit.nnx.calibrate`; `wrapped.apply(variables, ...)` is called with each batch. Layers
     under `nn.custom_vjp`, or where Flax differentiates inside of the model, cannot be measured:
-    `unreached` names them, and `freeze` refuses them, so leave them by a rule.
+    `unreached` names them, and `freeze` refuses them, so exclude them by a rule.
 
     Raises:
       TypeError: `wrapped` is no linen module, `variables` no dictionary with "params"; `batches` is
@@ -83,12 +83,12 @@ def calibrate(
 def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Model, Any]:
     """A module like `wrapped` with the scales of a calibration, and its variables.
 
-    As `qtoolkit.nnx.freeze`. The collection "qtoolkit" then holds the amaxes of each product;
+    As `qtoolkit.nnx.freeze`. The collection "qtoolkit" then holds the amaxes of each matmul;
     layers that `nn.scan` stacks share one.
 
     Raises:
       TypeError: As `calibrate`, or `calibration` is no `Calibration`.
-      ValueError: The module is not wrapped, or a product that ran was not calibrated: the message
+      ValueError: The module is not wrapped, or a matmul that ran was not calibrated: the message
         names it. A layer that did not run in calibration raises when it runs. A layer of which only
         one operand was calibrated, by another recipe, returns NaN.
 
@@ -164,7 +164,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
 
 
 def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Numerics:
-    """What rounding does to every operand of a wrapped module's products, forward and backward.
+    """What rounding does to every operand of a wrapped module's matmuls, forward and backward.
 
     As `qtoolkit.nnx.numerics`; `loss_fn` takes (variables, batch) and calls `wrapped.apply`. Layers
     that `nn.scan` stacks have one row for all; layers alike under `nn.jit` may share a trace, and
@@ -172,7 +172,7 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
 
     Raises:
       TypeError: As `calibrate`; the loss is no float scalar.
-      ValueError: No quantized product ran: the module is not wrapped, or the loss calls another.
+      ValueError: No quantized matmul ran: the module is not wrapped, or the loss calls another.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)

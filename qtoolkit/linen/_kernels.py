@@ -11,13 +11,13 @@ from qtoolkit.products.internal import Axes, Matmul, set_variable
 
 
 class Kernel(NamedTuple):
-    """How a product uses a parameter.
+    """How a matmul uses a parameter.
 
     Attributes:
-      operand: How it is rounded, with its axes in the product.
+      operand: How it is rounded, with its axes in the matmul.
       shape: The shape of one kernel; the parameter may be a stack of them.
-      recipe: The recipe of the product.
-      layer, product: Where collections hold its state: the keys of the layer, then the product's.
+      recipe: The recipe of the matmul.
+      layer, product: Where collections hold its state: the keys of the layer, then the matmul's.
     """
 
     operand: Operand | None
@@ -30,7 +30,7 @@ class Kernel(NamedTuple):
 
 @dataclasses.dataclass
 class Kernels:
-    """The parameters that products use as kernels, and those that something else uses, by path."""
+    """The parameters that matmuls use as kernels, and those that something else uses, by path."""
 
     uses: dict[Any, list[Kernel]] = dataclasses.field(default_factory=dict)
     other_uses: set[Any] = dataclasses.field(default_factory=set)
@@ -43,7 +43,7 @@ class Kernels:
         layer: tuple[str, ...],
         product: str,
     ) -> None:
-        """Notes how a product uses parameters; `paths` are those of its module's own."""
+        """Notes how a matmul uses parameters; `paths` are those of its module's own."""
         axes = found.function.axes(found.lhs.shape, found.rhs.shape)
         for side, source in enumerate(found.sources):
             path, order = paths.get(source.parameter), source.order

@@ -24,7 +24,7 @@ def _own_recipe(layer: Any) -> Rules[Recipe]:
 
 
 class Fp8Dense(nn.Dense):
-    """`nn.Dense` whose product is quantized by `recipe`; its parameters are those of `nn.Dense`.
+    """`nn.Dense` whose matmul is quantized by `recipe`; its parameters are those of `nn.Dense`.
 
     It keeps this recipe even in a model that is wrapped with another one. `Delayed` scaling and
     stochastic rounding keep their state in the collection "qtoolkit", in the scope of the layer.
@@ -59,7 +59,7 @@ class Fp8Conv(nn.Conv):
 
 
 class Fp8Einsum(nn.Einsum):
-    """`nn.Einsum` whose product is quantized by `recipe`; see `Fp8Dense`.
+    """`nn.Einsum` whose matmul is quantized by `recipe`; see `Fp8Dense`.
 
     Under `vmap` each example is scaled by itself.
 

@@ -1,4 +1,4 @@
-"""The parameters of a bound module, as the trace that replaces products knows them."""
+"""The parameters of a bound module, as the trace that replaces matmuls knows them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -50,10 +50,10 @@ def quantize(
         y = jax.jit(served.apply)(weights, batch)
 
     The results are those of `wrap(module, recipe).apply(variables, ...)`, bit for bit: kernels are
-    rounded once, here, instead of in each call, and products use the codes as they are.
+    rounded once, here, instead of in each call, and matmuls use the codes as they are.
 
     Which parameters are kernels, and along which axes they are summed, is found by tracing the
-    module with `inputs`; nothing is computed. A parameter is stored as codes if only products use
+    module with `inputs`; nothing is computed. A parameter is stored as codes if only matmuls use
     it, and always along the same axes. Under `nn.scan` and `nn.vmap` each kernel of a stack along
     the first axis is stored by itself. Tables of embeddings that are looked up, biases, norms, and
     kernels that are reshaped or joined before they are multiplied stay as they are. Afterwards call
@@ -77,7 +77,7 @@ def quantize(
 
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
-      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, has a
+      ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, has a
         learned scale that was not started, or a learned offset (LSQ+), which codes cannot hold
         since their zero points are integers; or `recipe` is None and `module` is not wrapped.
 
@@ -152,7 +152,7 @@ class _Served:
             yield path, flow.Kernel(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
 
     def _state(self, use: Kernel) -> dict[str, Any]:
-        """The state that the collections hold for a product."""
+        """The state that the collections hold for a matmul."""
         parts: dict[str, Any] = {}
         for collection in (COLLECTION, SCALES):
             part = self.variables.get(collection, {})

@@ -1,4 +1,4 @@
-"""`report`: every product of a wrapped module, quantized or left."""
+"""`report`: every matmul of a wrapped module, quantized or not."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def report(
     mutable: Any = _EVERY_WRITTEN,
     **options: Any,
 ) -> Report:
-    """Counts the matrix products and convolutions of a module, forward and backward.
+    """Counts the matmuls and convolutions of a module, forward and backward.
 
         print(qtoolkit.linen.report(wrapped, variables, batch))
         print(qtoolkit.linen.report(wrapped, variables, image, method="encode"))
@@ -49,7 +49,7 @@ def report(
     of axes of size 1.
 
     Args:
-      wrapped: A module from `wrap`; one that is not wrapped has all its products left. Or a
+      wrapped: A module from `wrap`; in one that is not wrapped no matmul is quantized. Or a
         function of variables that applies such a module, for example a loss.
       variables: As for `apply`, arrays or `jax.ShapeDtypeStruct`s; for a function any pytree.
       inputs, options: What the module or the function is called with. Arrays are traced; all else
@@ -70,7 +70,7 @@ def report(
       >>> x = jnp.ones((1, 2))
       >>> report = qt.linen.report(module, module.init(jax.random.key(0), x), x)
       >>> print(str(report).splitlines()[-1])
-      3 of 3 products quantized
+      3 of 3 matmuls quantized
       >>> [product.part for product in report.quantized]
       ['forward', 'dgrad', 'wgrad']
     """
@@ -134,7 +134,7 @@ def _check_no_options(**options: Any) -> None:
 
 
 def kernels_of(wrapped: nn.Module, inputs: Any) -> dict[Place, tuple[int, ...] | None]:
-    """The products that run when a module is called with `inputs`: see `kernels_in`."""
+    """The matmuls that run when a module is called with `inputs`: see `kernels_in`."""
     batch, variables = _initialized(wrapped, inputs)
     apply = functools.partial(wrapped.apply, rngs={"params": jax.random.key(0)}, mutable=True)
     return kernels_in(batch.bound(apply), variables, batch.arrays)
@@ -152,14 +152,14 @@ def _initialized(wrapped: nn.Module, inputs: Any) -> tuple[Batch, Any]:
 
 
 def check_strict(wrapped: nn.Module, inputs: Any) -> None:
-    """Raises if a product is not quantized though no rule says so, or if none is quantized."""
+    """Raises if a matmul is not quantized though no rule says so, or if none is quantized."""
     name = type(wrapped).__name__
     arguments, options = strict_inputs(inputs)
     _, variables = _initialized(wrapped, inputs)
     found = report(wrapped, variables, *arguments, **options)
     if found.unreached:  # of a module inside that is wrapped by rules of its own
         raise ValueError(
-            f"wrap: {', '.join(found.unreached)} matches no layer with products inside of {name}, "
+            f"wrap: {', '.join(found.unreached)} matches no layer with matmuls inside of {name}, "
             "expected every rule to match one"
         )
     check_all_quantized(name, found)

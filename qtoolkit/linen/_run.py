@@ -1,4 +1,4 @@
-"""One call of a wrapped module: an interceptor quantizes the products of each layer in it."""
+"""One call of a wrapped module: an interceptor quantizes the matmuls of each layer in it."""
 
 import contextvars
 import dataclasses
@@ -54,8 +54,8 @@ from qtoolkit.products.internal import (
 )
 from qtoolkit.scaling import QArray
 
-# Flax's own layers that compute products, and the methods that compute them. Attention computes two
-# products itself, besides those of its Dense layers. Other layers of Flax consist of these.
+# Flax's own layers that compute matmuls, and the methods that compute them. Attention computes two
+# matmuls itself, besides those of its Dense layers. Other layers of Flax consist of these.
 _LAYERS: dict[type[nn.Module], str] = {
     nn.Dense: "__call__",
     nn.DenseGeneral: "__call__",
@@ -108,9 +108,9 @@ def run(
     kwargs: Any,
     cache: BlockFormat | None = None,
 ) -> Any:
-    """`method(module, *args, **kwargs)` with the products that `rules` give to its layers.
+    """`method(module, *args, **kwargs)` with the matmuls that `rules` give to its layers.
 
-    Attention's cache is kept in the format `cache`. While the module is initialized no product is
+    Attention's cache is kept in the format `cache`. While the module is initialized no matmul is
     quantized; its state is put into the collection "qtoolkit", if that can be written.
     """
     active = _active.get()
@@ -160,7 +160,7 @@ def run(
 
 
 def _put(module: nn.Module, collection: str, path: str, states: dict[str, Any]) -> None:
-    """Adds the states of a layer's products to a collection, if it can be written."""
+    """Adds the states of a layer's matmuls to a collection, if it can be written."""
     states = {name: state for name, state in states.items() if state}
     if states and module.is_mutable_collection(collection):
         before = module.variables.get(collection, {}).get(key_of(path), {})
@@ -187,13 +187,13 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
 
 
 def moves_state(recipe: Recipe) -> bool:
-    """Whether products keep something for it that training moves."""
+    """Whether matmuls keep something for it that training moves."""
     is_moved = recipe.is_delayed or recipe.is_stochastic or recipe.warm_up > 0
     return is_moved or any(recipe.learned)
 
 
 def _is_apart(module: nn.Module, recipe: Recipe) -> bool:
-    """Whether a module runs in a trace that must not close over the state of its products.
+    """Whether a module runs in a trace that must not close over the state of its matmuls.
 
     That of `nn.jit` is cached and outlives the call. Where Flax differentiates inside of the model,
     no gradient reaches the probes of delayed scales, so histories would stay empty. `nn.custom_vjp`
@@ -224,10 +224,10 @@ class _Run:
       kept, scales: Its part of the collections "qtoolkit" and "qtoolkit_scales".
       rng: uint32[2], words of a key of this call.
       kinds: The types that were seen at each path.
-      counts: While starting, the products of each layer whose recipe keeps state, and the recipe
+      counts: While starting, the matmuls of each layer whose recipe keeps state, and the recipe
         of each, which is another one for two activations.
       is_mutable, trace: Whether the collection "qtoolkit" may be written, and in which trace.
-      moved: What products have changed of their state, by path and name.
+      moved: What matmuls have changed of their state, by path and name.
     """
 
     rules: Rules[Recipe]
@@ -419,7 +419,7 @@ def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
 
 
 def _is_layer(kind: Any, name: str) -> bool:
-    """Whether a method is one of Flax's that compute products."""
+    """Whether a method is one of Flax's that compute matmuls."""
     return any(issubclass(kind, layer) and name == where for layer, where in _LAYERS.items())
 
 

@@ -1,7 +1,7 @@
 """The state of wrapped modules in collections, and the step that updates it.
 
 The collection "qtoolkit" holds, in the scope of the wrapped module, a dictionary for each layer
-with products, "self.mlp.Dense_0"; that holds one for each product, "__call__.kernel", with arrays
+with matmuls, "self.mlp.Dense_0"; that holds one for each matmul, "__call__.kernel", with arrays
 as `products._states` names them. The collection "qtoolkit_scales" holds learned scales likewise.
 """
 
@@ -43,13 +43,16 @@ def value_and_grad(
         variables = {**variables, "params": params, "qtoolkit": state}
 
     A step with an infinity or a NaN in an operand or a cotangent does not change the histories of
-    that product; its state `bad` counts such steps. A product that did not run keeps its history.
+    that matmul. Its state `bad` counts such steps, and those with an operand that is more than
+    twice as large as the history by which it is scaled: without a `margin` such elements saturate.
+    The devices of `jax.pmap` and `jax.shard_map` share one history; so do layers that `nn.scan`
+    stacks inside of the wrapped module. A matmul that did not run keeps its history.
     `jax.grad` and `jax.value_and_grad` work as well: with `mutable=["qtoolkit"]`, `apply`
     returns updated histories of inputs and kernels, and cotangents have current scales; without
     `mutable` all scales are current ones. A warning says so. Calls of `apply` that are not
-    differentiated use the delayed scales and do not change them. A product with a kernel is
-    identified by method and kernel, "__call__.kernel"; a product of two activations by its number
-    among these. A product that did not run in `init`, because of an `if` in Python, has no history
+    differentiated use the delayed scales and do not change them. A matmul with a kernel is
+    identified by method and kernel, "__call__.kernel"; a matmul of two activations by its number
+    among these. A matmul that did not run in `init`, because of an `if` in Python, has no history
     and uses current scales.
 
     Args:
@@ -205,7 +208,7 @@ def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def products_of(collection: Any) -> list[tuple[Path, Kept]]:
-    """The arrays of each product in a collection, with its path there."""
+    """The arrays of each matmul in a collection, with its path there."""
     found = _parts((), collection)
     return [(path, part) for path, part in found if part and not _holds_mapping(part)]
 
@@ -265,7 +268,7 @@ def _trained(variables: Mapping[str, Any], wrt: str | Sequence[str]) -> dict[str
 
 
 def _mapped(state: Any, function: Callable[[Path, Kept], Kept], path: Path = ()) -> Any:
-    """The collection with `function` of each product."""
+    """The collection with `function` of each matmul."""
     if _is_product(state):
         return function(path, state)
     if isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""`wrap`: a linen module whose products are quantized, made by a subclass of the same name."""
+"""`wrap`: a linen module whose matmuls are quantized, made by a subclass of the same name."""
 
 import dataclasses
 import functools
@@ -19,7 +19,6 @@ from qtoolkit.products.internal import (
     Module,
     cache_format,
     check_rules,
-    layers_in,
     training_rules,
 )
 
@@ -38,20 +37,20 @@ def wrap(
     kv_cache: SpecLike | None = None,
     inputs: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> Model:
-    """A module like `module` whose matrix products and convolutions are quantized by `recipe`.
+    """A module like `module` whose matmuls and convolutions are quantized by `recipe`.
 
         wrapped = qtoolkit.linen.wrap(model)
         variables = wrapped.init(key, x)  # those of the model itself
         y = wrapped.apply(variables, x)
 
     It quantizes Flax's layers (`Dense`, `DenseGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
-    `Embed.attend`, attention with the products of queries and keys and of scores and values, and
-    recurrent cells), and modules whose methods compute products by themselves (`x @ kernel`,
+    `Embed.attend`, attention with the matmuls of queries and keys and of scores and values, and
+    recurrent cells), and modules whose methods compute matmuls by themselves (`x @ kernel`,
     `jnp.einsum`). While a method runs, JAX hands every operation to a trace of ours, as it does
-    under `jax.vmap`, which computes the products by the recipe: also those in `scan`, `cond`,
+    under `jax.vmap`, which computes the matmuls by the recipe: also those in `scan`, `cond`,
     `remat` and `jax.shard_map`, but not those in a `custom_vjp` or `custom_jvp`. NumPy arrays that
     the module is called with become JAX arrays; those of integers and booleans do not where Python
-    needs the numbers in them, for a shape or a mask. `report` lists every product and whether it is
+    needs the numbers in them, for a shape or a mask. `report` lists every matmul and whether it is
     quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is; so is a parameter
@@ -64,7 +63,7 @@ def wrap(
     Layers under `nn.jit` keep no state, since its traces outlive a call: they use current scales,
     and cannot have learned ones. Where Flax differentiates inside of the model, by `nn.vjp`,
     `nn.jvp`, `nn.value_and_grad` or `nn.custom_vjp`, delayed scales become current; under the last
-    one learned scales are refused. Under `jax.vmap` and `nn.vmap` each product scales each example
+    one learned scales are refused. Under `jax.vmap` and `nn.vmap` each matmul scales each example
     by itself, as `qtoolkit.dot_general` does.
 
     Args:
@@ -74,14 +73,14 @@ def wrap(
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules`
         of recipes, over paths such as "blocks_0/Dense_0", parameters with two axes or more such as
-        "moe/router_weights", and types; None leaves a layer as it is,
+        "moe/router_weights", and types; None excludes a layer,
         and so does a missing default. A type means layers of that type and layers inside of modules
         of that type. Which layers there are is known only when the module runs: `init` and the
         first `apply` raise for a rule that matches nothing, unless they are given a `method`, and
         `report` names such rules.
       strict: Inputs of the module, to trace it with: `(x, y)`, or by their names
-        `{"x": x, "y": y}`. Raises if a product is not quantized though no rule says so, if no
-        product is quantized, or if a rule matches nothing.
+        `{"x": x, "y": y}`. Raises if a matmul is not quantized though no rule says so, if no
+        matmul is quantized, or if a rule matches nothing.
       inputs: The same, for policies of `qtoolkit.policies` that need the order of the layers.
       kv_cache: The format of attention's KV cache, in the collection "cache": "e4m3fn", with a
         scale for each token and head, or a format with blocks along the features. Each token is
@@ -132,10 +131,9 @@ def wrap(
             f"expected one made with parent=None; write {type(module).__name__}(..., parent=None)"
         )
     if isinstance(recipe, FirstLast):
+        plain = wrap(module, recipe.recipe)
         given_inputs = strict if inputs is None else inputs
-        recipe.check_inputs(given_inputs)
-        kernels = kernels_of(wrap(module, recipe.recipe), given_inputs)
-        recipe = recipe.rules(layers_in(kernels))
+        recipe = recipe.rules_for(given_inputs, functools.partial(kernels_of, plain))
     rules = _as_rules(recipe)
     kind: Any = type(module)
     cache = None if kv_cache is None else cache_format("wrap", kv_cache)

@@ -6,9 +6,10 @@ from typing import Any
 from flax import nnx
 
 from qtoolkit.nnx._flow import sensitivity
+from qtoolkit.nnx._modules import modules_of
 from qtoolkit.nnx._post_training import plain_model
 from qtoolkit.nnx._quantize import kernel_axes, quantize
-from qtoolkit.nnx._wrap import modules_of, wrap
+from qtoolkit.nnx._wrap import wrap
 from qtoolkit.products import Allocation
 from qtoolkit.products.internal import allocated, serving_rules
 from qtoolkit.scaling import QArray

@@ -1,8 +1,8 @@
 """Updates the state of modules from `qtoolkit.linen.wrap` that run inside `nnx.bridge.ToNNX`.
 
 `ToNNX` keeps the collection "qtoolkit" as nested dictionaries of variables, whose type nnx makes
-from the collection's name. During a `qtoolkit.nnx.value_and_grad` each product in it gets a probe
-beside its history, just as in `qtoolkit.linen.value_and_grad`.
+from the collection's name. During a `qtoolkit.nnx.value_and_grad` each matmul in it gets a probe
+next to its history, as in `qtoolkit.linen.value_and_grad`.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def is_bridged_probe(path: Path, variable: Any) -> bool:
 
 @contextmanager
 def bridged_probes(model: nnx.Module) -> Iterator[None]:
-    """In this context the products of linen modules in `model` have probes."""
+    """In this context the matmuls of linen modules in `model` have probes."""
     for _, node in _products(model):
         if HISTORY in node:
             node[PROBE] = bridged_state()(probe_of(node))
@@ -49,7 +49,7 @@ def roll_bridged(model: nnx.Module, counts: dict[Path, Any]) -> None:
 
 
 def _products(model: nnx.Module) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The state of each product of the linen modules in `model`, with its path."""
+    """The state of each matmul of the linen modules in `model`, with its path."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.bridge.ToNNX):
             for name, child in vars(module).items():

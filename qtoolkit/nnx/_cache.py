@@ -31,7 +31,7 @@ def caching(kind: Any, run: Callable[..., Any], fmt: BlockFormat) -> dict[str, A
     """The methods of an attention class that keep its cache in few bits between calls.
 
     Args:
-      run: Its `__call__`, as it computes products.
+      run: Its `__call__`, as it computes matmuls.
     """
 
     @functools.wraps(kind.__call__)

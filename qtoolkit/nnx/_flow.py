@@ -8,16 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qtoolkit.nnx._modules import FoundModule
 from qtoolkit.nnx._post_training import observed_inputs
 from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.nnx._wrap import (
-    FoundModule,
-    attach,
-    is_of_flax,
-    needs_no_scale,
-    product_states,
-)
+from qtoolkit.nnx._wrap import attach, is_of_flax, needs_no_scale, product_states
 from qtoolkit.products import Calibration, Numerics, Sensitivity
 from qtoolkit.products.internal import AMAX, Constant, Kept, flow
 from qtoolkit.scaling import QArray
@@ -64,14 +59,14 @@ def _products(model: nnx.Module) -> list[tuple[ProductState, Kept]]:
 def calibrate(
     wrapped: nnx.Module, batches: Iterable[Any], observer: Any = "absmax", **options: Any
 ) -> Any:
-    """Finds one scale for each operand of a wrapped model's products, from batches of inputs.
+    """Finds one scale for each operand of a wrapped model's matmuls, from batches of inputs.
 
         found = qtoolkit.nnx.calibrate(wrapped, batches, "percentile", fraction=0.999)
         frozen = qtoolkit.nnx.freeze(wrapped, found)
 
-    It observes the operands of forward products that have one scale for the tensor, or a second
+    It observes the operands of forward matmuls that have one scale for the tensor, or a second
     scale for the tensor, as NVFP4 has (there only the amax), while the model computes as its recipe
-    says. A product in a module's own method is identified by its kernel, a product of two
+    says. A matmul in a module's own method is identified by its kernel, a matmul of two
     activations by its number among these. Compiled once per model and shape. Arrays may be sharded:
     a scale is that of the whole batch.
 
@@ -85,14 +80,14 @@ def calibrate(
 
     Returns:
       `Calibration`, a pytree of observers; for "hessian" `InputStatistics`. Those of several runs
-      or devices can be merged. A product that runs several times in a batch (a shared layer, layers
+      or devices can be merged. A matmul that runs several times in a batch (a shared layer, layers
       that `nnx.scan` stacks) has one observer per operand. Its amax may then be too large by less
       than 12.5 %.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
       ValueError: The model is not wrapped; no batches; an operand was finite in none of them; an
-        unknown observer; a product inside of a `lax.while_loop`.
+        unknown observer; a matmul inside of a `lax.while_loop`.
 
     Examples:
       >>> wrapped = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
@@ -110,7 +105,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
     """A model like `wrapped` that takes its scales of whole tensors from a calibration.
 
     The result for an example then does not depend, in any bit, on other examples of its batch, nor
-    that for a token on later tokens, provided that XLA computes the products of both batches alike.
+    that for a token on later tokens, provided that XLA computes the matmuls of both batches alike.
     The amaxes are `ScalingState` variables and are saved with the model; its recipes say
     `Static()`. It can be trained; cotangents have current scales. Parameters are shared.
 
@@ -119,7 +114,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
-      ValueError: The model is not wrapped, or some of its layers, or an operand of a product, were
+      ValueError: The model is not wrapped, or some of its layers, or an operand of a matmul, were
         not calibrated: the message names them.
 
     Examples:
@@ -134,7 +129,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
     check_wrapped("freeze", wrapped)
     layers = []
     for layer, site in _layers(wrapped):
-        recipe = site.recipe.beside_stored(1) if _is_stored(layer) else site.recipe
+        recipe = site.recipe.with_stored(1) if _is_stored(layer) else site.recipe
         if recipe.frozen().is_calibrated:
             may_idle = needs_no_scale(layer) or not is_of_flax(layer)
             layers.append(flow.Layer(site.path, recipe, may_idle))
@@ -169,7 +164,7 @@ def _is_stored(layer: nnx.Module) -> bool:
 
 
 def _fill(layer: Any, amaxes: dict[str, jax.Array]) -> None:
-    """Writes calibrated amaxes into the states of a layer's products."""
+    """Writes calibrated amaxes into the states of a layer's matmuls."""
     for name, kept in product_states(layer).items():
         found = amaxes.get(name, jnp.zeros((3,), jnp.float32))
         kept.write({AMAX: jnp.broadcast_to(found, kept.arrays[AMAX].shape)})
@@ -212,7 +207,7 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
 
 
 def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
-    """What rounding does to every operand of a wrapped model's products, forward and backward.
+    """What rounding does to every operand of a wrapped model's matmuls, forward and backward.
 
         found = qtoolkit.nnx.numerics(wrapped, batch, loss_fn)
         print(found)
@@ -228,7 +223,7 @@ def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
 
     Returns:
       `Numerics`, a pytree: those of several batches add up. Sums leave the program as gradients, so
-      a product that no gradient of the loss reaches (behind `jax.lax.stop_gradient`) has empty rows
+      a matmul that no gradient of the loss reaches (behind `jax.lax.stop_gradient`) has empty rows
       and is named in `unreached`.
 
     Raises:

@@ -19,12 +19,12 @@ _DEFAULT = Recipe()
 
 
 class Fp8Linear(nnx.Linear):
-    """`nnx.Linear` whose product is by a recipe, as in a wrapped model.
+    """`nnx.Linear` whose matmul is by a recipe, as in a wrapped model.
 
     Under `jax.vmap` and `nnx.vmap` each example is scaled by itself, as in `qtoolkit.dot_general`.
 
     Args:
-      recipe: What its products round.
+      recipe: What its matmuls round.
       args, kwargs: As for `nnx.Linear`. Parameters are the same, and are not quantized.
 
     Examples:
@@ -47,7 +47,7 @@ class Fp8Conv(nnx.Conv):
       >>> layer(jnp.ones((1, 5, 1))).shape, layer.kernel.shape
       ((1, 5, 1), (2, 1, 1))
       >>> print(str(qt.nnx.report(layer, jnp.ones((1, 5, 1)))).splitlines()[-1])
-      3 of 3 products quantized
+      3 of 3 matmuls quantized
     """
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:

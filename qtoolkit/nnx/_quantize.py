@@ -6,10 +6,11 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.nnx._modules import FoundModule, modules_of
 from qtoolkit.nnx._post_training import parameter_names, plain_model, with_params
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._rewriting import adapters, original_class, product_states
-from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
+from qtoolkit.nnx._wrap import rewired, stacked
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
@@ -42,14 +43,14 @@ def quantize(
         y = nnx.jit(served)(x)
 
     It computes what `wrap(model, recipe)` computes, bit for bit: kernels are rounded once, here,
-    instead of in each call, and products take the codes as they are. Activations are rounded as
+    instead of in each call, and matmuls take the codes as they are. Activations are rounded as
     `recipe` says. A float32 model takes 3.9x fewer bytes in E4M3, 7.4x in int4 by groups of 128.
     Kernels that were trained with learned scales (LSQ) are stored with these.
 
     It stores the kernels of `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv`, also those inside
     of attention and recurrent cells, and under `nnx.vmap` and `nnx.scan`. All other parameters stay
     as they are: biases, norms, embeddings, kernels under a mask, and parameters of modules that
-    compute products by themselves, which are rounded in each call as in a wrapped model. Kernels
+    compute matmuls by themselves, which are rounded in each call as in a wrapped model. Kernels
     that are `QArray`s already, from `qtoolkit.checkpoints.load`, are used as they are.
 
     With a calibration, kernels are rounded so that the matmuls lose little, not the kernels: the
@@ -81,7 +82,7 @@ def quantize(
 
     Raises:
       TypeError: As `wrap`.
-      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, is
+      ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, is
         stored in another format than `recipe` says, has a learned scale that was not started, or a
         learned offset (LSQ+), which codes cannot hold since their zero points are integers;
         `recipe` is None and `model` is not wrapped; or the calibration is missing, reaches a kernel
@@ -177,14 +178,14 @@ def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
         raise ValueError(
             f"quantize: {found.shown}: kernel is stored in {got.name} already, expected an array "
             f"or one in {asked.name}, as the recipe says; quantize the model that it came from, or "
-            "leave the layer alone by a rule with None"
+            "exclude the layer by a rule with None"
         )
 
 
 def kernel_axes(layer: Any) -> Axes | None:
-    """The axes of a layer's kernel in its product, without leading axes of a stack.
+    """The axes of a layer's kernel in its matmul, without leading axes of a stack.
 
-    None if the layer has no attribute for its product, or multiplies something else than its
+    None if the layer has no attribute for its matmul, or multiplies something else than its
     kernel.
     """
     call: Any = original_class(type(layer)).__call__

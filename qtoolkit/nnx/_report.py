@@ -1,4 +1,4 @@
-"""`report`: every product of a wrapped model, quantized or left."""
+"""`report`: every matmul of a wrapped model, quantized or not."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ def check_module(where: str, model: Any) -> None:
 def report(
     wrapped: Any, *inputs: Any, method: Any = None, compiled: Any = None, **options: Any
 ) -> Report:
-    """Counts the matrix products and convolutions of a model, forward and backward.
+    """Counts the matmuls and convolutions of a model, forward and backward.
 
         print(qtoolkit.nnx.report(wrapped, batch))
         print(qtoolkit.nnx.report(wrapped, image, method="encode"))
@@ -36,7 +36,7 @@ def report(
     as `BatchNorm(axis_name="batch")` does, are those of axes of size 1.
 
     Args:
-      wrapped: A model from `wrap`; one that is not wrapped has all its products left, and says so.
+      wrapped: A model from `wrap`; in one that is not wrapped no matmul is quantized.
         Or a function of the model, such as a loss; then the model is the next argument.
       inputs, options: What the model or the function is called with. Arrays are traced, all else
         passed on.
@@ -56,12 +56,12 @@ def report(
       >>> wrapped = qt.nnx.wrap(model, qt.Rules({"layers/1": qt.Recipe("e4m3fn")}))
       >>> report = qt.nnx.report(wrapped, jnp.ones((1, 2)))
       >>> print(str(report).splitlines()[-1])
-      3 of 6 products quantized, 33.3% of all multiplications
+      3 of 6 matmuls quantized, 33.3% of all multiplications
       >>> for product in report.left:
       ...     print(product.path, product.part, product.reason)
-      layers/0 forward left by a rule
-      layers/0 backward left by a rule
-      layers/0 backward left by a rule
+      layers/0 forward excluded by a rule
+      layers/0 backward excluded by a rule
+      layers/0 backward excluded by a rule
     """
     function, wrapped, inputs = _called(wrapped, inputs, method)
     paths: list[str] = []
@@ -70,7 +70,7 @@ def report(
     seen: set[int] = set()
 
     def tagged(path: tuple[Any, ...], node: Any) -> Any:
-        """A copy of a layer; one that a rule leaves then says so in the name stack."""
+        """A copy of a layer; the matmuls of one that a rule excludes then say so."""
         if not isinstance(node, nnx.Module) or id(node) in seen:
             return node
         seen.add(id(node))
@@ -123,7 +123,7 @@ def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, An
         )
     if method is not None:
         raise TypeError(
-            f"report: method={method!r} beside a function, expected one of them; call the method "
+            f"report: method={method!r} and a function, expected one of them; call the method "
             "in the function"
         )
     if not inputs or not isinstance(inputs[0], nnx.Module):

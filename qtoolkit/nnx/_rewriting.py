@@ -1,7 +1,7 @@
 """Quantizes modules by subclasses of the same name, whose methods run under a trace.
 
-The trace replaces products, those of Flax's layers and those of `x @ self.kernel` alike. Layers of
-Flax have attributes for their products, such as `dot_general`, but a method through them is no
+The trace replaces matmuls, those of Flax's layers and those of `x @ self.kernel` alike. Layers of
+Flax have attributes for their matmuls, such as `dot_general`, but a method through them is no
 faster, neither eager nor traced, and they see the kernel only after its cast to bfloat16.
 """
 
@@ -41,7 +41,7 @@ _SITE, _MADE = "qtoolkit_site", "qtoolkit_made"
 PRODUCTS = "qtoolkit_products"
 _OWN = {"__call__.kernel": "0"}
 _STATIC = (int, float, str, type, type(None), types.FunctionType)  # hold no variables
-# Flax's layers that compute products: the method that does, the names of its products, and how
+# Flax's layers that compute matmuls: the method that does, the names of its matmuls, and how
 # those are called that a trace names otherwise.
 LAYERS: dict[type[nnx.Module], tuple[str, tuple[str, ...], dict[str, str]]] = {
     nnx.Linear: ("__call__", ("0",), _OWN),
@@ -65,7 +65,7 @@ def layer_of(kind: type) -> tuple[str, tuple[str, ...], dict[str, str]] | None:
 
 
 def methods_of(module: Any) -> tuple[str, ...]:
-    """The public methods of a module that compute products by themselves.
+    """The public methods of a module that compute matmuls by themselves.
 
     `wrap` has no inputs to trace them with, and has to know: it refuses a rule for a module that
     computes none, and gives those that do a class and state. So their code is read.
@@ -86,15 +86,15 @@ def adapters(module: Any) -> tuple[str, ...]:
 
 
 def has_products(module: Any) -> bool:
-    """Whether a module computes products."""
+    """Whether a module computes matmuls."""
     return bool(methods_of(module))
 
 
 def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """The public methods of a class whose code computes a product or calls one of `attributes`.
+    """The public methods of a class whose code computes a matmul or calls one of `attributes`.
 
     A static method or a class method is not among them: it has no module whose recipe it could use.
-    The methods that call it are, and their traces reach its products.
+    The methods that call it are, and their traces reach its matmuls.
     """
     found = []
     for name, method in _public_methods(kind).items():
@@ -198,7 +198,7 @@ def is_left(module: Any) -> bool:
 
 
 def leave(module: Any, path: str) -> None:
-    """Marks the products that a module computes, and those in all that it calls, as left."""
+    """Marks the matmuls that a module computes, and those in all that it calls, as left."""
     if not is_left(module):
         become(module, methods=(), left=path)
 
@@ -216,9 +216,9 @@ def follow(module: Any) -> None:
 
 
 def name_of(kind: type, method: str, name: str) -> str:
-    """The name of a product in a method of a module: "encode.kernel", or "kernel" in `__call__`.
+    """The name of a matmul in a method of a module: "encode.kernel", or "kernel" in `__call__`.
 
-    In layers of Flax that override `__call__`, the layer's own product keeps its name.
+    In layers of Flax that override `__call__`, the layer's own matmul keeps its name.
     """
     entry = layer_of(kind)
     if entry is None:
@@ -228,7 +228,7 @@ def name_of(kind: type, method: str, name: str) -> str:
 
 
 def product_states(layer: Any) -> dict[str, ProductState]:
-    """The states of a layer's products, by name."""
+    """The states of a layer's matmuls, by name."""
     kept = getattr(layer, PRODUCTS, None)
     states = {} if kept is None else vars(kept)
     return {name: state for name, state in states.items() if isinstance(state, ProductState)}

@@ -29,7 +29,7 @@ from qtoolkit.products.internal import (
 
 
 class _Statistic(nnx.BatchStat):
-    """State of products, which `nnx.split(model, nnx.Param, nnx.BatchStat)` therefore knows.
+    """State of matmuls, which `nnx.split(model, nnx.Param, nnx.BatchStat)` therefore knows.
 
     Flax's error for filters that miss it prints the variable: the comment says what to write.
     """
@@ -80,7 +80,7 @@ class LsqScale(nnx.Param):
 
 
 class LsqOffset(nnx.Param):
-    """A learned offset, beside an `LsqScale`.
+    """A learned offset, which belongs to an `LsqScale`.
 
     Examples:
       >>> learned = qt.Operand("uint4", scaling=qt.products.Learned(offset=True))
@@ -93,7 +93,7 @@ class LsqOffset(nnx.Param):
 
 
 class Products(nnx.Module):
-    """The states of the products in a module's own methods, as attributes named like the products.
+    """The states of the matmuls in a module's own methods, as attributes named like the matmuls.
 
     Not an `nnx.Dict`: a kernel may be called "keys" or "values", as methods of a dictionary are.
     """
@@ -104,13 +104,14 @@ class Products(nnx.Module):
 
 
 class ProductState(nnx.Module):
-    """The state of one product.
+    """The state of one matmul.
 
     Attributes:
-      recipe: The recipe of the product.
+      recipe: The recipe of the matmul.
       history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the
         newest step first; absent if the recipe has no `Delayed` scaling.
-      bad: uint32[...], the steps with an infinity or a NaN, which were left out.
+      bad: uint32[...], the steps with an infinity or a NaN, which the history skips, and those with
+        an array that was more than twice as large as its history, by which it was scaled.
       probe: float32[..., 3, buckets].
       amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; NaN before `freeze`.
       scales, offsets: float32[...] each, for lhs and rhs, if these are learned.
@@ -138,7 +139,7 @@ class ProductState(nnx.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, "recipe") and not hasattr(self, name):
             raise ValueError(
-                f"nnx.update: the state has {name} for a product whose recipe keeps none, expected "
+                f"nnx.update: the state has {name} for a matmul whose recipe keeps none, expected "
                 "the state of a model wrapped by the same recipe; wrap the model by the recipe of "
                 "the state, or take the rest of it: nnx.filter_state(state, nnx.Not(nnx.Any("
                 "qtoolkit.nnx.ScalingState, qtoolkit.nnx.Probe)))"
@@ -174,7 +175,7 @@ class ProductState(nnx.Module):
         return True
 
     def track(self) -> ForwardState:
-        """The state for one call of the product, which also writes what the call moves."""
+        """The state for one call of the matmul, which also writes what the call moves."""
         arrays = self.arrays
         amax = arrays.get(AMAX)
         if isinstance(amax, jax.core.Tracer):
@@ -191,7 +192,7 @@ class ProductState(nnx.Module):
         return ForwardState(self.recipe, self.path, arrays, write)
 
     def take_over(self, was: "ProductState") -> None:
-        """Takes over the state that the product had under another recipe, where it is valid.
+        """Takes over the state that the matmul had under another recipe, where it is valid.
 
         Learned scales are shared, as parameters are.
         """
@@ -219,18 +220,22 @@ def value_and_grad(
 
     The state of modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX` is updated, too.
     `nnx.grad` and `nnx.value_and_grad` work as well: the forward pass then updates the histories of
-    inputs and kernels, and cotangents have current scales; a warning says so. Under `jax.grad` of a
-    function that closes over the model, and inside of a model that differentiates itself, all
-    scales are current ones and no history is updated. A step with an infinity or a NaN in an
-    operand or a cotangent does not change the histories of that product; its state `bad` counts
-    such steps.
+    inputs and kernels, and cotangents have current scales; a warning says so. With `graph=False`
+    they differentiate by every array of an argument: split the model, and pass parameters and state
+    as two. Under `jax.grad` of a function that closes over the model, and in layers that a model
+    differentiates itself, all scales are current ones and no history is updated; a warning says so.
+    The devices of `jax.pmap` and `jax.shard_map` share one history.
+
+    A step with an infinity or a NaN in an operand or a cotangent does not change the histories of
+    that matmul. Its state `bad` counts such steps, and those with an operand that is more than
+    twice as large as the history by which it is scaled: without a `margin` such elements saturate.
 
     Args:
       loss: A function of the model and further arguments that returns a scalar or (scalar, aux).
       wrt: What to differentiate by, as a filter of nnx.
       has_aux: As in `nnx.value_and_grad`.
       metrics: Whether to measure what rounding did in this very step. The function then returns
-        them as its third result: {"layers/0:0": {"lhs": {"saturated": ...}}}, by product and
+        them as its third result: {"layers/0:0": {"lhs": {"saturated": ...}}}, by matmul and
         operand, with "saturated", "underflowed" and "bad", shares of the elements, and "amax" and
         "scale". Bad are elements that are not finite, and those that are beyond the format's
         largest value by more than a factor of 2.
@@ -351,7 +356,7 @@ def roll(model: nnx.Module, probes: Any) -> None:
     """
     differentiate = (
         "differentiate by probes, too, with wrt = nnx.DiffState(0, nnx.Any(nnx.Param, "
-        "qtoolkit.nnx.Probe)), or use qtoolkit.nnx.value_and_grad, which rolls"
+        "qtoolkit.nnx.Probe)), or use qtoolkit.nnx.value_and_grad, which updates"
     )
     if not isinstance(probes, nnx.State):
         raise TypeError(
@@ -365,10 +370,10 @@ def roll(model: nnx.Module, probes: Any) -> None:
         if isinstance(module, ProductState)
     ]
     delayed = [path for path, product in products if hasattr(product, "history")]
-    # Without this, gradients of parameters alone would leave every history as it is, silently.
+    # Without this, gradients of parameters alone would update no history, silently.
     if delayed and not any(path in counts for path in delayed):
         raise ValueError(
-            f"roll: probes has no gradient for any of the {len(delayed)} delayed products of "
+            f"roll: probes has no gradient for any of the {len(delayed)} delayed matmuls of "
             f"{type(model).__name__}, expected one for each; {differentiate}"
         )
     for path, product in products:

@@ -1,16 +1,21 @@
-"""`wrap`: an nnx model whose products are quantized, made by subclasses of the same name."""
+"""`wrap`: an nnx model whose matmuls are quantized, made by subclasses of the same name."""
 
-import dataclasses
+import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import narrow_cache
+from qtoolkit.nnx._modules import (
+    FoundModule,
+    check_excluded,
+    check_parameters,
+    modules_of,
+)
 from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
     LAYERS,
@@ -18,7 +23,6 @@ from qtoolkit.nnx._rewriting import (
     adapters,
     become,
     follow,
-    has_products,
     is_left,
     layer_of,
     leave,
@@ -33,19 +37,16 @@ from qtoolkit.products.internal import (
     Batch,
     FirstLast,
     LayerRecipe,
-    Module,
     Place,
     cache_format,
     check_all_quantized,
     check_rules,
     kernels_as_modules,
     kernels_in,
-    layers_in,
     recipes_of,
     strict_inputs,
     training_rules,
 )
-from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -58,14 +59,14 @@ def wrap(
     kv_cache: SpecLike | None = None,
     inputs: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
 ) -> Model:
-    """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
+    """A model like `model` whose matmuls and convolutions are quantized by `recipe`.
 
     It quantizes Flax's layers (`nnx.Linear`, `LinearGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
-    `LoRA`, `Embed.attend`, the two products of `MultiHeadAttention`) and modules that compute
-    products by themselves (`x @ self.kernel`, `jnp.einsum`). They get a subclass of the same name.
+    `LoRA`, `Embed.attend`, the two matmuls of `MultiHeadAttention`) and modules that compute
+    matmuls by themselves (`x @ self.kernel`, `jnp.einsum`). They get a subclass of the same name.
     While one of its methods runs, JAX hands every operation to a trace of ours, as it does under
-    `jax.vmap`, which computes the products by the recipe: also those in `scan`, `cond`, `remat` and
-    `jax.shard_map`, but not those in a `custom_vjp` or `custom_jvp`. `report` lists every product
+    `jax.vmap`, which computes the matmuls by the recipe: also those in `scan`, `cond`, `remat` and
+    `jax.shard_map`, but not those in a `custom_vjp` or `custom_jvp`. `report` lists every matmul
     of a model and whether it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. So is a parameter
@@ -75,25 +76,25 @@ def wrap(
     `nnx.vmap` each example has scales of its own, see `qtoolkit.dot_general`.
 
     Layers of Flax keep histories for delayed scales, keys for stochastic rounding, and learned
-    scales. Which products there are in your own modules only a trace can tell: they keep the same
+    scales. Which matmuls there are in your own modules only a trace can tell: they keep the same
     if `wrap` is given `inputs` or `strict`. If not, they use current scales, equal numbers are
-    rounded equally in every step, and a product with a learned scale raises when it is called.
+    rounded equally in every step, and a matmul with a learned scale raises when it is called.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
-        None leaves a layer as it is, and so does a missing default. None for any other module
-        leaves the products that `wrap` does not see in what it calls, such as those of a linen
+        None excludes a layer, and so does a missing default. None for any other module
+        excludes the matmuls that `wrap` does not see in what it calls, such as those of a linen
         module in `nnx.bridge.ToNNX`. A type means layers of that type and layers inside of modules
         of that type. A layer that is shared has several paths; a rule has to match one of them. A
         rule may also name a parameter with two axes or more:
         `{"moe/router_weights": None, "moe": recipe}`.
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
-        or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a product
+        or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a matmul
         is not quantized though no rule says so.
-      inputs: The same, but nothing raises: products in your own modules then keep state, too.
+      inputs: The same, but nothing raises: matmuls in your own modules then keep state, too.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
         and head, or a format with blocks along the features. Each token is rounded once, when it is
         written; steps compute with the dequantized cache. The wrapped model then has caches of its
@@ -102,7 +103,7 @@ def wrap(
     Returns:
       A model of the same class, or a subclass of the same name. Parameters are shared, their paths
       unchanged: training one trains the other, and checkpoints of parameters fit both. A layer that
-      is wrapped already gets the new recipe, or becomes a plain layer again if a rule leaves it. It
+      is wrapped already gets the new recipe, or is a plain layer again if a rule excludes it. It
       then keeps, as a copy: histories, if the number of steps is the same; calibrated scales, if
       the operand is the same (not in your own modules: freeze those last); and the count of steps.
       Learned scales are shared if the operand is the same. All other state starts anew.
@@ -125,10 +126,9 @@ def wrap(
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
     if isinstance(recipe, FirstLast):
+        plain = rewired("wrap", model, training_rules(recipe.recipe), None)
         given = strict if inputs is None else inputs
-        recipe.check_inputs(given)
-        kernels = _kernels_of(rewired("wrap", model, training_rules(recipe.recipe), None), given)
-        recipe = recipe.rules(layers_in(kernels))
+        recipe = recipe.rules_for(given, functools.partial(_kernels_of, plain))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     given = strict if inputs is None else inputs
     if given is not None:
@@ -146,10 +146,10 @@ def wrap(
 
 
 def _keep_all(wrapped: Any, given: Any) -> None:
-    """Gives the products in modules of the user what they keep, if a call with `given` runs them.
+    """Gives the matmuls in modules of the user what they keep, if a call with `given` runs them.
 
     Stacks of layers, as `nnx.vmap` makes them, are known by their kernels: these have leading axes
-    that the kernels in the products do not have.
+    that the kernels in the matmuls do not have.
     """
     modules = [found.module for found in modules_of(wrapped)]
     layers: list[tuple[Any, LayerRecipe]] = [
@@ -177,7 +177,7 @@ def _keep_all(wrapped: Any, given: Any) -> None:
 
 
 def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]:
-    """The products that run when a model is called with `given`: see `kernels_in`."""
+    """The matmuls that run when a model is called with `given`: see `kernels_in`."""
     args, options = ((), {}) if callable(given) else strict_inputs(given)
     batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
 
@@ -189,7 +189,7 @@ def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]
 
 
 def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The leading axes of a parameter, "up" or "encode.up#2", of which products take slices.
+    """The leading axes of a parameter, "up" or "encode.up#2", of which matmuls take slices.
 
     None for what is no parameter of the layer but an argument.
     """
@@ -227,7 +227,9 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
                 attach(node, recipe, found, kernels=found.recipes)
             else:
                 detach(node)
-                leave(node, shown)  # so that a module around it leaves its products, too
+                leave(
+                    node, shown
+                )  # so that the trace of a module around it passes by its matmuls, too
         elif rules is not None and is_left(node):  # by an earlier wrap
             detach(node)
         if not is_left(node) and any(f"{one}/".startswith(f"{shown}/".lstrip("/")) for one in own):
@@ -250,19 +252,19 @@ def _checked_layers(
     rules: Rules[Recipe] | None,
     cache: BlockFormat | None,
 ) -> "list[FoundModule]":
-    """The modules that compute products; raises if nothing matches what the user asked for."""
+    """The modules that compute matmuls; raises if nothing matches what the user asked for."""
     name = type(model).__name__
     if cache and not any(isinstance(found.module, nnx.MultiHeadAttention) for found in modules):
         raise ValueError(
             f"{where}: kv_cache={cache.name} for {name}, which has no nnx.MultiHeadAttention, "
-            "expected one; leave kv_cache out"
+            "expected one; omit kv_cache"
         )
     layers = [found for found in modules if found.has_products]
     if not layers:
         kinds = ", ".join(f"nnx.{kind.__name__}" for kind in LAYERS)
         raise ValueError(
             f"{where}: {name} has no layer to quantize, expected {kinds} or a module whose methods "
-            "compute a product"
+            "compute a matmul"
         )
     if rules is None and all(site_of(found.module) is None for found in layers):
         raise ValueError(
@@ -279,10 +281,10 @@ def _recipes(
     layers: "list[FoundModule]",
     modules: "list[FoundModule]",
 ) -> "dict[str, tuple[FoundModule, Recipe | None]]":
-    """Maps each path to its module and its recipe by the rules; None: leave the module as it is.
+    """Maps each path to its module and its recipe by the rules; None: exclude it.
 
-    Of modules that are no layers only those are there that the rules leave. What they call may
-    compute products that `wrap` does not see: a linen module in `bridge.ToNNX`, for example. Lists
+    Of modules that are no layers only those are there that the rules exclude. What they call may
+    compute matmuls that `wrap` does not see: a linen module in `bridge.ToNNX`, for example. Lists
     and dicts compute nothing, and a rule for the path of one says nothing about what is in it.
     """
     others = [
@@ -298,13 +300,13 @@ def _recipes(
     for found in layers:
         recipe, found.recipes = recipes_of(rules, found.paths, found.kinds, found.kernels)
         if recipe is not None:
-            _check_kernels(where, found)
+            check_parameters(where, found)
         else:
-            _check_left(where, found)
+            check_excluded(where, found)
         recipes.update(dict.fromkeys(found.paths, (found, recipe)))
     if all(recipe is None for _, recipe in recipes.values()):
         raise ValueError(
-            f"{where}: the rules leave every layer of {type(model).__name__} as it is, expected a "
+            f"{where}: the rules exclude every layer of {type(model).__name__}, expected a "
             f"recipe for one or more, e.g. for {layers[0].shown}"
         )
     for found in others:
@@ -321,11 +323,11 @@ def attach(
     names: Mapping[str, Any] = types.MappingProxyType({}),
     kernels: Sequence[tuple[str, Recipe | None]] = (),
 ) -> None:
-    """Gives one layer its quantized products.
+    """Gives one layer its quantized matmuls.
 
     Args:
       found: Its paths, for messages and reports; None: it is a model by itself.
-      names: The names of products in its methods that keep state, "up" and "encode.kernel", each
+      names: The names of matmuls in its methods that keep state, "up" and "encode.kernel", each
         with its recipe and the leading axes of a stack; None for those of the layer.
       kernels: Those of its parameters that have a recipe of their own.
     """
@@ -342,14 +344,14 @@ def attach(
 
 
 def _keep(layer: Any, recipe: Recipe, site: LayerRecipe, names: Mapping[str, Any]) -> None:
-    """Gives a layer the states of its products."""
+    """Gives a layer the states of its matmuls."""
     kind = original_class(type(layer))
     entry = layer_of(kind)
     own = () if entry is None else entry[1]
     own += tuple(name_of(kind, "__call__", name) for name in adapters(layer))
     found = dict.fromkeys([*own, *(name for name in names if name != "dot")])
     if found:
-        is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
+        is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two matmuls of activations
         of_own = recipe.of_activations() if is_attention else recipe
         kinds = {
             name: (None if name in own else names.get(name)) or (of_own, stacked(layer))
@@ -374,19 +376,16 @@ def detach(layer: Any) -> None:
     become(layer, methods=(), left=None)
 
 
-_WITH_KERNEL: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
-
-
 def needs_no_scale(layer: Any) -> bool:
-    """Whether a layer may be used without ever running a product: an `Embed` that only looks up.
+    """Whether a layer may be used without ever running a matmul: an `Embed` that only looks up.
 
-    Its only product is `attend`. Any other layer that no batch reaches is an error.
+    Its only matmul is `attend`. Any other layer that no batch reaches is an error.
     """
     return isinstance(layer, nnx.Embed)
 
 
 def is_of_flax(layer: Any) -> bool:
-    """Whether a layer is Flax's, which computes its products whenever it is called."""
+    """Whether a layer is Flax's, which computes its matmuls whenever it is called."""
     return layer_of(type(layer)) is not None
 
 
@@ -410,114 +409,3 @@ def stacked(layer: Any) -> tuple[int, ...]:
         case _:  # a user's module
             return ()
     return tuple(kernel.shape[: len(kernel.shape) - rank])
-
-
-@dataclasses.dataclass
-class FoundModule:
-    """A module of a model, with all of its paths.
-
-    Attributes:
-      paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
-      kinds: Its type and the types of the modules around it, on all paths: rules may name any.
-      recipes: The recipes of those of its own kernels that rules name.
-    """
-
-    module: nnx.Module
-    paths: list[str] = dataclasses.field(default_factory=list)
-    kinds: list[type] = dataclasses.field(default_factory=list)
-    recipes: tuple[tuple[str, Recipe | None], ...] = ()
-
-    @property
-    def kernels(self) -> list[str]:
-        """The names of its own parameters that may be kernels: those with two axes or more."""
-        params = ((name, x) for name, x in vars(self.module).items() if isinstance(x, nnx.Param))
-        return [name for name, x in params if len(getattr(x.get_value(), "shape", ())) > 1]
-
-    @property
-    def has_products(self) -> bool:
-        return has_products(self.module)
-
-    @property
-    def shown(self) -> str:
-        return self.paths[0] or "(the model itself)"
-
-    def as_matched(self) -> Module:
-        """What rules match."""
-        name = original_class(type(self.module)).__name__
-        return Module(self.paths, self.kinds, name, self.has_products)
-
-
-def modules_of(model: nnx.Module) -> list[FoundModule]:
-    """Every module once, with all its paths; `nnx.iter_modules` gives the first one alone."""
-    found: dict[int, FoundModule] = {}
-
-    def visit(node: Any, path: tuple[str, ...], around: tuple[Any, ...]) -> None:
-        if any(node is outer for outer in around):
-            return  # a cycle: Flax raises for it later
-        around = (*around, node)
-        if isinstance(node, Products | ProductState):
-            return  # of a model that was wrapped before
-        if isinstance(node, nnx.Module):
-            this = found.setdefault(id(node), FoundModule(node))
-            this.paths.append("/".join(path))
-            this.kinds += [type(outer) for outer in around if isinstance(outer, nnx.Module)]
-        for key, child in _children(node):
-            visit(child, (*path, key), around)
-
-    visit(model, (), ())
-    return list(found.values())
-
-
-def _children(node: Any) -> list[tuple[str, Any]]:
-    """What a node holds, by its keys there."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    if all(child is not node for _, child in pairs):
-        return [(jax.tree_util.keystr(key, simple=True), child) for key, child in pairs]
-    # No JAX container: an array, a constant, or a module that was declared with pytree=False.
-    return list(vars(node).items()) if isinstance(node, nnx.Module) else []
-
-
-def _parameters(where: str, found: FoundModule) -> Iterator[tuple[str, Any]]:
-    """A layer's own parameters, with their names as messages begin with them."""
-    for name, value in vars(found.module).items():
-        if isinstance(value, nnx.Param):
-            yield _shown(where, found, name), value.get_value()
-
-
-def _shown(where: str, found: FoundModule, name: str) -> str:
-    return f"{where}: {found.shown}: {type(found.module).__name__}.{name}"
-
-
-def _check_kernels(caller: str, found: FoundModule) -> None:
-    """Raises if a layer's own parameters have types or dtypes that cannot be rounded."""
-    kernel = vars(found.module).get("kernel")
-    if isinstance(found.module, _WITH_KERNEL) and not isinstance(kernel, nnx.Variable | jax.Array):
-        raise TypeError(
-            f"{_shown(caller, found, 'kernel')} has type {type(kernel).__name__}, expected an "
-            f"nnx.Param: somebody else has quantized the layer, as qwix's PtqProvider does; give "
-            f"{caller} the model that it was made of, or leave the layer alone by a rule"
-        )
-    for where, raw in _parameters(caller, found):
-        if isinstance(raw, QArray) and caller == "wrap":
-            raise TypeError(
-                f"{where} is a QArray, expected an array: parameters stay wide in training; to run "
-                "the model as it is write qtoolkit.nnx.quantize(model, recipe), to train it "
-                "dequantize() them"
-            )
-        dtype = getattr(raw, "dtype", None)
-        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        if is_float and jnp.finfo(dtype).bits not in (16, 32):
-            raise TypeError(
-                f"{where} has dtype {dtype}, expected float32, float16 or bfloat16; create the "
-                "layer with another param_dtype, or leave it alone by a rule"
-            )
-
-
-def _check_left(caller: str, found: FoundModule) -> None:
-    """Raises if a layer that a rule leaves has a stored kernel: Flax could not multiply codes."""
-    for where, raw in _parameters(caller, found):
-        if isinstance(raw, QArray):
-            raise ValueError(
-                f"{where} is a QArray, and a rule leaves the layer as it is, expected a recipe for "
-                "it; or dequantize() it first"
-            )

@@ -14,9 +14,10 @@ import numpy as np
 import opt_einsum
 from jax import lax
 
-from qtoolkit.products._scaled import Blocked, Scaled, others, scaled_dot, scaled_result
+from qtoolkit.products._scaled import Blocked, Scaled, remaining_axes, scaled_dot, scaled_result
 
-# What `lax.ragged_dot` computes, and its derivative by the second operand.
+# What `lax.ragged_dot` computes with the kernels rhs[groups, k, n], and its derivative by these,
+# whose rhs is the cotangent [rows, n].
 RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 _BY_GROUP = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
@@ -54,8 +55,8 @@ def einsum(*args: Any, **options: Any) -> Any:
 class Axes(NamedTuple):
     """The axes of one operand in one product. Batch axes are in neither tuple.
 
-    Blocks are cut along the last contracted axis; two-dimensional ones along the last kept axis,
-    too. The contracted axes of both operands are in the same order: the i-th of lhs is multiplied
+    Blocks are cut along the last contracted axis; two-dimensional ones also along the last kept
+    axis. The contracted axes of both operands are in the same order: the i-th of lhs is multiplied
     with the i-th of rhs.
 
     Attributes:
@@ -89,8 +90,8 @@ class Axes(NamedTuple):
 class Bilinear(Protocol):
     """A hashable bilinear function of two arrays of one dtype, accumulated in float32.
 
-    `extra` are integer arrays that it needs besides, such as the group sizes of `ragged_dot`;
-    `dtype` is that of the result where the function can give another one than float32.
+    `extra` are further integer arrays that it needs, such as the group sizes of `ragged_dot`;
+    `dtype` is that of the result, where the function can give another one than float32.
     """
 
     def __call__(
@@ -112,11 +113,11 @@ class Bilinear(Protocol):
         side: int,
         cotangent: jax.Array,
         other: jax.Array,
-        wide: jax.ShapeDtypeStruct,
+        gradient: jax.ShapeDtypeStruct,
         *extra: jax.Array,
         dtype: Any = jnp.float32,
     ) -> jax.Array | None:
-        """The gradient of the operand on one side, in the shape of `wide`.
+        """The gradient of the operand on one side, like `gradient`.
 
         `jax.linear_transpose` would give the same, but only for float32 operands: here both keep
         their dtype, which may be of 16 or 8 bits. Tracing is faster, too. Not for arrays on
@@ -153,24 +154,19 @@ class DotGeneral:
     def __call__(
         self, lhs: Any, rhs: Any, *extra: jax.Array, dtype: Any = jnp.float32
     ) -> jax.Array:
-        return self._dot(lhs, rhs, self.dimension_numbers, dtype, self.out_sharding)
-
-    def _dot(
-        self, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any = None
-    ) -> jax.Array:
+        numbers = self.dimension_numbers
         if isinstance(lhs, Blocked):
             return scaled_dot(lhs, rhs, numbers)
         if isinstance(lhs, Scaled):
-            return scaled_result(
-                self._dot(lhs.elements, rhs.elements, numbers, dtype), lhs, rhs, numbers
-            )
+            out = self(lhs.elements, rhs.elements, dtype=dtype)
+            return scaled_result(out, lhs, rhs, numbers)
         return dot_general(
             lhs,
             rhs,
             numbers,
             precision=self.precision,
             preferred_element_type=dtype,
-            out_sharding=out_sharding,
+            out_sharding=self.out_sharding,
         )
 
     def transposed(
@@ -178,31 +174,31 @@ class DotGeneral:
         side: int,
         cotangent: Any,
         other: Any,
-        wide: Any,
+        gradient: Any,
         *extra: jax.Array,
         dtype: Any = jnp.float32,
     ) -> jax.Array:
         contracted, batch = self.dimension_numbers
         of_side, of_other = contracted[side], contracted[1 - side]
         batch_side, batch_other = batch[side], batch[1 - side]
-        kept_other = others(other.ndim, of_other, batch_other)
+        kept_other = remaining_axes(other.ndim, of_other, batch_other)
         kept_side = cotangent.ndim - len(batch_side) - len(kept_other)
         first = len(batch_side) + (0 if side else kept_side)
         numbers = (
             (tuple(range(first, first + len(kept_other))), kept_other),
             (tuple(range(len(batch_side))), batch_other),
         )
-        out = self._dot(cotangent, other, numbers, dtype)
+        out = DotGeneral(numbers, self.precision)(cotangent, other, dtype=dtype)
         # The axes of `out` are now: batch; those that this side kept; those that the forward
         # product summed over, in the order in which the other operand has them.
         matching = tuple(of_side[of_other.index(axis)] for axis in sorted(of_other))
-        places = (*batch_side, *others(out.ndim, of_side, batch_side), *matching)
+        places = (*batch_side, *remaining_axes(out.ndim, of_side, batch_side), *matching)
         return lax.transpose(out, tuple(places.index(axis) for axis in range(out.ndim)))
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         (contract_l, contract_r), (batch_l, batch_r) = self.dimension_numbers
-        kept_l = others(len(lhs), contract_l, batch_l)
-        kept_r = others(len(rhs), contract_r, batch_r)
+        kept_l = remaining_axes(len(lhs), contract_l, batch_l)
+        kept_r = remaining_axes(len(rhs), contract_r, batch_r)
         first = len(batch_l)
         middle = first + len(kept_l)
         of_lhs, of_rhs = range(first, middle), range(middle, middle + len(kept_r))
@@ -256,9 +252,13 @@ class Einsum:
         lengths = {*zip(a, lhs, strict=True), *zip(b, rhs, strict=True)}
         broadcast = {label for label in joint if sum(other == label for other, _ in lengths) > 1}
 
+        def places(labels: str, wanted: list[str]) -> tuple[int, ...]:
+            unique = dict.fromkeys(wanted)
+            return tuple(i for want in unique for i, label in enumerate(labels) if label == want)
+
         def axes(labels: str, contracted: list[str], kept: list[str]) -> Axes:
             fixed = (i for i, label in enumerate(labels) if label in alone | twice | broadcast)
-            return Axes(_places(labels, contracted), _places(labels, kept), frozenset(fixed))
+            return Axes(places(labels, contracted), places(labels, kept), frozenset(fixed))
 
         return axes(a, summed, of_a), axes(b, summed, of_b), axes(out, of_b, of_a)
 
@@ -267,11 +267,11 @@ class Einsum:
         side: int,
         cotangent: Any,
         other: Any,
-        wide: Any,
+        gradient: Any,
         *extra: jax.Array,
         dtype: Any = jnp.float32,
     ) -> jax.Array | None:
-        shapes = (other.shape, wide.shape) if side else (wide.shape, other.shape)
+        shapes = (other.shape, gradient.shape) if side else (gradient.shape, other.shape)
         if any(of.fixed for of in self.axes(*shapes)[:2]):
             return None
         inputs, out, _ = opt_einsum.parser.parse_einsum_input(
@@ -345,18 +345,9 @@ class RaggedDot:
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array, dtype: Any = jnp.float32
     ) -> jax.Array:
-        return self._dot(lhs, rhs, RAGGED, dtype, *extra)
-
-    def _dot(
-        self, lhs: Any, rhs: Any, numbers: Any, dtype: Any, group_sizes: jax.Array
-    ) -> jax.Array:
+        numbers = RAGGED if rhs.ndim == 3 else _BY_GROUP
         return ragged_dot_general(
-            lhs,
-            rhs,
-            group_sizes,
-            numbers,
-            precision=self.precision,
-            preferred_element_type=dtype,
+            lhs, rhs, *extra, numbers, precision=self.precision, preferred_element_type=dtype
         )
 
     def transposed(
@@ -364,13 +355,12 @@ class RaggedDot:
         side: int,
         cotangent: Any,
         other: Any,
-        wide: Any,
+        gradient: Any,
         *extra: jax.Array,
         dtype: Any = jnp.float32,
     ) -> jax.Array:
-        if side == 0:
-            return self(cotangent, other.swapaxes(1, 2), *extra, dtype=dtype)
-        return self._dot(other, cotangent, _BY_GROUP, dtype, *extra)
+        lhs, rhs = (other, cotangent) if side else (cotangent, other.swapaxes(1, 2))
+        return self(lhs, rhs, *extra, dtype=dtype)
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         rows = frozenset({0})  # summed in groups in wgrad
@@ -400,9 +390,3 @@ def _precision(precision: Any) -> Any:
     """
     is_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
     return None if is_algorithm else _hashable(precision)
-
-
-def _places(labels: str, wanted: list[str]) -> tuple[int, ...]:
-    """The places in `labels` of the wanted labels, in the order in which these are wanted."""
-    unique = dict.fromkeys(wanted)
-    return tuple(i for want in unique for i, label in enumerate(labels) if label == want)

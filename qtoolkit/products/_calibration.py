@@ -1,4 +1,4 @@
-"""Calibration: what the operands of a model's products were like over many batches."""
+"""Calibration: statistics of the operands of a model's matmuls over many batches."""
 
 import collections
 import dataclasses
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
+from qtoolkit.products._inputs import Batch
 from qtoolkit.products._instruments import Tapped, tapped
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place
@@ -52,57 +53,6 @@ MARKED = marked_size(BITS)
 _STATIC: Any = {"static": True}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """The arguments of one call of a model. Only arrays are leaves; train=False, say, is static.
-
-    Attributes:
-      arrays: The leaves that are arrays.
-      others: All leaves, with None in place of arrays.
-      structure: The structure of the whole tree.
-    """
-
-    arrays: list[Any]
-    others: tuple[Any, ...] = dataclasses.field(metadata=_STATIC)
-    structure: Any = dataclasses.field(metadata=_STATIC)
-
-    @classmethod
-    def of(cls, batch: Any) -> "Batch":
-        leaves, structure = jax.tree.flatten(batch)
-        others = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)
-        return cls([leaf for leaf in leaves if hasattr(leaf, "dtype")], others, structure)
-
-    def with_arrays(self, arrays: Iterable[Any]) -> Any:
-        """The whole tree, with these arrays in place of its own."""
-        remaining = iter(arrays)
-        leaves = [next(remaining) if leaf is None else leaf for leaf in self.others]
-        return jax.tree.unflatten(self.structure, leaves)
-
-    def bound(self, function: Callable[..., Any]) -> Callable[[Any, Iterable[Any]], list[Any]]:
-        """A function of (first, arrays) that calls `function(first, *args, **kwargs)`.
-
-        For a batch made of (args, kwargs). It returns the arrays among the leaves of the result, so
-        that JAX can trace it whatever else the model returns.
-        """
-
-        def call(first: Any, arrays: Iterable[Any]) -> list[Any]:
-            args, kwargs = self.with_arrays(arrays)
-            outs = jax.tree.leaves(function(first, *args, **kwargs))
-            return [out for out in outs if hasattr(out, "dtype")]
-
-        return call
-
-    def given_to(self, function: Callable[..., Any], *first: Any) -> Any:
-        """Calls `function(*first, ...)` with the batch: a tuple as `*batch`, a dictionary as
-        `**batch`, anything else as one argument.
-        """
-        batch = self.with_arrays(self.arrays)
-        if isinstance(batch, tuple):
-            return function(*first, *batch)
-        return function(*first, **batch) if isinstance(batch, dict) else function(*first, batch)
-
-
 @dataclasses.dataclass(frozen=True)
 class _SummaryTap:
     """Measures [uses, bad uses, marked amax, histogram] of an operand; no histogram without `bins`.
@@ -137,8 +87,8 @@ def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any)
       function: Takes and returns pytrees. A product on which no float of the result depends is not
         measured, since measurements come out as gradients of these floats.
     """
-    found, _ = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
-    return found
+    measured, _ = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
+    return measured
 
 
 def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -148,26 +98,25 @@ def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
     """
 
     def total(*arguments: Any) -> jax.Array:
-        outs = [x for x in jax.tree.leaves(function(*arguments)) if _is_float(x)]
-        return sum((jnp.sum(x.astype(jnp.float32)) for x in outs), jnp.float32(0))
+        leaves = jax.tree.leaves(function(*arguments))
+        floats = [
+            x for x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.float32(0))
 
     return total
-
-
-def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """Statistics of the operands of a model's products. A pytree of observers.
+    """Statistics of the operands of a model's matmuls. A pytree of observers.
 
     Attributes:
       states: An observer of `qtoolkit.scaling` for each operand.
-      keys: For each observer the path of the layer, the name of the product in that layer, and 0
+      keys: For each observer the path of the layer, the name of the matmul in that layer, and 0
         for lhs or 1 for rhs.
-      unreached: Products that ran and need a scale, but could not be measured: no gradient of the
+      unreached: Matmuls that ran and need a scale, but could not be measured: no gradient of the
         model's output reached them.
     """
 
@@ -181,21 +130,21 @@ class Calibration:
         return tuple(dict.fromkeys(path for path, *_ in self.keys))
 
     def amaxes(self, path: str) -> dict[str, jax.Array]:
-        """For each product of a layer its amaxes [lhs, rhs, 0], float32[3]; 0 where unknown.
+        """For each matmul of a layer its amaxes [lhs, rhs, 0], float32[3]; 0 where unknown.
 
         The third entry is that of the cotangent, which is not calibrated: `State.amax` has it.
         """
-        found: dict[str, list[jax.Array]] = {}
+        by_name: dict[str, list[jax.Array]] = {}
         for (where, name, side), state in zip(self.keys, self.states, strict=True):
             if where == path:
-                amaxes = found.setdefault(name, [jnp.zeros((), jnp.float32)] * 3)
+                amaxes = by_name.setdefault(name, [jnp.zeros((), jnp.float32)] * 3)
                 amaxes[side] = state.amax().reshape(())
-        return {name: jnp.stack(amaxes) for name, amaxes in found.items()}
+        return {name: jnp.stack(amaxes) for name, amaxes in by_name.items()}
 
     def partly_known(self, path: str, recipe: Recipe) -> tuple[str, ...]:
-        """Names, for messages, the products of a layer that were calibrated incompletely.
+        """Names, for messages, the matmuls of a layer that were calibrated incompletely.
 
-        Complete is a product with an observer for each operand that `recipe` calibrates.
+        Complete is a matmul with an observer for each operand that `recipe` calibrates.
         """
         needed = sum(o is not None and o.is_calibratable for o in recipe.forward)
         names = collections.Counter(name for where, name, _ in self.keys if where == path)
@@ -248,13 +197,12 @@ def calibration_of(
       observer: A key of `OBSERVERS`, or a class of `qtoolkit.scaling`.
       options: Keyword arguments for the observer's `of`.
     """
-    kind = _observer(observer)
+    kind = _checked_observer(observer, options)
     if hasattr(batches, "dtype") or isinstance(batches, dict):
         raise TypeError(
             f"calibrate: batches has type {type(batches).__name__}, expected an iterable of "
             "batches; write calibrate(wrapped, [batch])"
         )
-    _check_options(kind, options)
     bins = (options.get("bins") or Bins()) if issubclass(kind, _HISTOGRAMS) else None
     states: dict[tuple[str, str, int], Observer] = {}
     places: dict[Place, None] = {}
@@ -272,17 +220,21 @@ def calibration_of(
                     continue
                 key = (*place, side)
                 state = states.get(key)
-                state = _started(kind, operand, options) if state is None else state
+                state = _new_observer(kind, operand, options) if state is None else state
                 states[key] = _after(state, rows[side])
     if not number:
         raise ValueError("calibrate: there are no batches, expected one or more")
-    _check_seen(states)
-    seen = {(path, name) for path, name, _ in states}
-    return Calibration(
-        tuple(states.values()),
-        tuple(states),
-        tuple(place for place in places if tuple(place) not in seen),
-    )
+    never = [key for key, state in states.items() if not int(state.count)]
+    if never:
+        path, name, side = never[0]
+        raise ValueError(
+            f"calibrate: {Place(path, name)}: all {int(states[never[0]].bad)} batches of its "
+            f"{('lhs', 'rhs')[side]} have a NaN or an infinity, expected a finite one; so for "
+            f"{len(never)} operands in all"
+        )
+    reached = {(path, name) for path, name, _ in states}
+    unreached = tuple(place for place in places if tuple(place) not in reached)
+    return Calibration(tuple(states.values()), tuple(states), unreached)
 
 
 def _check_summary(summary: Tapped) -> None:
@@ -295,7 +247,7 @@ def _check_summary(summary: Tapped) -> None:
         )
     if not summary.places:
         raise ValueError(
-            "calibrate: no quantized product ran, expected a wrapped model; wrap it first"
+            "calibrate: no quantized matmul ran, expected a wrapped model; wrap it first"
         )
     if any(recipe.is_calibrated for recipe in summary.recipes):
         raise ValueError(
@@ -305,31 +257,28 @@ def _check_summary(summary: Tapped) -> None:
         )
 
 
-def _observer(given: Any) -> type[Observer]:
+def _checked_observer(like: Any, options: dict[str, Any]) -> type[Observer]:
     known = ", ".join(OBSERVERS)
-    if given is MinMax or given == "minmax":
+    if like is MinMax or like == "minmax":
         raise ValueError(
-            "calibrate: MinMax is for zero points, which products do not take; expected one of "
+            "calibrate: MinMax is for zero points, which matmuls do not take; expected one of "
             f"{known}"
         )
-    kind = OBSERVERS.get(given) if isinstance(given, str) else given
+    kind = OBSERVERS.get(like) if isinstance(like, str) else like
     if not (isinstance(kind, type) and issubclass(kind, Observer)):
-        raise ValueError(f"calibrate: observer={given!r}, expected one of {known}")
-    return kind
-
-
-def _check_options(kind: Any, options: dict[str, Any]) -> None:
-    names = inspect.signature(kind.of).parameters
-    known = [name for name in names if name not in ("spec", "shape")]
-    wrong = [name for name in options if name not in known]
+        raise ValueError(f"calibrate: observer={like!r}, expected one of {known}")
+    of: Any = kind.of  # type: ignore[attr-defined]
+    names = [name for name in inspect.signature(of).parameters if name not in ("spec", "shape")]
+    wrong = [name for name in options if name not in names]
     if wrong:
         raise TypeError(
             f"calibrate: {kind.__name__} has no option {wrong[0]!r}, expected "
-            f"{' or '.join(known) or 'none'}"
+            f"{' or '.join(names) or 'none'}"
         )
+    return kind
 
 
-def _started(kind: type[Observer], operand: Operand, options: dict[str, Any]) -> Observer:
+def _new_observer(kind: type[Observer], operand: Operand, options: dict[str, Any]) -> Observer:
     if operand.spec.tensor_scale:  # its second scale is for the amax of the whole tensor
         return AbsMax.of(BlockFormat.tensor(operand.spec.element), (1,))
     made: Any = kind
@@ -345,20 +294,6 @@ def _after(state: Observer, row: jax.Array) -> Observer:
     return observed_summary(state, amax.reshape(state.shape), counts, row[1] == 0)
 
 
-def _check_seen(states: dict[tuple[str, str, int], Observer]) -> None:
-    never = [
-        (Place(path, name), ("lhs", "rhs")[side], int(state.bad))
-        for (path, name, side), state in states.items()
-        if not int(state.count)
-    ]
-    if never:
-        place, side, bad = never[0]
-        raise ValueError(
-            f"calibrate: {place}: all {bad} batches of its {side} have a NaN or an infinity, "
-            f"expected a finite one; so for {len(never)} operands in all"
-        )
-
-
 def check_calibrated(where: str, missing: Iterable[str]) -> None:
     """Raises if there are layers without calibration; names them."""
     names = [path or MODEL for path in missing]
@@ -366,5 +301,5 @@ def check_calibrated(where: str, missing: Iterable[str]) -> None:
         some = ", ".join(itertools.islice(names, 8)) + (" ..." if len(names) > 8 else "")
         raise ValueError(
             f"{where}: not calibrated: {some}; expected every quantized layer: calibrate with "
-            "batches that reach them, or leave them by a rule (for the model itself '^$')"
+            "batches that reach them, or exclude them by a rule with None (the model itself: '^$')"
         )

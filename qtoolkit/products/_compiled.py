@@ -42,8 +42,8 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        found = _CALLED.findall(self.rest)
-        return [name for names in found for name in re.findall(r"%([\w.\-]+)", names)]
+        lists = _CALLED.findall(self.rest)
+        return [name for names in lists for name in re.findall(r"%([\w.\-]+)", names)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def native_calls(compiled: Any) -> NativeCalls:
     the compiled program says: a call of cuBLASLt with FP8 operands, a Triton kernel that multiplies
     them, or, on hardware without FP8 and for shapes and layouts that no kernel takes, copies in
     bfloat16 or float32. Of a Triton kernel the program says which types it multiplies, not by
-    which instructions: on Hopper Triton may widen E5M2 beside E4M3 to float16. XLA takes it only
+    which instructions: on Hopper Triton may convert E5M2 with E4M3 to float16. XLA takes it only
     where it measured cuBLASLt to be slower.
 
     Args:
@@ -146,38 +146,32 @@ def native_calls(compiled: Any) -> NativeCalls:
       >>> recipe = qt.recipes.native_fp8_current
       >>> step = jax.jit(lambda x, w: qt.dot_general(x, w, dims, recipe=recipe))
       >>> x, w = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((64, 16), jnp.bfloat16)
-      >>> found = qt.products.native_calls(step.lower(x, w).compile())
-      >>> len(found.calls), len(found.in_fp8)  # this is a CPU, which has no FP8
+      >>> ran = qt.products.native_calls(step.lower(x, w).compile())
+      >>> len(ran.calls), len(ran.in_fp8)  # this is a CPU, which has no FP8
       (1, 0)
     """
-    program = Program(_text_of(compiled))
-    calls, kernels, other = [], 0, 0
-    for instruction, types, times in program.executed():
-        names = instruction.operands
-        size = sum(_size(types.get(name, "")) for name in names) + _size(_result(instruction))
-        found = program.multiplied(instruction, types)
-        if found is None:
-            kernels, other = kernels + times, other + size * times
-            continue
-        operands, by = found
-        metadata = re.search(r'op_name="([^"]*)"', instruction.rest)
-        name = metadata[1] if metadata else ""
-        part = "backward" if "transpose(" in name else "forward"
-        result = _shown(_result(instruction))
-        where = program.line_of(instruction)
-        calls.append(NativeCall(where, name, part, operands, result, by, times, size))
-    return NativeCalls(tuple(calls), kernels, other)
-
-
-def _text_of(compiled: Any) -> str:
-    if isinstance(compiled, str):
-        return compiled
-    if not hasattr(compiled, "runtime_executable"):
+    if not isinstance(compiled, str) and not hasattr(compiled, "runtime_executable"):
         raise TypeError(
             f"native_calls: got {type(compiled).__name__}, expected a compiled program; write "
             "jax.jit(step).lower(model, batch).compile()"
         )
-    return str(compiled.as_text())
+    program = Program(compiled if isinstance(compiled, str) else str(compiled.as_text()))
+    calls, kernels, other = [], 0, 0
+    for instruction, types, times in program.executed():
+        names = instruction.operands
+        size = sum(_size(types.get(name, "")) for name in names) + _size(_result(instruction))
+        matmul = program.multiplied(instruction, types)
+        if matmul is None:
+            kernels, other = kernels + times, other + size * times
+            continue
+        operands, by = matmul
+        metadata = re.search(r'op_name="([^"]*)"', instruction.rest)
+        name = metadata[1] if metadata else ""
+        part = "backward" if "transpose(" in name else "forward"
+        result = _without_layout(_result(instruction))
+        where = program.line_of(instruction)
+        calls.append(NativeCall(where, name, part, operands, result, by, times, size))
+    return NativeCalls(tuple(calls), kernels, other)
 
 
 class Program:
@@ -197,8 +191,8 @@ class Program:
             if (begin := _COMPUTATION.match(line)) is not None:
                 current = self.computations.setdefault(begin[2], [])
                 self.entry = begin[2] if begin[1] else self.entry
-            elif (found := _INSTRUCTION.match(line)) is not None:
-                current.append(Instruction(*found.groups()))
+            elif (instruction := _INSTRUCTION.match(line)) is not None:
+                current.append(Instruction(*instruction.groups()))
         if not self.entry:
             raise ValueError(
                 "native_calls: the text has no ENTRY computation, expected that of a compiled "
@@ -226,7 +220,7 @@ class Program:
         """The types that an instruction multiplies and what does it; None if it is no matmul."""
         target = _TARGET.search(one.rest)
         if target is not None:
-            by = next((shown for part, shown in _LIBRARIES.items() if part in target[1]), None)
+            by = next((name for part, name in _LIBRARIES.items() if part in target[1]), None)
             return None if by is None else (self._two(one, types), by)
         if one.op in _DOTS:
             return self._two(one, types), "XLA"
@@ -234,13 +228,13 @@ class Program:
             inner = self.computations.get(called, [])
             types = {each.name: each.type for each in inner}
             for each in inner:
-                found = self.multiplied(each, types)
-                if found is not None:
-                    return found[0], "Triton" if "__triton" in one.rest else found[1]
+                matmul = self.multiplied(each, types)
+                if matmul is not None:
+                    return matmul[0], "Triton" if "__triton" in one.rest else matmul[1]
         return None
 
     def _two(self, one: Instruction, types: dict[str, str]) -> tuple[str, str]:
-        first, second = (_shown(types.get(name, "?")) for name in one.operands[:2])
+        first, second = (_without_layout(types.get(name, "?")) for name in one.operands[:2])
         return first, second
 
     def line_of(self, one: Instruction) -> str:
@@ -270,22 +264,22 @@ def _user_lines(text: str) -> dict[int, str]:
         )
     }
     own = os.path.dirname(os.path.dirname(__file__))
-    found = {}
+    lines_of = {}
     for frame in frames:
         at, seen = frame, 0
         while at in frames and seen < len(frames):
             place, parent = frames[at]
             file, line = places.get(place, ("", ""))
             if file and "site-packages" not in file and not file.startswith(own):
-                found[int(frame)] = f"{os.path.basename(file)}:{line}"
+                lines_of[int(frame)] = f"{os.path.basename(file)}:{line}"
                 break
             at, seen = str(int(parent or 1) - 1), seen + 1  # written as one more
-    return found
+    return lines_of
 
 
 def _table(text: str, name: str) -> str:
-    found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
-    return found[1] if found else ""
+    rows = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
+    return rows[1] if rows else ""
 
 
 def _result(one: Instruction) -> str:
@@ -296,7 +290,7 @@ def _result(one: Instruction) -> str:
     return first[0] if first else ""
 
 
-def _shown(type_: str) -> str:
+def _without_layout(type_: str) -> str:
     return re.sub(r"\{[^}]*\}", "", type_)
 
 
@@ -304,7 +298,7 @@ def _size(type_: str) -> int:
     """The bytes of all arrays in a type."""
     total = 0
     for dtype, dims in _TYPE.findall(type_):
-        found = re.match(r"[a-z]+(\d+)", dtype)
-        bits = _BITS.get(dtype, int(found[1]) if found else 0)
+        digits = re.match(r"[a-z]+(\d+)", dtype)
+        bits = _BITS.get(dtype, int(digits[1]) if digits else 0)
         total += -(-bits * math.prod(int(n) for n in dims.split(",") if n) // 8)
     return total

@@ -14,16 +14,15 @@ import jax.numpy as jnp
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._calibration import (
-    Batch,
     Calibration,
     calibration_of,
     check_calibrated,
     summary_of,
 )
-from qtoolkit.products._constant import Constant
-from qtoolkit.products._first_scales import first_scales
 from qtoolkit.products._forward_state import without_forward_updates
+from qtoolkit.products._inputs import Batch, Constant
 from qtoolkit.products._instruments import explained
+from qtoolkit.products._learned import first_scales
 from qtoolkit.products._numerics import Numerics, Sums, sums_of
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL
@@ -52,13 +51,13 @@ class Adapter(Protocol):
 
 
 class Kept(NamedTuple):
-    """What a model keeps for one product.
+    """What a model keeps for one matmul.
 
     Attributes:
       path: The path of its layer, "blocks/0/mlp".
       name: Its name in the layer.
       arrays: See `products._states`.
-      may_idle: Whether the layer may be used without ever running the product, as an `Embed` that
+      may_idle: Whether the layer may be used without ever running the matmul, as an `Embed` that
         only looks up.
     """
 
@@ -142,7 +141,7 @@ class Layer(NamedTuple):
 def frozen_amaxes(
     calibration: Calibration, line: str, layers: Iterable[Layer] = ()
 ) -> dict[str, dict[str, jax.Array]]:
-    """For each layer the calibrated amaxes of its products, by path and name.
+    """For each layer the calibrated amaxes of its matmuls, by path and name.
 
     Args:
       line: What to write to get a calibration, for the message.
@@ -190,7 +189,7 @@ def sensitivity(
 def start_scales(
     adapter: Adapter, arrays: Any, batch: Any, products: Sequence[Kept]
 ) -> list[dict[str, Any]]:
-    """For each product the learned scales and offsets that had no value, from one batch."""
+    """For each matmul the learned scales and offsets that had no value, from one batch."""
     with explained("start_scales"):
         values = _of_batch(Constant((first_scales,)), adapter, arrays, Batch.of(batch))
     if not values:

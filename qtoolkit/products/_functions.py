@@ -1,4 +1,4 @@
-"""Quantized products on plain arrays, with the signatures of JAX's own."""
+"""Quantized matmuls and convolutions on plain arrays, with the signatures of JAX's own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def dot_general(
     Operands are divided by their scales, rounded, and multiplied with float32 accumulation. If both
     have one scale each, the scales then multiply the result; if one has scales of blocks, channels
     or tokens, operands are scaled back in float32 before the product. It computes in the dtype of
-    `lhs`. `rhs` may have another dtype and is rounded from that: float32 weights beside bfloat16
+    `lhs`. `rhs` may have another dtype and is rounded from that: float32 weights with bfloat16
     activations are rounded once, not first to bfloat16.
 
     No step overflows or underflows unless the result does, with three exceptions. With
@@ -44,7 +44,7 @@ def dot_general(
     coarsely, as subnormal numbers are, and its smallest numbers become 0.
 
     Infinities and NaNs of operands make the same elements of the result and of the gradients
-    non-finite as in the plain product. Only if a result comes as close to float32's largest number
+    non-finite as without quantization. Only if a result comes as close to float32's largest number
     as the rounding of its operands may move it, one of the two products may overflow and the other
     not. Operands never do: what a block rounds up to 2**128 is float32's largest number in the
     product (not with `arithmetic="native"`, where `jax.lax.scaled_dot` applies the scales).
@@ -59,7 +59,7 @@ def dot_general(
         recipe says of that side, and it has no gradient.
       dimension_numbers, precision, out_sharding: As for `jax.lax.dot_general`.
       preferred_element_type: Dtype of the result; None for that of `lhs`.
-      recipe: What the operands of the product and of its derivatives are rounded to.
+      recipe: What the operands are rounded to, here and in the gradients.
       key: A key of `jax.random`, for recipes that round stochastically. A hash of the values is
         mixed into it: the same key draws other bits for other values. Without a key the bits
         follow from the values alone.

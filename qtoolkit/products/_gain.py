@@ -21,7 +21,7 @@ class Gpu:
       fp8, bfloat16: Floating-point operations a second that large matmuls reach, not the peaks of
         the data sheet.
       bandwidth: Bytes a second that elementwise kernels reach.
-      launch: Seconds that a kernel costs beside its bytes.
+      launch: Seconds that a kernel costs in addition to its bytes.
       kernels: How many more kernels a layer's three matmuls have in FP8 than in bfloat16.
 
     Examples:
@@ -120,8 +120,7 @@ def expected_gain(function: Callable[..., Any], *arguments: Any, gpu: Gpu = H100
 
     Nothing is computed or compiled. A matmul takes as long as its operations or its bytes,
     whichever is longer; FP8 adds the passes that cast and transpose operands, and the launches of
-    their kernels. All else that a step computes stays as it is and is not counted, so the step
-    gains less.
+    their kernels. Everything else that a step computes is not counted, so the step gains less.
 
     Args:
       function: A model or another function, called with `arguments`; wrapped or not.
@@ -138,23 +137,18 @@ def expected_gain(function: Callable[..., Any], *arguments: Any, gpu: Gpu = H100
       >>> qt.products.expected_gain(jnp.dot, small, weight).factor < 1
       True
     """
-    shapes = Counter(_shapes(jax.make_jaxpr(function)(*arguments)))
-    return Gain(gpu, tuple(_matmul(gpu, *shape, count) for shape, count in shapes.items()))
-
-
-def _matmul(gpu: Gpu, batch: int, m: int, k: int, n: int, count: int) -> Matmul:
-    sides = [batch * size for size in (m * k, k * n, m * n)]
-    operations = 2 * batch * m * k * n
-
-    def product(rate: float, operand: int) -> float:
-        """All three: each reads two of the arrays and writes the third in bfloat16."""
-        traffic = (2 * operand + 2) * sum(sides) / gpu.bandwidth
-        return max(3 * operations / rate, traffic)
-
-    passes = _PASS * sum(sides) / gpu.bandwidth
-    plain = product(gpu.bfloat16, 2) + 3 * gpu.launch
-    native = product(gpu.fp8, 1) + passes + (3 + gpu.kernels) * gpu.launch
-    return Matmul(batch, m, k, n, count, plain, native)
+    matmuls = []
+    for shape, count in Counter(_shapes(jax.make_jaxpr(function)(*arguments))).items():
+        batch, m, k, n = shape
+        elements = batch * (m * k + k * n + m * n)
+        operations = 3 * 2 * batch * m * k * n
+        # Each of the three matmuls reads two of the arrays and writes the third in bfloat16.
+        plain = max(operations / gpu.bfloat16, 6 * elements / gpu.bandwidth)
+        native = max(operations / gpu.fp8, 4 * elements / gpu.bandwidth)
+        plain += 3 * gpu.launch
+        native += _PASS * elements / gpu.bandwidth + (3 + gpu.kernels) * gpu.launch
+        matmuls.append(Matmul(*shape, count, plain, native))
+    return Gain(gpu, tuple(matmuls))
 
 
 def _shapes(closed: ClosedJaxpr | Any, times: int = 1) -> Iterator[tuple[int, int, int, int]]:

@@ -1,10 +1,8 @@
-"""NumPy arrays among the inputs of a model.
+"""Models and their inputs as arguments of JAX's transformations."""
 
-To a trace a NumPy array is a constant, and what is computed from constants and a parameter counts
-as a parameter: the scores of two activations would be rounded as by a kernel, and named after it.
-"""
-
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,6 +26,9 @@ def as_jax(tree: Any, integers: bool = True) -> Any:
     Args:
       integers: Whether arrays of integers and booleans are converted, too.
     """
+    # To a trace a NumPy array is a constant, and what is computed from constants and a parameter
+    # counts as a parameter: the scores of two activations would be rounded as by a kernel, and
+    # named after it.
     leaves, structure = jax.tree.flatten(tree)
     is_converted = [_is_data(x) and (integers or not _is_whole(x)) for x in leaves]
     if not any(is_converted):
@@ -61,3 +62,84 @@ def _is_data(x: Any) -> bool:
 
 def _is_whole(x: np.ndarray) -> bool:
     return any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.integer, np.bool_))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arguments of one call of a model. Only arrays are leaves; train=False, say, is static.
+
+    Attributes:
+      arrays: The leaves that are arrays.
+      others: All leaves, with None in place of arrays.
+      structure: The structure of the whole tree.
+    """
+
+    arrays: list[Any]
+    others: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, batch: Any) -> "Batch":
+        leaves, structure = jax.tree.flatten(batch)
+        others = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+        return cls([leaf for leaf in leaves if hasattr(leaf, "dtype")], others, structure)
+
+    def with_arrays(self, arrays: Iterable[Any]) -> Any:
+        """The whole tree, with these arrays in place of its own."""
+        remaining = iter(arrays)
+        leaves = [next(remaining) if leaf is None else leaf for leaf in self.others]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def bound(self, function: Callable[..., Any]) -> Callable[[Any, Iterable[Any]], list[Any]]:
+        """A function of (first, arrays) that calls `function(first, *args, **kwargs)`.
+
+        For a batch made of (args, kwargs). It returns the arrays among the leaves of the result, so
+        that JAX can trace it whatever else the model returns.
+        """
+
+        def call(first: Any, arrays: Iterable[Any]) -> list[Any]:
+            args, kwargs = self.with_arrays(arrays)
+            outs = jax.tree.leaves(function(first, *args, **kwargs))
+            return [out for out in outs if hasattr(out, "dtype")]
+
+        return call
+
+    def given_to(self, function: Callable[..., Any], *first: Any) -> Any:
+        """Calls `function(*first, ...)` with the batch: a tuple as `*batch`, a dictionary as
+        `**batch`, anything else as one argument.
+        """
+        batch = self.with_arrays(self.arrays)
+        if isinstance(batch, tuple):
+            return function(*first, *batch)
+        return function(*first, **batch) if isinstance(batch, dict) else function(*first, batch)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A static argument of `jax.jit`: it hashes, whatever it holds.
+
+    A value without a hash, such as a model that keeps a plain dataclass or a list, may have changed
+    since it was traced, and nobody could tell. So this argument is equal to itself alone, and each
+    one that holds such a value is traced once.
+    """
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(self.value) if self._hashes else id(self)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Constant) or not (self._hashes and other._hashes):
+            return False
+        return bool(self.value == other.value)
+
+    @functools.cached_property
+    def _hashes(self) -> bool:
+        try:
+            hash(self.value)
+        except TypeError:
+            return False
+        return True

@@ -35,7 +35,7 @@ def to_json(recipe: Recipe | Rules[Recipe]) -> str:
     """A recipe, or rules of recipes over paths, as text: `from_json(to_json(r)) == r`.
 
     A format that `qtoolkit.spec` finds by its name is written as that name, any other one with its
-    fields. Fields with their default value are left out.
+    fields. Fields that have their default value are not written.
 
     Raises:
       TypeError: `recipe` is something else, has a rule whose key is a class, a custom table
@@ -57,13 +57,13 @@ def from_json(text: str | bytes) -> Any:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"from_json: invalid JSON ({error}), expected text of to_json") from error
-    found = _decoded(data, "recipe")
-    if not isinstance(found, Recipe | Rules):
+    recipe = _decoded(data, "recipe")
+    if not isinstance(recipe, Recipe | Rules):
         raise ValueError(
-            f"from_json: got {type(found).__name__}, expected "
+            f"from_json: got {type(recipe).__name__}, expected "
             '{"type": "Recipe", ...} or {"type": "Rules", ...}'
         )
-    return found
+    return recipe
 
 
 def spec_to_json(fmt: BlockFormat) -> Any:
@@ -73,17 +73,17 @@ def spec_to_json(fmt: BlockFormat) -> Any:
 
 def spec_from_json(data: Any) -> BlockFormat:
     """The inverse of `spec_to_json`. Raises ValueError for anything else."""
-    found = _decoded(data, "spec") if isinstance(data, dict) else spec(data)
-    if not isinstance(found, BlockFormat):
-        raise ValueError(f"spec: got {type(found).__name__}, expected a BlockFormat")
-    return found
+    fmt = _decoded(data, "spec") if isinstance(data, dict) else spec(data)
+    if not isinstance(fmt, BlockFormat):
+        raise ValueError(f"spec: got {type(fmt).__name__}, expected a BlockFormat")
+    return fmt
 
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, Rules):
         return {
             "type": "Rules",
-            "rules": [[_key(key), _encoded(recipe)] for key, recipe in value.rules],
+            "rules": [[_pattern(key), _encoded(recipe)] for key, recipe in value.rules],
             "default": _encoded(value.default),
         }
     if isinstance(value, BlockFormat | FloatFormat | IntFormat | TableFormat):
@@ -99,9 +99,9 @@ def _encoded(value: Any) -> Any:
         )
     if dataclasses.is_dataclass(value):
         fields = {
-            field.name: _encoded(given)
+            field.name: _encoded(getattr(value, field.name))
             for field in dataclasses.fields(value)
-            if field.compare and (given := getattr(value, field.name)) != field.default
+            if field.compare and getattr(value, field.name) != field.default
         }
         return {"type": type(value).__name__, **fields}
     if isinstance(value, tuple | list):
@@ -111,7 +111,7 @@ def _encoded(value: Any) -> Any:
     return value
 
 
-def _key(key: Any) -> str:
+def _pattern(key: Any) -> str:
     if isinstance(key, str):
         return key
     raise TypeError(
@@ -144,12 +144,18 @@ def _decoded(value: Any, where: str) -> Any:
             f"from_json: {where} has type {name!r}, expected one of {', '.join(_KINDS)}"
         )
     if issubclass(kind, enum.Enum):
-        return _member(kind, fields, where)
+        member = fields.get("name")
+        if not isinstance(member, str) or len(fields) > 1 or member not in kind.__members__:
+            raise ValueError(
+                f"from_json: {where} names no {kind.__name__}, expected one of "
+                f"{', '.join(kind.__members__)}"
+            )
+        return kind[member]
     known = [field.name for field in dataclasses.fields(kind) if field.compare]
     _check_fields(where, kind.__name__, fields, known)
-    given = {field: _decoded(item, f"{where}.{field}") for field, item in fields.items()}
+    arguments = {field: _decoded(item, f"{where}.{field}") for field, item in fields.items()}
     try:
-        return kind(**given)
+        return kind(**arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"from_json: {where}: {error}") from error
 
@@ -161,16 +167,6 @@ def _check_fields(where: str, name: str, fields: dict[str, Any], known: list[str
             f"from_json: {where} ({name}) has the unknown field {unknown[0]!r}, expected "
             f"{', '.join(known) or 'none'}"
         )
-
-
-def _member(kind: type[enum.Enum], fields: dict[str, Any], where: str) -> enum.Enum:
-    name = fields.get("name")
-    if not isinstance(name, str) or len(fields) > 1 or name not in kind.__members__:
-        raise ValueError(
-            f"from_json: {where} names no {kind.__name__}, expected one of "
-            f"{', '.join(kind.__members__)}"
-        )
-    return kind[name]
 
 
 def _rules(fields: dict[str, Any], where: str) -> Rules[Recipe]:

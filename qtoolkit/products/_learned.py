@@ -1,11 +1,14 @@
-"""Operands whose scales are parameters: LSQ and LSQ+ in front of a product.
+"""Operands whose scales are parameters: LSQ and LSQ+ before a matmul.
 
-LSQ rounds the operand; the product and its derivatives then use the rounded array as it is. A
-kernel that was trained this way is stored as codes and its learned scale.
+LSQ rounds the operand; the matmul and its derivatives then use the rounded array as it is. A
+kernel that was trained this way is stored as codes and its learned scale. The first value of a
+scale comes from the operand in a first batch.
 """
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,12 +20,13 @@ from qtoolkit.casts.internal import WIDTHS, exact_float32
 from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
 from qtoolkit.gradients.internal import LEAST
-from qtoolkit.products._instruments import Tap
+from qtoolkit.products._calibration import BITS, MARKED, total_of
+from qtoolkit.products._instruments import Tap, tapped
 from qtoolkit.products._operand import Learned, Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.scaling import QArray, quantize
-from qtoolkit.scaling.internal import Scales, operand_values
+from qtoolkit.scaling.internal import Scales, extreme, marked, operand_values
 
 Array = jax.Array
 
@@ -91,12 +95,12 @@ def _rounded(
     if tap is None or side not in tap.roles:
         return y
     assert zeros is not None
-    held = x if offset is None else x - offset.astype(x.dtype)
-    held, scale = lax.stop_gradient((held, scale))
-    q, scales = operand_values(held, operand.spec, given=Scales(scale.reshape((1,) * x.ndim)))
-    seen = tap(held, Rounded(q, scales, operand.spec))
-    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    return y + linear_with_transpose(_Nothing(out), _Seen(), (seen,), zeros[side])
+    shifted = x if offset is None else x - offset.astype(x.dtype)
+    shifted, scale = lax.stop_gradient((shifted, scale))
+    q, scales = operand_values(shifted, operand.spec, given=Scales(scale.reshape((1,) * x.ndim)))
+    measured = tap(shifted, Rounded(q, scales, operand.spec))
+    zero = _Zero(jax.ShapeDtypeStruct(y.shape, y.dtype))
+    return y + linear_with_transpose(zero, _Measured(), (measured,), zeros[side])
 
 
 # Always traced, so that a call outside of `jit` does the same as one inside: `lsq` then takes a
@@ -135,7 +139,7 @@ def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Nothing:
+class _Zero:
     """Returns zeros that vary over the same mesh axes as its argument."""
 
     out: jax.ShapeDtypeStruct
@@ -145,8 +149,69 @@ class _Nothing:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seen:
-    """Serves as the transpose of `_Nothing`: returns the tap's measurement for any cotangent."""
+class _Measured:
+    """Serves as the transpose of `_Zero`: returns the tap's measurement for any cotangent."""
 
     def __call__(self, residuals: tuple[Array, ...], cotangent: Array) -> Array:
         return residuals[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _StartTap:
+    """Measures [uses, sum of mean(|x|), marked max(-x, 0), marked max(x, 0)] of an operand.
+
+    A use is one run of the matmul in the step. `marked` encodes a number such that those of
+    several runs can be added, and the largest read from the sum.
+    """
+
+    roles: tuple[int, ...] = (0, 1)
+    size: int = 2 + 2 * MARKED
+
+    def __call__(self, x: Array, rounded: Rounded) -> Array:
+        wide = exact_float32(x)
+        finite = jnp.where(jnp.isfinite(wide), wide, np.float32(0))
+        count = jnp.maximum(jnp.sum(jnp.isfinite(wide), dtype=jnp.float32), 1)
+        mean = jnp.sum(jnp.abs(finite) / count)
+        ends = (marked(jnp.max(jnp.maximum(part, 0)), BITS) for part in (-finite, finite))
+        return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), *ends])
+
+
+def first_scales(
+    function: Callable[..., Any], *arguments: Any
+) -> dict[tuple[str, str, int], Array]:
+    """The first scale and offset of each operand that learns them, from one run of a pure function.
+
+    float32[2] each, by (path of the layer, name of the matmul in it, 0 for lhs or 1 for rhs); NaN
+    if the matmul was not measured.
+    """
+    measured, _ = tapped("start_scales", _StartTap(), total_of(function), *arguments)
+    return {
+        (*place, side): _first_scale(rows[side], operand)
+        for place, recipe, rows in zip(
+            measured.places, measured.recipes, measured.rows, strict=True
+        )
+        for side, operand in enumerate(recipe.forward)
+        if operand is not None and operand.is_learned
+    }
+
+
+def _first_scale(row: Array, operand: Operand) -> Array:
+    """float32[2]: scale and offset; NaN where the matmul was not used.
+
+    LSQ: the scale is 2 mean(|x|) / sqrt(Qp), without an offset. LSQ+: the scale is the range of x,
+    extended to zero, divided by the range of the format; the offset maps the least x to the least
+    value of the format.
+    """
+    element = operand.spec.element
+    uses = row[0]
+    scale = row[1] / jnp.maximum(uses, 1) * np.float32(2 / math.sqrt(element.max_finite))
+    offset = jnp.zeros_like(scale)
+    if isinstance(operand.scaling, Learned) and operand.scaling.offset:
+        below, above = (
+            extreme(row[start : start + MARKED], BITS, lowest=False) for start in (2, 2 + MARKED)
+        )
+        steps = np.float32(float(element.max_finite - element.lowest))
+        scale = above / steps + below / steps
+        offset = -below - np.float32(float(element.lowest)) * scale
+    scale = jnp.where(scale > 0, jnp.maximum(scale, LEAST), np.float32(1))
+    return jnp.where(uses > 0, jnp.stack([scale, offset]), np.float32(np.nan))

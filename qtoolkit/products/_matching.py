@@ -16,7 +16,7 @@ class Module(NamedTuple):
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it.
       name: The name of its own type.
-      has_products: Whether it computes products that `wrap` can quantize.
+      has_products: Whether it computes matmuls that `wrap` can quantize.
     """
 
     paths: Sequence[str]
@@ -31,7 +31,7 @@ def recipes_of(
     """The recipe of a module, and those of its own kernels that have another one.
 
     A rule may name a parameter, "moe/router_weights". If none gives the module a recipe, but one of
-    its kernels has one, all other products in it stay in high precision.
+    its kernels has one, all other matmuls in it stay in high precision.
     """
     recipe = rules.lookup(paths, kinds)
     found = {kernel: rules.lookup([*paths, *_within(paths, kernel)], kinds) for kernel in kernels}
@@ -75,8 +75,8 @@ def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[Module]) -> 
                 shown = key.__name__ if isinstance(key, type) else repr(key)
                 raise ValueError(
                     f"{where}: rule {shown} matches {module.paths[0] or MODEL}, and {module.name} "
-                    "has no product that wrap could quantize, expected a layer that has one; leave "
-                    "the rule out"
+                    "has no matmul that wrap could quantize, expected a layer that has one; "
+                    "remove the rule"
                 )
     wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
     wanted.check_used(where, *_matched([module for module in modules if module.has_products]))

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from qtoolkit.products._control_flow import MATMULS, SCALED, jaxprs_in
+from qtoolkit.products._derivative import DifferentiatedProduct
 
 
 def multiplications_of(eqn: Any) -> int:
@@ -26,12 +27,11 @@ def multiplications_of(eqn: Any) -> int:
     return math.prod(lhs) * math.prod(kept)
 
 
-def multiplications_of_gradient(eqn: Any, facts: Any) -> int:
+def multiplications_of_gradient(eqn: Any, product: DifferentiatedProduct) -> int:
     """The same for each gradient of a quantized product: as many as the product itself takes."""
-    lhs, rhs = (x.shape for x in facts.given)
-    _, of_rhs, _ = facts.plan.function.axes(lhs, rhs)
-    cotangent = eqn.invars[-1].aval
-    return math.prod(cotangent.shape) * math.prod(rhs[axis] for axis in of_rhs.contracted)
+    rhs = product.inputs[1].shape
+    summed = product.plan.axes(*product.inputs)[1].contracted
+    return math.prod(eqn.invars[-1].aval.shape) * math.prod(rhs[axis] for axis in summed)
 
 
 def runs_of(eqn: Any) -> int:

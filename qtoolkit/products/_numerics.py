@@ -1,4 +1,4 @@
-"""What rounding does to every operand of a model's products, forward and backward."""
+"""What rounding does to every operand of a model's matmuls, forward and backward."""
 
 import dataclasses
 import functools
@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.products._instruments import Stored, Tapped, tapped
-from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place
-from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.scaling import Tally
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 HEADER = (
     *("layer", "product", "operand", "of", "format", "amax", "scale", "SQNR dB", "saturated %"),
-    *("flushed %", "cosine"),
+    *("underflow %", "cosine"),
 )
 _VERSION = 1
 # For each role of `_instruments.ROLES` the operand that it is, and below the product that uses it.
@@ -54,16 +53,17 @@ class _TallyTap:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One operand of one product of a layer.
+    """One operand of one matmul of a layer.
 
     Attributes:
       path: The path of the layer, "blocks/0/mlp"; empty for the model itself.
-      product: The name of the product in the layer.
+      product: The name of the matmul in the layer.
       operand: "lhs", "rhs" or "cotangent".
-      parts: The products in which it is rounded like this: "forward", "forward, wgrad".
-      fmt: The format to which it is rounded, as text; "wide" if it is not rounded, "e4m3fn by
-        tensor, stored" for a kernel that is stored as codes.
-      limits: The least positive and the largest value of the element format; None if it stays wide.
+      parts: The matmuls in which it is rounded like this: "forward", "forward, wgrad".
+      fmt: The format to which it is rounded, as text; "unquantized" if it is not rounded, "e4m3fn
+        by tensor, stored" for a kernel that is stored as codes.
+      limits: The least positive and the largest value of the element format; None if it is not
+        rounded.
       tally: The measurements.
     """
 
@@ -109,7 +109,7 @@ class Row:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Numerics:
-    """What rounding did to the operands of a model's products in one or more steps. A pytree.
+    """What rounding did to the operands of a model's matmuls in one or more steps. A pytree.
 
         print(a + b)  # of two steps, or of two devices' batches
 
@@ -117,20 +117,20 @@ class Numerics:
     step used. A layer that runs several times in a step, in a scan, under vmap or because it is
     shared, has one row for all runs: sums and counts add up, and amax and scales are the extremes
     over the runs. If several runs come within 12.5 % of the largest amax (or within a factor of 2
-    of the extreme scale), the extreme is a bound instead of the exact value: an amax may be shown
-    too large, never too small. Kernels that are stored as codes are not rounded in the step: their
-    rows show "stored" and no numbers.
+    of the extreme scale), the extreme is a bound instead of the exact value: an amax may be
+    reported too large, never too small. Kernels that are stored as codes are not rounded in the
+    step: their rows show "stored" and no numbers.
 
     Attributes:
-      rows: The operands, in the order in which the products run.
-      left: The forward products that are not quantized.
+      rows: The operands, in the order in which the matmuls run.
+      left: The forward matmuls that are not quantized.
     """
 
     rows: tuple[Row, ...]
     left: tuple[Product, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     def __add__(self, other: "Numerics") -> "Numerics":
-        """Joins two reports: rows of the same operand are added, all other rows are kept."""
+        """Joins two reports: rows of the same operand are added, others appended."""
         if not isinstance(other, Numerics):
             return NotImplemented
         rows = {row.key: row for row in self.rows}
@@ -156,7 +156,7 @@ class Numerics:
 
     @property
     def unreached(self) -> tuple[str, ...]:
-        """Products that ran but were not measured, since the loss does not depend on them."""
+        """Matmuls that ran but were not measured, since the loss does not depend on them."""
         uses: dict[Place, float] = {}
         for row in self.rows:
             place = Place(row.path, row.product)
@@ -165,7 +165,7 @@ class Numerics:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Warnings below the rows: non-finite elements, products not measured or not quantized."""
+        """Warnings below the rows: non-finite elements, matmuls not measured or not quantized."""
         notes = []
         broken = [row for row in self.rows if float(row.tally.nonfinite)]
         if broken:
@@ -173,7 +173,7 @@ class Numerics:
             where = f"{Place(broken[0].path, broken[0].product)} {broken[0].operand}"
             notes.append(
                 f"{count:.0f} elements are NaN or infinite, in {len(broken)} operands, first "
-                f"{where}; but for saturated infinities the numbers are without them"
+                f"{where}; the other numbers do not count them, except saturated infinities"
             )
         if self.unreached:
             notes.append(f"no gradient reached, hence not measured: {', '.join(self.unreached)}")
@@ -181,7 +181,7 @@ class Numerics:
             count = sum(product.count for product in self.left)
             first = self.left[0]
             what = f"{first.operands} ({first.reason}{first.where and ', ' + first.where})"
-            notes.append(f"{count} forward products are not quantized, first {what}")
+            notes.append(f"{count} forward matmuls are not quantized, first {what}")
         return tuple(notes)
 
     def __str__(self) -> str:
@@ -190,8 +190,8 @@ class Numerics:
     def table(self) -> "Table":
         """A table for `rich`: `rich.print(numerics.table())`. `str(numerics)` is plain text.
 
-        Rows under 20 dB, or of which much saturates or vanishes, are yellow; under 10 dB, or with
-        NaNs or infinities, red.
+        Rows under 20 dB, or of which much saturates or becomes zero, are yellow; under 10 dB, or
+        with NaNs or infinities, red.
         """
         from rich import box
         from rich.table import Table
@@ -201,7 +201,7 @@ class Numerics:
         drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption)
         drawn.add_column("operand", min_width=12, overflow="fold")
         drawn.add_column("format", min_width=8, overflow="fold")
-        for name in ("amax", "scale", "dB", "sat. %", "flush. %", "cosine"):
+        for name in ("amax", "scale", "dB", "sat. %", "underfl. %", "cosine"):
             drawn.add_column(name, justify="right", min_width=5, overflow="fold")
         for row in self.rows:
             layer, product, operand, parts, fmt, *numbers = row.cells()
@@ -212,7 +212,7 @@ class Numerics:
         return drawn
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Writes a PNG: SQNR, saturated and flushed elements, layers by operands.
+        """Writes a PNG: SQNR, elements that saturate or become zero, layers by operands.
 
         Raises:
           ImportError: matplotlib is missing; pip install matplotlib.
@@ -236,7 +236,7 @@ class Numerics:
     def to_json(self) -> str:
         """As text: `Numerics.from_json` gives the same sums."""
         data = {"type": "Numerics", "version": _VERSION, **dataclasses.asdict(self)}
-        return json.dumps(data, default=_listed)
+        return json.dumps(data, default=_as_json)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Numerics":
@@ -287,24 +287,24 @@ def colour_of(row: Row) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What the tap measured in one step, and what `Numerics` calls `left`. A pytree."""
+    """What the tap measured in one step, and the matmuls that are not quantized. A pytree."""
 
-    found: Tapped
+    measured: Tapped
     left: tuple[Product, ...] = dataclasses.field(metadata=_STATIC)
 
     def numerics(self) -> Numerics:
-        found = self.found
-        products = zip(found.places, found.recipes, found.stored, strict=True)
-        found_labels = [
+        measured = self.measured
+        products = zip(measured.places, measured.recipes, measured.stored, strict=True)
+        labelled = [
             (number, role, twin, label)
             for number, product in enumerate(products)
             for role, twin, label in labels(*product)
         ]
-        number, role, twin, _ = zip(*found_labels, strict=True)
-        tallies = _tallies(found.rows, *map(np.array, (number, role, twin)))
+        number, role, twin, _ = zip(*labelled, strict=True)
+        tallies = _tallies(measured.rows, *map(np.array, (number, role, twin)))
         rows = (
             Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
-            for i, (*_, label) in enumerate(found_labels)
+            for i, (*_, label) in enumerate(labelled)
         )
         return Numerics(rows=tuple(rows), left=self.left)
 
@@ -316,11 +316,11 @@ def _tallies(
     """The tallies of all rows, computed by one program.
 
     Args:
-      rows: For each product float32[roles, TALLY_SIZE]: what the taps kept.
-      number, role: int[rows]: which product and which operand each row describes.
-      twin: The role of the same operand in another product, `role` itself where there is none. The
-        tap measures the operand in one of the two and leaves zeros for the other, so both are
-        added. Where the kernel is lhs, for instance, the cotangent is measured in wgrad.
+      rows: For each matmul float32[roles, TALLY_SIZE]: what the tap measured.
+      number, role: int[rows]: which matmul and which operand each row describes.
+      twin: The role of the same operand in another matmul, `role` itself where there is none. The
+        tap measures the operand in one of the two, and the other has zeros, so both are added.
+        Where the kernel is lhs, for instance, the cotangent is measured in wgrad.
     """
     vectors = jnp.stack(rows)
     other = jnp.where((role == twin)[:, None], np.float32(0), vectors[number, twin])
@@ -328,16 +328,16 @@ def _tallies(
 
 
 def sums_of(function: Callable[..., Any], *arguments: Any) -> Sums:
-    """Measures all products in one step of a pure function that returns `loss` or `(loss, aux)`."""
-    found, closed = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
-    check_ran("numerics", found.places)
-    return Sums(found, left_of(closed))
+    """Measures all matmuls in one step of a pure function that returns `loss` or `(loss, aux)`."""
+    measured, closed = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
+    check_ran("numerics", measured.places)
+    return Sums(measured, left_of(closed))
 
 
 def check_ran(where: str, products: Collection[Any]) -> None:
     if not products:
         raise ValueError(
-            f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
+            f"{where}: no quantized matmul ran, expected a wrapped model; wrap it first, and let "
             "the loss call the wrapped one"
         )
 
@@ -367,31 +367,27 @@ def labels(
         if role in recipe.twins:
             continue
         twin = next((other for other, of in recipe.twins.items() if of == role), role)
+        side = _OPERANDS[role]
+        if operand is not None:
+            fmt, element = str(operand), operand.spec.element
+            least = getattr(element, "min_subnormal", None)
+            least = element.min_positive if least is None else least
+            limits = float(least), float(element.max_finite)
+        else:
+            label = "" if side == "cotangent" else stored[side == "rhs"]
+            fmt, limits = label or UNQUANTIZED, None
         names = {
             "path": place.path,
             "product": place.name,
-            "operand": _OPERANDS[role],
+            "operand": side,
             "parts": ", ".join(_PARTS[one] for one in dict.fromkeys((role, twin))),
-            "fmt": str(operand) if operand is not None else _stored_at(role, stored) or "wide",
-            "limits": _limits(operand),
+            "fmt": fmt,
+            "limits": limits,
         }
         yield role, twin, names
 
 
-def _stored_at(role: int, stored: Stored) -> str:
-    return "" if _OPERANDS[role] == "cotangent" else stored[_OPERANDS[role] == "rhs"]
-
-
-def _limits(operand: Operand | None) -> tuple[float, float] | None:
-    if operand is None:
-        return None
-    element = operand.spec.element
-    least = getattr(element, "min_subnormal", None)
-    least = element.min_positive if least is None else least
-    return float(least), float(element.max_finite)
-
-
-def _listed(x: Any) -> Any:
+def _as_json(x: Any) -> Any:
     array = np.asarray(x)
     if array.ndim:
         return array.tolist()

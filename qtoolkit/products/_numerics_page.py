@@ -42,9 +42,9 @@ def page(numerics: "Numerics") -> str:
         '<meta name="viewport" content="width=device-width">'
         f"<title>qtoolkit numerics</title><style>{_STYLE}</style></head><body>"
         "<h1>Numerics</h1><p>What rounding does to every operand. Red: below 10 dB, more than 1 % "
-        "saturated or 25 % vanished, NaNs or infinities; yellow: 20 dB, 0.1 %, 5 %. Histograms: "
+        "saturated or 25 % became zero, NaNs or infinities; yellow: 20 dB, 0.1 %, 5 %. Histograms: "
         "elements by binade, height logarithmic; blue band: what the format holds with the largest "
-        "scale, to the right of it elements saturate, to the left they vanish; red bar: exact "
+        "scale, to the right of it elements saturate, to the left they become zero; red bar: exact "
         "zeros.</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{chr(10).join(body)}\n</tbody></table>"
         f"{notes}</body></html>\n"

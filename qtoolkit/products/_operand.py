@@ -1,4 +1,4 @@
-"""What one operand of a product is rounded to, and where its scales come from: frozen data."""
+"""What one operand of a matmul is rounded to, and where its scales come from: frozen data."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ class Delayed:
 
     Larger values saturate. Until a layer has a history, i.e. in the first step and as long as no
     gradient reaches it, it scales as `Current` does, unless there is `initial`. With nnx, so do
-    products that your own modules compute, such as `x @ self.kernel`, unless `wrap` is given
+    matmuls that your own modules compute, such as `x @ self.kernel`, unless `wrap` is given
     `inputs` or `strict`.
 
     The history records only calls through which a gradient flows. If a layer is called a second
@@ -94,7 +94,7 @@ class Static:
       scale: A positive number, in the normal range of float32. None: the layer stores a scale that
         calibration found. `qtoolkit.nnx.freeze` makes such recipes, from a model that was wrapped
         and calibrated with `Current` scaling.
-      power_of_two: As in `Current`; a given scale has to be one.
+      power_of_two: As in `Current`; a `scale` has to be one.
 
     Examples:
       >>> static = qt.Operand("e4m3fn", scaling=qt.products.Static(0.5))
@@ -148,8 +148,8 @@ class Learned:
     """A scale that is a parameter of the model and trains with it: LSQ.
 
     The operand becomes `qtoolkit.gradients.lsq(x, scale, fmt)`, or `lsq_plus` with an offset, in
-    the forward product and in its derivatives. Unlike with other scalings, the gradient of an
-    element that saturates is 0. Only operands of the forward product can have it.
+    the forward matmul and in its derivatives. Unlike with other scalings, the gradient of an
+    element that saturates is 0. Only operands of the forward matmul can have it.
 
     Attributes:
       offset: Whether an offset is learned as well (LSQ+).
@@ -173,7 +173,7 @@ class Learned:
 class Hadamard:
     """A Hadamard transform of both operands, in blocks along the contracted axis.
 
-    The product does not change, because (x H)(H w) = x w. But an outlier is spread over its block
+    The result does not change, because (x H)(H w) = x w. But an outlier is spread over its block
     before it is rounded. A contracted axis whose length is no multiple of `block` is padded with
     zeros. Nothing is transformed if the axis is summed in groups (in a convolution with groups, or
     in wgrad of `ragged_dot`), or if the operands have no summed axis in common.
@@ -212,11 +212,11 @@ Scaling: TypeAlias = Current | Delayed | Static | Learned
 @hashed_once
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What one operand of a product is rounded to. Frozen, hence hashable.
+    """What one operand of a matmul is rounded to. Frozen, hence hashable.
 
     Attributes:
       spec: A block format, or whatever `qtoolkit.spec` takes; "mxfp8" is short for "mxfp8_e4m3".
-        Blocks without `axes` are cut along the contracted axis of the product. If there are several
+        Blocks without `axes` are cut along the contracted axis of the matmul. If there are several
         contracted axes, it is the last one in the order in which lhs (in dgrad: rhs) names them. A
         block of two lengths is cut along the last axis that is not contracted, and the contracted
         one. Blocks with `axes` are cut along these, with one exception: in a wrapped model the axis
@@ -225,7 +225,7 @@ class Operand:
         kernel. An axis shorter than a block is one block.
       projection: Rounding and saturation.
       scaling: Where the scales come from. `Delayed` and `Static` need a format with one scale.
-      transform: A `Hadamard` transform before the rounding, for both operands of a product.
+      transform: A `Hadamard` transform before the rounding, for both operands of a matmul.
 
     Raises:
       ValueError: The format is unknown, has zero points, or cannot have this scaling.
@@ -256,9 +256,9 @@ class Operand:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        given: Any = self.spec
-        found = spec("mxfp8_e4m3" if given == "mxfp8" else given)
-        object.__setattr__(self, "spec", found)
+        like: Any = self.spec
+        fmt = spec("mxfp8_e4m3" if like == "mxfp8" else like)
+        object.__setattr__(self, "spec", fmt)
         for name, kinds in (
             ("projection", (Projection,)),
             ("scaling", (Current, Delayed, Static, Learned)),
@@ -272,42 +272,42 @@ class Operand:
                 )
         if self.projection.draw is not None:
             raise ValueError(
-                "Operand: the projection has random bits of its own; leave out its draw, products "
-                "get a key"
+                "Operand: the projection has random bits of its own, expected none: matmuls get a "
+                "key; write Projection('stochastic')"
             )
-        if found.zero_point:
+        if fmt.zero_point:
             raise ValueError(
-                f"Operand: {found.name} has zero points, which products do not take; use a "
+                f"Operand: {fmt.name} has zero points, which matmuls do not take; use a "
                 "symmetric format, or qtoolkit.fake_quantize on the operand"
             )
         self._check_scaling()
 
     def _check_scaling(self) -> None:
         """Raise if this scaling cannot be combined with the format, transform or projection."""
-        found = self.spec
-        has_calibrated_second = self.is_calibrated and bool(found.tensor_scale)
+        fmt = self.spec
+        has_calibrated_second = self.is_calibrated and bool(fmt.tensor_scale)
         if not (isinstance(self.scaling, Current) or self.has_one_scale or has_calibrated_second):
             # Suggest the element format with one scale; float32 and NF4 have none in that form.
-            by_tensor = Operand(found.element)
-            example = found.element.name if by_tensor.has_one_scale else E4M3FN.name
+            by_tensor = Operand(fmt.element)
+            example = fmt.element.name if by_tensor.has_one_scale else E4M3FN.name
             raise ValueError(
-                f"Operand: {found.name} has no single scale of float32 for the tensor, which "
+                f"Operand: {fmt.name} has no single scale of float32 for the tensor, which "
                 f"{type(self.scaling).__name__} scaling needs; expected e.g. {example!r}"
             )
         if self.has_power_of_two and not self.has_one_scale:
             raise ValueError(
-                f"Operand: {found.name} has no single scale of float32 for the tensor, which "
+                f"Operand: {fmt.name} has no single scale of float32 for the tensor, which "
                 "power_of_two=True needs; expected e.g. 'e4m3fn', or a format whose own scales are "
                 "powers of two, such as 'mxfp8'"
             )
         if isinstance(self.scaling, Delayed) and self.transform:
             raise ValueError(
-                "Operand: Delayed scaling observes what is given, not its transform, which may be "
-                "sqrt(block) times as large; leave out the transform, or take Current() or Static()"
+                "Operand: Delayed scaling observes the array, not its transform, which may be "
+                "sqrt(block) times as large; remove the transform, or take Current() or Static()"
             )
         if isinstance(self.scaling, Learned) and (self.transform or self.projection != NEAREST):
             raise ValueError(
-                "Operand: Learned scaling rounds to nearest and without a transform; leave out "
+                "Operand: Learned scaling rounds to nearest and without a transform; remove "
                 "projection and transform"
             )
 
@@ -338,7 +338,7 @@ class Operand:
 
     @property
     def is_calibratable(self) -> bool:
-        """Whether calibration can find its scale: one for the tensor, neither given nor learned."""
+        """Whether calibration can find its scale: one for the tensor, not static, not learned."""
         has_scale = self.has_one_scale or bool(self.spec.tensor_scale)
         return has_scale and isinstance(self.scaling, Current | Delayed)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 
 MODEL = "(model)"  # the path of the model itself
 
@@ -57,7 +57,7 @@ class Mark:
         """The formats to which lhs and rhs are rounded."""
         operands = (None, None) if self.recipe is None else self.recipe.forward
         pairs = zip(self.stored, operands, strict=True)
-        first, second = (label or ("wide" if o is None else str(o)) for label, o in pairs)
+        first, second = (label or (UNQUANTIZED if o is None else str(o)) for label, o in pairs)
         return first, second
 
 

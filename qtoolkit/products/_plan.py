@@ -1,26 +1,24 @@
 """A product without its arrays, `Plan`, and what a layer keeps for it, `State`."""
 
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from qtoolkit.formats.internal import hashed_once
-from qtoolkit.products._arithmetic import Forward, Transposed, combined, native, native_constant
+from qtoolkit.products._arithmetic import Part
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral, Einsum
 from qtoolkit.products._instruments import Tap, swapped_rows
 from qtoolkit.products._learned import LearnedScale
-from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._residuals import codes_format
-from qtoolkit.products._rounded import Cut, Rounded, cut, rounded
-from qtoolkit.products._stored import restored_operand
-from qtoolkit.scaling import QArray
+from qtoolkit.products._rounded import Rounding, rounding_of
 
 Array = jax.Array
-Given: TypeAlias = Array | QArray
+
+# An operand's role is its index in `_instruments.ROLES` and in `Recipe.operands`. For the gradient
+# of lhs (dgrad) and of rhs (wgrad), these are the roles of the cotangent and the other operand.
+COTANGENT, OTHER = (2, 5), (3, 4)
 
 
 class State(NamedTuple):
@@ -76,33 +74,20 @@ class Plan:
     dtype: Any
     tap: Tap | None = None
 
-    def forward(self, lhs: Any, rhs: Any) -> tuple[Cut, Cut]:
-        """How lhs and rhs are cut in the product."""
-        of_lhs, of_rhs, _ = self.function.axes(lhs.shape, rhs.shape)
-        first, second = self.recipe.forward
-        return self._cut(first, of_lhs, lhs), self._cut(second, of_rhs, rhs)
+    def axes(self, lhs: Any, rhs: Any) -> tuple[Axes, ...]:
+        """The axes of an operand in its matmul, by its role."""
+        of_lhs, of_rhs, of_out = self.function.axes(lhs.shape, rhs.shape)
+        return of_lhs, of_rhs, of_out, of_rhs.turned(), of_lhs.turned(), of_out.turned()
 
-    def other(self, side: int, lhs: Any, rhs: Any) -> Cut:
-        """How the other operand is cut in the product that gives the gradient of one side."""
-        of_lhs, of_rhs, _ = self.function.axes(lhs.shape, rhs.shape)
-        axes, x = (of_lhs, lhs) if side else (of_rhs, rhs)
-        is_kept = self.recipe.keeps_forward[side]
-        operand = self.recipe.wgrad[0] if side else self.recipe.dgrad[1]
-        return self._cut(operand, axes if is_kept else axes.turned(), x)
-
-    def cotangent(self, side: int, lhs: Any, rhs: Any, cotangent: Any) -> Cut:
-        """How the cotangent is cut in the product that gives the gradient of one side."""
-        *_, of_out = self.function.axes(lhs.shape, rhs.shape)
-        if 0 in cotangent.shape:  # nothing to round, and no scale for it
-            return self._cut(None, of_out, cotangent)
-        if side:
-            return self._cut(self.recipe.wgrad[1], of_out.turned(), cotangent)
-        return self._cut(self.recipe.dgrad[0], of_out, cotangent)
-
-    def _cut(self, operand: Operand | None, axes: Axes, x: Any) -> Cut:
-        return cut(
-            operand,
-            axes,
+    def rounding(self, role: int, lhs: Any, rhs: Any, cotangent: Any = None) -> Rounding:
+        """How the operand with this role is rounded."""
+        x = (lhs, rhs, cotangent, rhs, lhs, cotangent)[role]
+        # An operand of the forward matmul that a derivative uses again has blocks along the axis
+        # over which the forward matmul sums.
+        role = self.recipe.reused.get(role, role)
+        return rounding_of(
+            self.recipe.operands[role] if 0 not in x.shape else None,
+            self.axes(lhs, rhs)[role],
             x.shape,
             self.recipe.axis_names,
             is_native=self.recipe.arithmetic == "native",
@@ -110,46 +95,17 @@ class Plan:
             and self.function.out_sharding is None,
         )
 
-    def contracted(
-        self, side: int | None, lhs: Any, rhs: Any
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which axes of its first and of its second operand a product sums over.
-
-        Args:
-          side: None for the forward product of lhs and rhs. 0 for dgrad, the product of the
-            cotangent and rhs; 1 for wgrad, that of the cotangent and lhs.
-        """
-        of_lhs, of_rhs, of_out = self.function.axes(lhs.shape, rhs.shape)
-        if side is None:
-            return of_lhs.contracted, of_rhs.contracted
-        return (of_out.kept, of_lhs.kept) if side else (of_out.contracted, of_rhs.kept)
-
-    def combined(
-        self,
-        function: "Forward | Transposed",
-        first: Rounded,
-        second: Rounded,
-        contracted: tuple[tuple[int, ...], tuple[int, ...]],
-        dtype: Any,
-        *,
-        is_constant: bool = False,
-    ) -> Array:
-        """`function(first, second)`, emulated or native as the recipe says.
-
-        Emulated it is float32, natively it may be `dtype`, in which the result is wanted. If
-        `is_constant`, it has no derivative, and its product stands in no `custom_jvp`.
-        """
-        if self.recipe.arithmetic != "native":
-            return combined(function, first, second)
-        multiply = native_constant if is_constant else native
-        return multiply(function, first, second, contracted, dtype)
-
-
-def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:
-    """`x` rounded as `how` says; with `Delayed` or calibrated scaling by the kept `amax`."""
-    if isinstance(x, QArray):
-        return restored_operand(x)
-    # Nobody needs the derivative of this rounding: `_product_jvp` ignores the tangent of a rounded
-    # operand, and second derivatives flow through `SavedCodes.carrier`. Stopping it here saves JAX
-    # the tracing. An operand that is not saved as codes has no carrier and must keep its own.
-    return rounded(lax.stop_gradient(x) if codes_format(how) else x, amax, key, how)
+    def part(self, side: int | None, lhs: Any, rhs: Any, extra: tuple[Array, ...]) -> Part:
+        """The forward matmul (side None), dgrad (0) or wgrad (1)."""
+        axes = self.axes(lhs, rhs)
+        first, second = (0, 1) if side is None else (COTANGENT[side], OTHER[side])
+        gradient = None if side is None else (lhs, rhs)[side]
+        return Part(
+            self.function,
+            extra,
+            (axes[first].contracted, axes[second].contracted),
+            self.dtype if gradient is None else gradient.dtype,
+            self.recipe.arithmetic == "native",
+            side,
+            None if gradient is None else gradient.update(dtype=jnp.float32),
+        )

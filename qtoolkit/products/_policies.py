@@ -2,10 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
+from qtoolkit.products._instruments import layers_in
+from qtoolkit.products._place import Place
 from qtoolkit.products._recipe import Recipe, check_recipe
 
 __all__ = ["first_last_high_precision", "warm_up"]
@@ -41,13 +44,16 @@ dgrad: (e5m2 by tensor) x (e4m3fn by tensor); wgrad: (e4m3fn by tensor) x (e5m2 
                     f"first_last_high_precision: {name}={count!r}, expected an integer of 0 or more"
                 )
 
-    @staticmethod
-    def check_inputs(given: object) -> None:
-        if given is None:
+    def rules_for(
+        self, inputs: Any, kernels_of: Callable[[Any], Mapping[Place, Any]]
+    ) -> Rules[Recipe]:
+        """The rules for a model, from the order in which its kernels run with these inputs."""
+        if inputs is None:
             raise ValueError(
                 "wrap: first_last_high_precision needs the order in which layers run, and there "
                 "are no inputs to trace the model with; write wrap(model, policy, inputs=(x,))"
             )
+        return self.rules(layers_in(kernels_of(inputs)))
 
     def rules(self, paths: Sequence[str]) -> Rules[Recipe]:
         """The rules for layers of these paths, in the order in which they run."""

@@ -13,9 +13,9 @@ import numpy as np
 from qtoolkit.casts.internal import WIDTHS, exact_float32
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._bilinear import Axes
-from qtoolkit.products._calibration import Batch
+from qtoolkit.products._inputs import Batch
 from qtoolkit.products._operand import Current, Operand
-from qtoolkit.products._rounded import cut
+from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._tracking import Key, Node, Root, Use, tracked
 from qtoolkit.scaling import Hessian, QArray, smoothing_factors
 from qtoolkit.scaling.internal import Contraction, check_inputs, searched, solved
@@ -292,7 +292,7 @@ def _check_operand(name: str, operand: Operand) -> None:
 
 def _spec(operand: Operand, how: Contraction, shape: tuple[int, ...]) -> BlockFormat:
     kept = tuple(a for a in range(len(shape)) if a not in (*how.contracted, *how.batch))
-    made = cut(operand, Axes(how.contracted, kept), shape, ()).operand
+    made = rounding_of(operand, Axes(how.contracted, kept), shape, ()).operand
     assert made is not None
     return made.spec
 

@@ -1,6 +1,6 @@
 """Recipes by the names under which they are published, as data, and recipes as text.
 
-Each describes the arithmetic of the three products of a layer. Other choices of its source
+Each describes the arithmetic of the three matmuls of a layer. Other choices of its source
 (optimizer states, communication, layers in high precision) are not part of a recipe: `Rules` say
 which layers a recipe is for.
 """
@@ -75,9 +75,9 @@ te_delayed_hybrid = Recipe(
 """The same with scales from the largest magnitude of the last 1,024 steps.
 
 Source: `DelayedScaling` (HYBRID, amax_compute_algo "max", margin 0) of Transformer Engine.
-Deviations: amaxes are kept to buckets of an eighth of a binade, upper edge, so scales are up to
-12.5 % larger; the first step scales by its own amax instead of 1; a step with an infinity or a NaN
-leaves the history as it was.
+Deviations: amaxes are rounded up to buckets of an eighth of a binade, so scales are up to 12.5 %
+larger; the first step scales by its own amax instead of 1; a step with an infinity or a NaN does
+not change the history.
 """
 
 
@@ -129,7 +129,7 @@ scales). Deviations: scales are not rounded to powers of two.
 """
 
 mxfp8 = Recipe("mxfp8_e4m3")
-"""MXFP8: E4M3 in blocks of 32 along the contracted axis, in all three products.
+"""MXFP8: E4M3 in blocks of 32 along the contracted axis, in all three matmuls.
 
 Source: `MXFP8BlockScaling` of Transformer Engine; arXiv:2506.08027, whose scales are rounded up so
 that nothing saturates. OCP MX v1.0 rounds them down. Deviations: none known. Not causal in
@@ -174,7 +174,7 @@ fp8_lm = Recipe(
 )
 """E4M3 forward, E5M2 for cotangents, per tensor, from the last 16 steps.
 
-Source: arXiv:2310.18313. Deviations: the products only; its FP8 communication, gradients and
+Source: arXiv:2310.18313. Deviations: the matmuls only; its FP8 communication, gradients and
 optimizer states are not emulated, and the history of 16 is our choice.
 """
 
@@ -187,7 +187,7 @@ Source: arXiv:2206.02915 (the formats). Deviations: none known.
 int8_qat = Recipe((BlockFormat.tensor(INT8), _along(INT8)), gradient=None)
 """int8 activations with one scale, int8 weights with a scale for each output channel.
 
-Cotangents are not quantized: gradients are those of the product of the rounded numbers
+Cotangents are not quantized: gradients are those of a matmul of the rounded numbers
 (straight-through).
 
 Source: arXiv:1712.05877; arXiv:2103.13630, section III. Deviations: activations are scaled by their

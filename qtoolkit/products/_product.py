@@ -8,7 +8,14 @@ be the identity, even where delayed or static scales saturate. Infinities and Na
 cotangents are kept in q, so a result is non-finite wherever that of the plain product is: loss
 scalers, which skip such steps, rely on it.
 
-Everything static about a product is one hashable `Plan`; everything else is arrays.
+The way from a recipe to XLA:
+
+  Recipe, Operand     what each of the six operands is rounded to: data
+  Plan                the same with the function: all that is static about a product
+  Rounding            an operand of the recipe whose blocks have axes, for one array
+  Rounded             that array as values or codes, and its scales
+  Part                the forward product, dgrad or wgrad: multiplies two `Rounded`
+  Bilinear            the function of JAX that it calls
 """
 
 import functools
@@ -28,22 +35,21 @@ from qtoolkit.casts.internal import (
     varying_alike,
 )
 from qtoolkit.gradients import linear_with_transpose
-from qtoolkit.products._arithmetic import Forward
+from qtoolkit.products._arithmetic import multiplied
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._derivative import (
     Cotangent,
-    Facts,
-    Residuals,
+    DifferentiatedProduct,
+    Input,
     Tangent,
-    is_moving,
-    residual_of,
-    seen_of,
-    tapped_of,
+    is_differentiated,
+    residuals_of,
+    rounded_operand,
 )
 from qtoolkit.products._instruments import HIGH_PRECISION, Tap, instrument
 from qtoolkit.products._learned import with_learned_scales
 from qtoolkit.products._place import Place
-from qtoolkit.products._plan import Given, Plan, State, operand_of
+from qtoolkit.products._plan import Plan, State
 from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._stored import stored_label
@@ -56,8 +62,8 @@ Array = jax.Array
 def quantized_product(
     where: str,
     function: Bilinear,
-    lhs: Array | QArray,
-    rhs: Array | QArray,
+    lhs: Input,
+    rhs: Input,
     recipe: Recipe,
     dtype: DTypeLike | None,
     state: State | None = None,
@@ -87,18 +93,30 @@ def quantized_product(
         `state` does not have: delayed, calibrated or learned ones.
     """
     check_recipe(where, recipe)
-    given, operands, learned = (lhs, rhs), [lhs, rhs], recipe.learned
-    for index, operand in enumerate(given):
+    inputs, operands, learned = (lhs, rhs), [lhs, rhs], recipe.learned
+    for index, operand in enumerate(inputs):
         if isinstance(operand, QArray):
             side = 1 - index if is_swapped else index
-            recipe = recipe.beside_stored(side)
+            recipe = recipe.with_stored(side)
             operands[index] = operand.dequantize() if learned[side] else operand
     lhs, rhs = operands
 
+    def compute(
+        recipe: Recipe, state: State | None, tap: Tap | None = None, zeros: Array | None = None
+    ) -> Array:
+        if tap is not None:
+            state = (state or State())._replace(zeros=zeros)
+        if is_swapped:
+            recipe, state = recipe.swapped(), state and state.swapped()
+        arguments = _prepared(where, function, lhs, rhs, recipe, dtype, state, tap)
+        try:
+            return qtoolkit_product(*arguments, extra)
+        except TornBlocksError as error:
+            raise TornBlocksError(f"{where}: {error}") from None
+
     by = instrument()
-    compute = functools.partial(_computed, where, function, lhs, rhs, dtype, extra, is_swapped)
     if by is not None:
-        first, second = map(stored_label, given[::-1] if is_swapped else given)
+        first, second = map(stored_label, inputs[::-1] if is_swapped else inputs)
         return by.product(place or Place("", where), recipe, state, compute, (first, second))
     if recipe.warm_up and state is not None and state.step is not None:
         return lax.cond(
@@ -106,49 +124,21 @@ def quantized_product(
             lambda: compute(HIGH_PRECISION, None),
             lambda: compute(recipe, state),
         )
-    if is_swapped:
-        recipe, state = recipe.swapped(), state and state.swapped()
-    lhs, rhs, state, plan = _prepared(where, function, lhs, rhs, recipe, dtype, state, None)
-    try:
-        return qtoolkit_product(lhs, rhs, state, extra, plan)
-    except TornBlocksError as error:
-        raise TornBlocksError(f"{where}: {error}") from None
-
-
-def _computed(
-    where: str,
-    function: Bilinear,
-    lhs: Array | QArray,
-    rhs: Array | QArray,
-    dtype: Any,
-    extra: tuple[Array, ...],
-    is_swapped: bool,
-    recipe: Recipe,
-    state: State | None,
-    tap: Tap | None = None,
-    zeros: Array | None = None,
-) -> Array:
-    """The product by another recipe, or measured by a tap."""
-    if tap is not None:
-        state = (state or State())._replace(zeros=zeros)
-    if is_swapped:
-        recipe, state = recipe.swapped(), state and state.swapped()
-    lhs, rhs, state, plan = _prepared(where, function, lhs, rhs, recipe, dtype, state, tap)
-    return qtoolkit_product(lhs, rhs, state, extra, plan)
+    return compute(recipe, state)
 
 
 def _prepared(
     where: str,
     function: Bilinear,
-    lhs: Array | QArray,
-    rhs: Array | QArray,
+    lhs: Input,
+    rhs: Input,
     recipe: Recipe,
     dtype: Any,
     state: State | None,
     tap: Tap | None,
-) -> tuple[Given, Given, State, Plan]:
+) -> tuple[Plan, Input, Input, State]:
     """The checked arguments of `qtoolkit_product`; recipe and state are for (lhs, rhs) here."""
-    _check_kept(where, recipe, state)
+    _check_state(where, recipe, state)
     lhs, rhs = (
         x if isinstance(x, QArray) else check_differentiable(where, x, wide=False)
         for x in (lhs, rhs)
@@ -160,7 +150,10 @@ def _prepared(
         raise TypeError(
             f"{where}: preferred_element_type is {dtype}, expected float32, float16 or bfloat16"
         )
-    _check_held(where, recipe, lhs.dtype, rhs.dtype, dtype)
+    dtypes = (lhs.dtype, rhs.dtype, dtype, rhs.dtype, lhs.dtype, dtype)
+    for operand, dtype_of_operand in zip(recipe.operands, dtypes, strict=True):
+        if operand is not None:
+            check_holds(where, operand.spec.element, dtype_of_operand)
     if any(recipe.learned):
         learned, zeros = (None, None) if state is None else (state.learned, state.zeros)
         (lhs, rhs), tap = with_learned_scales(where, (lhs, rhs), recipe, learned, tap, zeros)
@@ -172,11 +165,11 @@ def _prepared(
         state = state._replace(amax=amax, key=key)
     leaves, structure = jax.tree.flatten((lhs, rhs))
     lhs, rhs = jax.tree.unflatten(structure, varying_alike(*leaves))
-    return lhs, rhs, state or State(), Plan(function, recipe, dtype, tap)
+    return Plan(function, recipe, dtype, tap), lhs, rhs, state or State()
 
 
-def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
-    """Raises if the recipe needs scales that a layer keeps, and `state` has none."""
+def _check_state(where: str, recipe: Recipe, state: State | None) -> None:
+    """Raises if the recipe needs numbers that a layer keeps, and `state` has none."""
     if recipe.warm_up and (state is None or state.step is None) and instrument() is None:
         raise ValueError(
             f"{where}: the recipe has a warm-up, whose steps a layer counts; expected a layer of a "
@@ -197,84 +190,76 @@ def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
         )
 
 
-def _check_held(where: str, recipe: Recipe, lhs: Any, rhs: Any, out: Any) -> None:
-    """Raises if one of these dtypes cannot hold the format to which the recipe rounds its array."""
-    for operand, dtype in zip(recipe.operands, (lhs, rhs, out, rhs, lhs, out), strict=True):
-        if operand is not None:
-            check_holds(where, operand.spec.element, dtype)
-
-
 # One jitted function, so that JAX traces equal products once: a model with six equal blocks needs
 # no more traces than one block. Reports find products by the name of this function.
-@functools.partial(jax.jit, static_argnums=(4,))
+@functools.partial(jax.jit, static_argnums=0)
 def qtoolkit_product(
-    lhs: Given, rhs: Given, state: State, extra: tuple[Array, ...], plan: Plan
+    plan: Plan, lhs: Input, rhs: Input, state: State, extra: tuple[Array, ...]
 ) -> Array:
-    how_l, how_r = plan.forward(lhs, rhs)
-    amax_l, amax_r, _ = state.amaxes
-    operands = operand_of(lhs, amax_l, state.key, how_l), operand_of(rhs, amax_r, state.key, how_r)
-    # It is computed outside of `_product`, because a policy of `jax.checkpoint` such as
+    amaxes = state.amaxes
+    first, second = (
+        rounded_operand(x, amaxes[side], state.key, plan.rounding(side, lhs, rhs))
+        for side, x in enumerate((lhs, rhs))
+    )
+    # The product is computed outside of `_product`, because a policy of `jax.checkpoint` such as
     # `dots_saveable` looks at primitives, and never into a `custom_jvp`.
-    first, second = lax.stop_gradient(operands)
-    contracted = plan.contracted(None, first.q, second.q)
-    function = Forward(plan.function, extra)
-    out = plan.combined(function, first, second, contracted, plan.dtype, is_constant=True)
+    part = plan.part(None, lhs, rhs, extra)
+    out = multiplied(part, *lax.stop_gradient((first, second)))
     out = differentiable_in_dtype(out, plan.dtype)
-    return _product((lhs, rhs), operands, state, extra, out, plan)
+    return _product(plan, (lhs, rhs), (first, second), state, extra, out)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product(
-    given: tuple[Given, Given],
+    plan: Plan,
+    inputs: tuple[Input, Input],
     operands: tuple[Rounded, Rounded],
     state: State,
     extra: tuple[Array, ...],
     out: Array,
-    plan: Plan,
 ) -> Array:
-    """`out`, the product of the operands, with the derivative of a product of what was given."""
-    del given, operands, state, extra, plan
+    """`out`, the product of the operands, with the derivative of a product of the inputs."""
+    del plan, inputs, operands, state, extra
     return out
 
 
 def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The result and its tangent, which is linear in the tangents of lhs, rhs, probe and zeros.
 
-    lhs and rhs come twice: as `given`, and rounded as `operands`. Rounding counts as the identity,
-    so only the tangents of `given` are read, and dgrad and wgrad are the transpose in these. Second
-    derivatives differentiate this function by its residuals, which hold the rounded operands; for
-    residuals that are codes, by the carrier beside the codes.
+    lhs and rhs come twice: as `inputs`, and rounded as `operands`. Rounding counts as the identity,
+    so only the tangents of `inputs` are read, and dgrad and wgrad are the transpose in these.
+    Second derivatives differentiate this function by its residuals, which hold the rounded
+    operands; for residuals that are codes, by their carrier.
 
     Delayed scales need the amaxes of each step, which come out as the gradient of the probe. What
     a layer does if nobody differentiates by the probe is said in `_forward_state`.
     """
-    given: tuple[Given, Given]
-    (given, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents
+    inputs: tuple[Input, Input]
+    (inputs, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
     is_tapped = state.zeros is not None and not isinstance(state_dots.zeros, SymbolicZero)
-    out = _product(given, operands, State(key=state.key), extra, out, plan)
-    sides = tuple(side for side in (0, 1) if is_moving(given[side], dots[side]))
+    out = _product(plan, inputs, operands, State(key=state.key), extra, out)
+    sides = tuple(side for side in (0, 1) if is_differentiated(inputs[side], dots[side]))
     xs = [dots[side] for side in sides]
     xs += [state_dots.probe] if is_observed else []
     xs += [state_dots.zeros] if is_tapped else []
     if not xs:
         return out, jnp.zeros_like(out)
-    residuals = Residuals(
-        operands=tuple(residual_of(plan, side, given, operands, state) for side in sides),
-        amax=state.amaxes[2],
-        key=state.key,
-        seen=seen_of(given) if is_observed else None,
-        tapped=tapped_of(plan, given, operands, state) if is_tapped else None,
-        extra=extra,
+    residuals = residuals_of(
+        plan, inputs, operands, state, extra, sides, is_observed=is_observed, is_tapped=is_tapped
     )
     leaves, structure = jax.tree.flatten(residuals)
     lhs, rhs = (
         _struct(operand.q if isinstance(x, QArray) else x)
-        for x, operand in zip(given, operands, strict=True)
+        for x, operand in zip(inputs, operands, strict=True)
     )
-    facts = Facts(plan, sides, (lhs, rhs), is_observed, is_tapped, structure)
+    product = DifferentiatedProduct(plan, sides, (lhs, rhs), structure)
     tangent = linear_with_transpose(
-        Tangent(facts, _struct(out)), Cotangent(facts), tuple(leaves), tuple(xs), jax.typeof(out)
+        Tangent(product, _struct(out)),
+        Cotangent(product),
+        tuple(leaves),
+        tuple(xs),
+        jax.typeof(out),
     )
     return out, tangent
 

@@ -1,8 +1,8 @@
-"""What a quantized product rounds, and how: frozen data."""
+"""What a quantized matmul rounds, and how: frozen data."""
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qtoolkit.formats import E4M3FN, E5M2, BlockFormat
@@ -21,23 +21,25 @@ from qtoolkit.products._operand import (
 ARITHMETIC = ("emulate", "native")
 _FORWARD, _GRADIENT = Operand(BlockFormat.tensor(E4M3FN)), Operand(BlockFormat.tensor(E5M2))
 _UNSET: Any = object()
+UNQUANTIZED = "unquantized"  # in place of a format, in reports
 
 
 @hashed_once
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Recipe:
-    """What a quantized product and the products of its derivatives round. Frozen, hashable.
+    """What a quantized matmul or convolution and its two derivatives round. Frozen, hashable.
 
-    For y = f(lhs, rhs), with lhs the input of a layer and rhs its kernel, three products are
+    For y = f(lhs, rhs), with lhs the input of a layer and rhs its kernel, three matmuls are
     computed: `forward`, which is y; `dgrad`, the gradient of lhs, from the cotangent and rhs; and
     `wgrad`, the gradient of rhs, from lhs and the cotangent. Each of them rounds its two operands
-    on its own; None leaves one as it is. Blocks are cut along the axis that a product contracts, so
-    dgrad may round rhs otherwise than the forward product did. One exception: if the cotangent
-    stays wide and dgrad asks for the same rhs as `forward`, it reuses that rounded array, so that
-    the gradient is that of the numbers that were multiplied (straight-through). Likewise wgrad.
+    on its own; an operand that is None is not rounded. Blocks are cut along the axis that a matmul
+    contracts, so dgrad may round rhs otherwise than the forward matmul did. One exception: if the
+    cotangent is not rounded and dgrad asks for the same rhs as `forward`, it reuses that rounded
+    array, because the gradient is then that of the numbers that were multiplied (straight-through).
+    Likewise wgrad.
 
         Recipe()                                             E4M3 forward, E5M2 for gradients
-        Recipe(forward="mxfp8")                              MX blocks in all three products
+        Recipe(forward="mxfp8")                              MX blocks in all three matmuls
         Recipe(("e4m3fn", "int4_group32"), gradient=None)    a pair: lhs, rhs
         Recipe("e4m3fn", wgrad=None)                         dW = x^T ct, nothing rounded
 
@@ -45,11 +47,11 @@ class Recipe:
     batch**: the last token, or another example, may hold the largest magnitude and so move the
     scale of all others. In a language model whose logits have a standard deviation of 1.1, changing
     the last token moved earlier logits by up to 0.28. Token scaling
-    (`recipes.token_scaled`), `Static` and, in products that keep a history, `Delayed` scaling do
-    not have this.
+    (`recipes.token_scaled`), `Static` and, in layers that keep a history, `Delayed` scaling do not
+    have this.
 
     **What `arithmetic="native"` passes to XLA in 8 bits or fewer.** This is decided for each of the
-    three products on its own. All others are emulated, for example blocks with float32 scales
+    three matmuls on its own. All others are emulated, for example blocks with float32 scales
     (`deepseek_v3`) and integers. Native are:
 
     * Both operands have an 8-bit float format and one scale each. The result is computed in its
@@ -69,7 +71,7 @@ class Recipe:
       meshes, nor with symbolic sizes; and `jax.export` of jax 0.10 takes one platform at a time.
 
     Attributes:
-      forward: Operands (lhs, rhs) of the product.
+      forward: Operands (lhs, rhs).
       dgrad: (cotangent, rhs).
       wgrad: (lhs, cotangent).
       arithmetic: "emulate" multiplies the values in the dtype of the operands or in float32.
@@ -86,8 +88,8 @@ class Recipe:
       ('mxfp8_e4m3', 'e5m2 by tensor')
       >>> qt.recipes.from_json(qt.recipes.to_json(recipe)) == recipe
       True
-      >>> print(qt.Recipe((None, "int4_group32"), gradient=None))
-      <Recipe forward: wide x (int4_group32); dgrad: wide x (int4_group32); wgrad: wide x wide>
+      >>> print(str(qt.Recipe((None, "int4_group32"), gradient=None)).split(";")[0])
+      <Recipe forward: unquantized x (int4_group32)
     """
 
     forward: Pair
@@ -112,17 +114,19 @@ class Recipe:
 
         Args:
           forward: For both operands, or a pair (lhs, rhs).
-          gradient: For the cotangents, where `dgrad` and `wgrad` are not given. Left out: the
-            format of `forward` where that is one for both operands and has blocks, else E5M2 with
-            one scale.
-          dgrad: (cotangent, rhs). Left out: (gradient, rhs as in `forward`). None: both wide.
-          wgrad: (lhs, cotangent). Left out: (lhs as in `forward`, gradient). None: both wide.
+          gradient: For the cotangents, where `dgrad` and `wgrad` are not given. Default: the format
+            of `forward` where that is one for both operands and has blocks, else E5M2 with one
+            scale. None: they are not rounded.
+          dgrad: (cotangent, rhs). Default: (gradient, rhs as in `forward`). None: nothing is
+            rounded.
+          wgrad: (lhs, cotangent). Default: (lhs as in `forward`, gradient). None: nothing is
+            rounded.
           arithmetic, axis_names, warm_up: See above.
 
         Raises:
           ValueError: A format is unknown; one format without negative numbers is given for both
-            operands (write a pair if that is meant); only one operand of a product has a
-            transform; the scale of a cotangent would be learned or calibrated.
+            operands (write a pair if that is meant); only one operand of a matmul has a transform;
+            the scale of a cotangent would be learned or calibrated.
           TypeError: An argument has another type.
         """
         lhs, rhs = _pair("forward", forward)
@@ -142,9 +146,7 @@ class Recipe:
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
-        self._check_transforms()
-        self._check_kept_scales()
-        self._check_histories()
+        self._check_operands()
         if arithmetic not in ARITHMETIC:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
@@ -160,41 +162,30 @@ class Recipe:
         """The operands as reports show them. `recipes.to_json` writes every detail."""
         parts = []
         for name in ("forward", "dgrad", "wgrad"):
-            shown = ["wide" if o is None else f"({o})" for o in getattr(self, name)]
-            parts.append(f"{name}: {' x '.join(shown)}")
+            formats = [UNQUANTIZED if o is None else f"({o})" for o in getattr(self, name)]
+            parts.append(f"{name}: {' x '.join(formats)}")
         parts += [] if self.arithmetic == "emulate" else [self.arithmetic]
         parts += [f"scales over {', '.join(self.axis_names)}"] if self.axis_names else []
         return f"<Recipe {'; '.join(parts)}>"
 
-    def _check_transforms(self) -> None:
-        """Raises unless both operands are transformed or none: (x H)(H w) = x w needs both H."""
+    def _check_operands(self) -> None:
+        """Raises if operands do not fit together."""
         for name in ("forward", "dgrad", "wgrad"):
             transforms = [None if o is None else o.transform for o in getattr(self, name)]
-            if transforms[0] != transforms[1]:
+            if transforms[0] != transforms[1]:  # (x H)(H w) = x w needs both H
                 raise ValueError(
                     f"Recipe: {name} transforms its operands by {transforms[0]} and "
                     f"{transforms[1]}, expected the same for both: the product would be another"
                 )
-
-    def _check_histories(self) -> None:
-        """Raises unless all histories have one length: a layer keeps them in one array."""
-        lengths = sorted({s.history for s in self._scalings if isinstance(s, Delayed)})
-        if len(lengths) > 1:
-            raise ValueError(
-                f"Recipe: Delayed scaling with histories of {lengths[0]} and {lengths[-1]} steps, "
-                "expected one length for all operands, which share a history"
-            )
-
-    def _check_kept_scales(self) -> None:
-        """Raises if a scale is learned or calibrated that belongs to no operand of `forward`, or if
-        a derivative has another operand than `forward` where that has a learned scale.
-        """
         lhs, rhs = self.forward
-        for name, given, forward in (("dgrad", self.dgrad[1], rhs), ("wgrad", self.wgrad[0], lhs)):
-            is_learned = [o is not None and o.is_learned for o in (forward, given)]
-            if any(is_learned) and forward != given:
+        for name, operand, forward in (
+            ("dgrad", self.dgrad[1], rhs),
+            ("wgrad", self.wgrad[0], lhs),
+        ):
+            is_learned = any(o is not None and o.is_learned for o in (forward, operand))
+            if is_learned and forward != operand:
                 raise ValueError(
-                    f"Recipe: {name} has {given} for what forward has as {forward}, expected the "
+                    f"Recipe: {name} has {operand} for what forward has as {forward}, expected the "
                     "same where a scale is learned"
                 )
         cotangents = self.dgrad[0], self.wgrad[1]
@@ -207,11 +198,32 @@ class Recipe:
                 "Recipe: a cotangent has Static() scaling, which nobody calibrates, expected "
                 "Current() or Delayed(), or Static with a number"
             )
+        lengths = sorted({s.history for s in self._scalings if isinstance(s, Delayed)})
+        if len(lengths) > 1:  # a layer keeps them in one array
+            raise ValueError(
+                f"Recipe: Delayed scaling with histories of {lengths[0]} and {lengths[-1]} steps, "
+                "expected one length for all operands, which share a history"
+            )
 
     @property
     def operands(self) -> tuple[Operand | None, ...]:
         """All six operands: lhs, rhs, dgrad's cotangent and rhs, wgrad's lhs and cotangent."""
         return (*self.forward, *self.dgrad, *self.wgrad)
+
+    @property
+    def reused(self) -> dict[int, int]:
+        """Maps a place in `operands` to that of the rounded array of `forward` used again there.
+
+        {3: 1} says that dgrad reuses the rhs of the forward product, {4: 0} that wgrad reuses its
+        lhs. They do if the cotangent is not rounded, so that the gradient is that of what was
+        computed.
+        """
+        o = self.operands
+        return {
+            place: forward
+            for place, forward, cotangent in ((3, 1, 2), (4, 0, 5))
+            if o[cotangent] is None and o[place] == o[forward]
+        }
 
     @property
     def twins(self) -> dict[int, int]:
@@ -220,28 +232,12 @@ class Recipe:
         {3: 1} says that dgrad rounds rhs (place 3) to the same numbers as the forward product
         (place 1). Reports then show rhs only once.
         """
-        lhs, rhs = self.forward
-        pairs = (
-            (3, 1, self.dgrad[1], rhs, self.keeps_forward[0]),
-            (4, 0, self.wgrad[0], lhs, self.keeps_forward[1]),
-            (5, 2, self.wgrad[1], self.dgrad[0], False),
-        )
+        o = self.operands
         return {
-            role: twin
-            for role, twin, a, b, is_kept in pairs
-            if is_kept or (a == b and _is_cut_alike(a))
+            place: twin
+            for place, twin in ((3, 1), (4, 0), (5, 2))
+            if place in self.reused or (o[place] == o[twin] and _is_cut_alike(o[place]))
         }
-
-    @property
-    def keeps_forward(self) -> tuple[bool, bool]:
-        """(Whether dgrad reuses the rhs, whether wgrad reuses the lhs) of the forward product.
-
-        They do beside a wide cotangent, so that the gradient is that of what was computed.
-        """
-        return (
-            self.dgrad[0] is None and self.dgrad[1] == self.forward[1],
-            self.wgrad[1] is None and self.wgrad[0] == self.forward[0],
-        )
 
     @property
     def _scalings(self) -> list[Scaling]:
@@ -285,7 +281,7 @@ class Recipe:
         return lhs, rhs
 
     def without_learned(self) -> "Recipe":
-        """The recipe after learned scales have been applied: their operands are wide in it."""
+        """The recipe after learned scales have been applied: None in place of their operands."""
         return self.mapped(lambda operand: None if operand.is_learned else operand)
 
     @property
@@ -299,57 +295,42 @@ class Recipe:
         return next((s.history for s in self._scalings if isinstance(s, Delayed)), 0)
 
     def of_activations(self) -> "Recipe":
-        """The recipe for a product of two activations, such as queries and keys in attention.
+        """The recipe for a matmul of two activations, such as queries and keys in attention.
 
-        Both operands are rounded like the input of a layer. A recipe that rounds only weights
-        leaves such a product as it is.
+        Both operands are rounded like the input of a layer. A recipe that rounds only weights does
+        not quantize such a matmul.
         """
         lhs, cotangent = self.forward[0], self.dgrad[0]
-        beside = lhs
+        partner = lhs  # of the cotangent, with its transform
         if lhs is not None:
             transform = None if cotangent is None else cotangent.transform
-            beside = dataclasses.replace(lhs, transform=transform)
-        return dataclasses.replace(
-            self, forward=(lhs, lhs), dgrad=(cotangent, beside), wgrad=(beside, cotangent)
-        )
+            partner = dataclasses.replace(lhs, transform=transform)
+        return self._with_operands((lhs, lhs, cotangent, partner, partner, cotangent))
 
     def swapped(self) -> "Recipe":
-        """The recipe for a product whose lhs is the kernel: lhs and rhs are exchanged."""
-        return dataclasses.replace(
-            self,
-            forward=self.forward[::-1],
-            dgrad=self.wgrad[::-1],
-            wgrad=self.dgrad[::-1],
-        )
+        """The recipe for a matmul whose lhs is the kernel: lhs and rhs are exchanged."""
+        lhs, rhs, *gradients = self.operands
+        return self._with_operands((rhs, lhs, *gradients[::-1]))
 
-    def beside_stored(self, side: int) -> "Recipe":
-        """The recipe for a product whose operand on one side is stored as codes.
+    def with_stored(self, side: int) -> "Recipe":
+        """The recipe for a matmul whose operand on one side is stored as codes.
 
         That operand is not rounded, nor is it transformed; so its partner may not be, either.
         """
-
-        def pair(operands: Pair, place: int) -> Pair:
-            others = [o and dataclasses.replace(o, transform=None) for o in operands]
-            others[place] = None
-            return others[0], others[1]
-
-        return dataclasses.replace(
-            self,
-            forward=pair(self.forward, side),
-            dgrad=pair(self.dgrad, 1) if side else self.dgrad,
-            wgrad=self.wgrad if side else pair(self.wgrad, 0),
-        )
+        operands = list(self.operands)
+        # Its places and its partner's, in `forward` and in the derivative that multiplies by it.
+        for stored, partner in ((1, 0), (3, 2)) if side else ((0, 1), (4, 5)):
+            other = operands[partner]
+            operands[stored] = None
+            operands[partner] = other and dataclasses.replace(other, transform=None)
+        return self._with_operands(operands)
 
     def without_state(self) -> "Recipe":
-        """The recipe with current scales in place of delayed ones."""
-        if not self.warm_up and not any(isinstance(s, Delayed) for s in self._scalings):
+        """The recipe with current scales in place of delayed ones, and without a warm-up."""
+        if not self.warm_up and not self.is_delayed:
             return self  # each call of a layer asks
-
-        def current(operand: Operand) -> Operand:
-            is_delayed = isinstance(operand.scaling, Delayed)
-            return _current(operand) if is_delayed else operand
-
-        return dataclasses.replace(self.mapped(current), warm_up=0)
+        current = self.mapped(lambda o: _current(o) if isinstance(o.scaling, Delayed) else o)
+        return dataclasses.replace(current, warm_up=0)
 
     def frozen(self) -> "Recipe":
         """The recipe with calibrated scales in place of current and delayed ones.
@@ -358,31 +339,26 @@ class Recipe:
         are not calibrated; their scales become current.
         """
         calibrated = [o for o in self.forward if o is not None and o.is_calibratable]
-
-        def static(operand: Operand | None) -> Operand | None:
-            if operand is None or operand not in calibrated:
-                return operand
-            return dataclasses.replace(
-                operand, scaling=Static(power_of_two=operand.has_power_of_two)
-            )
-
-        lhs, rhs = self.forward
-        return dataclasses.replace(
-            self,
-            forward=(static(lhs), static(rhs)),
-            dgrad=(self.dgrad[0], static(self.dgrad[1])),
-            wgrad=(static(self.wgrad[0]), self.wgrad[1]),
-        ).without_state()
+        operands = list(self.operands)
+        for place in (0, 1, 3, 4):
+            operand = operands[place]
+            if operand is not None and operand in calibrated:
+                scaling = Static(power_of_two=operand.has_power_of_two)
+                operands[place] = dataclasses.replace(operand, scaling=scaling)
+        return self._with_operands(operands).without_state()
 
     def mapped(self, function: Callable[[Operand], Operand | None]) -> "Recipe":
         """The recipe with `function(operand)` in place of each operand that is not None."""
+        return self._with_operands([None if o is None else function(o) for o in self.operands])
 
-        def pair(given: Pair) -> Pair:
-            first, second = (None if operand is None else function(operand) for operand in given)
-            return first, second
-
+    def _with_operands(self, operands: Sequence[Operand | None]) -> "Recipe":
+        """The recipe with six other operands, in the order of `operands`."""
+        lhs, rhs, dgrad_cotangent, dgrad_rhs, wgrad_lhs, wgrad_cotangent = operands
         return dataclasses.replace(
-            self, forward=pair(self.forward), dgrad=pair(self.dgrad), wgrad=pair(self.wgrad)
+            self,
+            forward=(lhs, rhs),
+            dgrad=(dgrad_cotangent, dgrad_rhs),
+            wgrad=(wgrad_lhs, wgrad_cotangent),
         )
 
 
@@ -392,7 +368,7 @@ def _current(operand: Operand) -> Operand:
 
 
 def _is_cut_alike(operand: Operand | None) -> bool:
-    """Whether an operand is rounded to the same numbers whichever axis a product contracts."""
+    """Whether an operand is rounded to the same numbers whichever axis a matmul contracts."""
     if operand is None:
         return True
     return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
@@ -407,45 +383,41 @@ def check_recipe(where: str, recipe: Any) -> Recipe:
     )
 
 
-def _instead(given: Any) -> str:
+def _instead(value: Any) -> str:
     """What to write in place of something that is no Recipe; "" if nothing is known of it."""
-    if isinstance(given, dict):
+    if isinstance(value, dict):
         return " or Rules; write qtoolkit.Rules({...}, default=qtoolkit.Recipe())"
-    name = given if isinstance(given, str) else getattr(given, "name", None)
+    name = value if isinstance(value, str) else getattr(value, "name", None)
     if not isinstance(name, str):
         return ""
-    presets = _presets()
-    if isinstance(given, str) and given in presets:
-        return f"; write qtoolkit.recipes.{given}"
+    from qtoolkit.products import _presets  # not at the top: `_presets` imports this file
+
+    presets = [n for n in _presets.__all__ if isinstance(getattr(_presets, n), Recipe)]
+    if isinstance(value, str) and value in presets:
+        return f"; write qtoolkit.recipes.{value}"
     why = ""
-    for argument, shown in ((name, repr(name)), (given, "fmt")):
+    for argument, text in ((name, repr(name)), (value, "fmt")):
         try:
             Recipe(argument)
         except (TypeError, ValueError) as error:
             why = why or str(error).removeprefix("Recipe: forward: spec: ")
         else:
-            return f"; write qtoolkit.Recipe({shown})"
+            return f"; write qtoolkit.Recipe({text})"
     close = difflib.get_close_matches(name, presets, n=1, cutoff=0.8)
     if close:
         return f"; did you mean qtoolkit.recipes.{close[0]}?"
     return f", e.g. qtoolkit.Recipe('e4m3fn'); {why}"
 
 
-def _presets() -> tuple[str, ...]:
-    from qtoolkit.products import _presets  # not at the top: `_presets` imports this file
-
-    return tuple(name for name in _presets.__all__ if isinstance(getattr(_presets, name), Recipe))
-
-
-def _pair(name: str, given: Any) -> Pair:
-    if isinstance(given, tuple | list):
-        if len(given) != 2:
+def _pair(name: str, value: Any) -> Pair:
+    if isinstance(value, tuple | list):
+        if len(value) != 2:
             raise ValueError(
-                f"Recipe: {name} has {len(given)} operands, expected two: (lhs, rhs), in dgrad "
+                f"Recipe: {name} has {len(value)} operands, expected two: (lhs, rhs), in dgrad "
                 "(cotangent, rhs), in wgrad (lhs, cotangent)"
             )
-        return _operand(name, given[0]), _operand(name, given[1])
-    both = _operand(name, given)
+        return _operand(name, value[0]), _operand(name, value[1])
+    both = _operand(name, value)
     has_offset = both is not None and both.scaling == Learned(offset=True)
     if both is not None and not both.spec.element.signed and not has_offset:
         raise ValueError(
@@ -456,10 +428,10 @@ def _pair(name: str, given: Any) -> Pair:
     return both, both
 
 
-def _operand(name: str, given: Any) -> Operand | None:
-    if given is None or isinstance(given, Operand):
-        return given
+def _operand(name: str, value: Any) -> Operand | None:
+    if value is None or isinstance(value, Operand):
+        return value
     try:
-        return Operand(given)
+        return Operand(value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"Recipe: {name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Which products of a program are quantized, and which are not: read from its jaxpr."""
+"""Which matmuls of a program are quantized, and which are not: read from its jaxpr."""
 
 import collections
 import dataclasses
@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.products._control_flow import MATMULS, QUANTIZED_MATMUL, SCALED, jaxprs_in
+from qtoolkit.products._derivative import Cotangent
 from qtoolkit.products._instruments import Quantized, has_no_derivative, instrumented
 from qtoolkit.products._multiplications import (
     is_native,
@@ -24,6 +25,7 @@ from qtoolkit.products._multiplications import (
 )
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._place import MODEL, Mark, marks_of
+from qtoolkit.products._recipe import UNQUANTIZED
 from qtoolkit.products._stored import STORED
 from qtoolkit.scaling import QArray
 
@@ -34,22 +36,22 @@ _FOLDERS = {
     if spec is not None and spec.origin is not None
 }
 _LIBRARIES = tuple(_FOLDERS.values())
-# Our own lines, and what JAX calls every function by, say nothing about a product.
+# Our own lines, and what JAX calls every function by, say nothing about a matmul.
 _NOT_SHOWN = (_FOLDERS["qtoolkit"], os.path.join(_FOLDERS["jax"], "_src", "traceback_util.py"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One product of a program, or several with equal attributes.
+    """One matmul or convolution of a program, or several with equal attributes.
 
     Attributes:
       path: The path of the layer, "blocks/0/mlp"; empty if no layer is known.
-      part: "forward", "dgrad", "wgrad", or "backward" for derivatives of plain products.
-      operands: The formats to which both operands were rounded; dtypes and shapes for a product
-        that is not quantized.
+      part: "forward", "dgrad", "wgrad", or "backward" for derivatives of unquantized matmuls.
+      operands: The formats to which both operands were rounded; dtypes and shapes for one that
+        is not quantized.
       reason: Why it is not quantized; empty if it is.
       where: The line of the program, "model.py:17".
-      count: How many such products there are. One in a loop counts once, and so does one that
+      count: How many there are. One in a loop counts once, and so does one that
         `jax.checkpoint` computes again.
       multiplications: Of numbers, in all of them together; those in `lax.scan` in each iteration.
     """
@@ -65,12 +67,12 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Every matrix product and convolution of a model's forward and backward pass.
+    """Every matmul and convolution of a model's forward and backward pass.
 
     Attributes:
-      quantized: The products that a recipe rounds.
-      left: The products that are not quantized, each with its reason and its line.
-      unreached: Paths of layers that have a recipe but did not run a product.
+      quantized: Those that a recipe rounds.
+      left: Those that are not quantized, each with its reason and its line.
+      unreached: Paths of layers that have a recipe but ran no matmul.
       is_forward_only: Whether the backward pass is missing because JAX cannot differentiate a
         `lax.while_loop` in the model.
       compiled: The `NativeCalls` of the compiled program that was given, or None.
@@ -84,12 +86,12 @@ class Report:
 
     @property
     def unexplained(self) -> tuple[Product, ...]:
-        """The products that are not quantized, though neither a rule nor a recipe says so."""
+        """Those that are not quantized, though neither a rule nor a recipe says so."""
         known = (BY_RULE, BY_RECIPE, INTEGERS)
         return tuple(product for product in self.left if not product.reason.startswith(known))
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("path", *_PARTS, "products", "")]
+        rows: list[tuple[str, ...]] = [("path", *_PARTS, "matmuls", "")]
         by_path: dict[str, list[Product]] = {}
         for product in self.quantized:
             by_path.setdefault(product.path, []).append(product)
@@ -100,7 +102,7 @@ class Report:
             rows.append((path or "-", *cells, str(sum(p.count for p in products)), note))
         lines = text_table(rows)
         if self.left:
-            rows = [("left", "product", "operands", "reason", "where", "products", "share")]
+            rows = [("not quantized", "part", "operands", "reason", "where", "matmuls", "share")]
             rows += [
                 (
                     *(p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count)),
@@ -122,7 +124,7 @@ class Report:
 
     def _summary(self) -> str:
         done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
-        text = f"{done} of {done + left} products quantized"
+        text = f"{done} of {done + left} matmuls quantized"
         if done and left:
             share = sum(p.multiplications for p in self.quantized) / self._multiplications
             text += f", {share:.1%} of all multiplications"
@@ -147,11 +149,11 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-BY_RULE, BY_RECIPE = "left by a rule", "left wide by the recipe"
+BY_RULE, BY_RECIPE = "excluded by a rule", "unquantized by the recipe"
 INTEGERS = "integers are not rounded"
-# End the operands of products whose recipe says `arithmetic="native"`.
+# End the operands of matmuls whose recipe says `arithmetic="native"`.
 _NATIVE, _EMULATED = " (native)", " (emulated)"
-_WIDE = "wide x wide"
+_UNQUANTIZED = f"{UNQUANTIZED} x {UNQUANTIZED}"
 _NO_HISTORY = "no history yet"
 _GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
@@ -258,7 +260,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _without(both: list[Product], forward: list[Product]) -> list[Product]:
-    """The products of a forward and backward pass without those of the forward pass.
+    """The matmuls of a forward and backward pass without those of the forward pass.
 
     They are matched by path and operands, not by lines: when JAX differentiates a custom_vjp, it
     traces its `fwd` in place of the function itself, and `fwd` computes the same at another line.
@@ -291,22 +293,20 @@ def strict_inputs(strict: Any, argument: str = "strict") -> tuple[tuple[Any, ...
 
 
 def check_all_quantized(name: str, found: Report) -> None:
-    """For `wrap(strict=)`: raises if a product is left that no rule leaves, or if all are left."""
+    """For `wrap(strict=)`: raises if no matmul is quantized, or one is not without a rule."""
     if not found.quantized:
-        raise ValueError(
-            f"wrap: no product of {name} is quantized with these inputs; left are\n{found}"
-        )
+        raise ValueError(f"wrap: no matmul of {name} is quantized with these inputs:\n{found}")
     if found.unexplained:
         first = found.unexplained[0]
         raise ValueError(
-            f"wrap: {len(found.unexplained)} products of {name} are left that no rule leaves, "
-            f"first {first.operands} at {first.where or 'an unknown line'}; name them in a rule "
-            f"with None, or use qtoolkit.dot there\n{found}"
+            f"wrap: {len(found.unexplained)} matmuls of {name} are not quantized, and no rule "
+            f"excludes them, first {first.operands} at {first.where or 'an unknown line'}; name "
+            f"them in a rule with None, or use qtoolkit.dot there\n{found}"
         )
 
 
 def left_of(closed: ClosedJaxpr) -> tuple[Product, ...]:
-    """The products of a forward pass that are not quantized."""
+    """The matmuls of a forward pass that are not quantized."""
     return _counted(p for p in _products(closed.jaxpr, "forward") if p.reason)
 
 
@@ -320,13 +320,13 @@ def _products(
     line: str = "",
     times: int = 1,
 ) -> Iterator[Product]:
-    """The products of a jaxpr, but for those of empty arrays and those that are computed again.
+    """The matmuls of a jaxpr, but for those of empty arrays and those that are computed again.
 
     Args:
-      part: The part to which its plain products belong: "forward" or "backward".
+      part: The part to which its unquantized matmuls belong: "forward" or "backward".
       stack: The name stack around the jaxpr, in which JAX says what it has derived.
       mark: The mark of the equation in which it lies, or None.
-      is_quantized: Whether it lies in a quantized product.
+      is_quantized: Whether it lies in a quantized matmul.
       around: The entry of `_OPAQUE` inside of which it lies, or "".
       line: The line of the user's program that made the equation in which it lies, or "".
       times: How often it runs.
@@ -340,7 +340,7 @@ def _products(
             yield from _derivatives(eqn, own, times)
         elif name in (*MATMULS, SCALED):
             number = times * multiplications_of(eqn)
-            # `lax.associative_scan` makes products of empty arrays.
+            # `lax.associative_scan` makes matmuls of empty arrays.
             if not number or _RECOMPUTED in here:
                 continue
             if is_quantized:
@@ -362,11 +362,11 @@ def _products(
 
 
 def _quantized(eqn: Any, mark: Mark | None) -> Product:
-    """A product in the forward pass of a quantized one; without a mark, one on plain arrays."""
+    """A forward matmul with rounded operands; without a mark, one of `qtoolkit.dot_general`."""
     if mark is None or mark.recipe is None:
         return Product("", "forward", "")
     label = " x ".join(mark.labels)
-    reason = BY_RECIPE if label == _WIDE else ""
+    reason = BY_RECIPE if label == _UNQUANTIZED else ""
     if mark.recipe.arithmetic == "native" and not reason:
         label += _NATIVE if is_native(eqn) else _EMULATED
     return Product(mark.path, "forward", label, reason)
@@ -374,7 +374,7 @@ def _quantized(eqn: Any, mark: Mark | None) -> Product:
 
 # In the name stack of what `jax.checkpoint` computes again in the backward pass.
 _RECOMPUTED = "rematted_computation"
-# Primitives inside of which no products are replaced: the user has defined derivatives for exactly
+# Primitives inside of which no matmuls are replaced: the user has defined derivatives for exactly
 # the function that is there.
 _OPAQUE = {
     "custom_vjp_call": "custom_vjp",
@@ -384,7 +384,7 @@ _OPAQUE = {
 
 
 def _derivatives(eqn: Any, mark: Mark | None, times: int) -> Iterator[Product]:
-    """The products dgrad and wgrad in the equation that computes both.
+    """The matmuls dgrad and wgrad in the equation that computes both.
 
     The parameter `forward` of the equation is a `Cotangent`; its plan says how operands are
     rounded.
@@ -392,27 +392,26 @@ def _derivatives(eqn: Any, mark: Mark | None, times: int) -> Iterator[Product]:
     function = eqn.params["forward"]
     while hasattr(function, "function"):
         function = function.function
-    facts = getattr(function, "facts", None)
-    if facts is None or hasattr(function, "out"):  # a tangent, or rounding alone
+    if not isinstance(function, Cotangent):  # a tangent, or rounding alone
         return
-    number = times * multiplications_of_gradient(eqn, facts)
+    number = times * multiplications_of_gradient(eqn, function.product)
     if not number:
         return
-    recipe = facts.plan.recipe
+    recipe = function.product.plan.recipe
     is_asked = recipe.arithmetic == "native"
     native = native_gradients(eqn, recipe.axis_names) if is_asked else []
     forward = [] if mark is None else list(mark.labels)
-    for index, side in enumerate(facts.sides):
+    for index, side in enumerate(function.product.sides):
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
-        labels = ["wide" if operand is None else str(operand) for operand in pair]
-        # Stored and learned operands are rounded before the product, so its recipe has None for
-        # them. The derivatives use the same arrays: take the label from the forward product.
+        labels = [UNQUANTIZED if operand is None else str(operand) for operand in pair]
+        # Stored and learned operands are rounded before the matmul, so its recipe has None for
+        # them. The derivatives use the same arrays: take the label from the forward one.
         other = 1 - side
         if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
             labels[other] = forward[other]
         label = " x ".join(labels)
-        reason = BY_RECIPE if label == _WIDE else ""
+        reason = BY_RECIPE if label == _UNQUANTIZED else ""
         if is_asked and not reason:
             label += _NATIVE if native[index] else _EMULATED
         path = "" if mark is None else mark.path
@@ -431,7 +430,7 @@ def _left(eqn: Any, mark: Mark | None, part: str, around: str, where: str) -> Pr
     elif around:
         reason = f"inside of {around}: call qtoolkit.dot_general there, with a recipe"
     elif part == "backward":
-        reason = "derivative of what is left, or of a custom_vjp"
+        reason = "derivative of an unquantized matmul, or of a custom_vjp"
     else:
         reason = "computed by itself, in no wrapped layer"
     path = "" if mark is None else mark.path

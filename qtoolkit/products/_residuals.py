@@ -1,8 +1,4 @@
-"""Residuals: what the forward matmul saves of a rounded operand for derivatives.
-
-Of a format of up to 8 bits these are codes and scales, a quarter of the bytes of float32; of others
-the rounded array itself.
-"""
+"""What derivatives keep of a rounded operand: its codes and scales."""
 
 import dataclasses
 import functools
@@ -32,7 +28,7 @@ from qtoolkit.formats import (
     IntFormat,
     Overflow,
 )
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded, Rounding
 from qtoolkit.scaling.internal import (
     Blocks,
     Scales,
@@ -61,7 +57,7 @@ class SavedCodes:
     codes: Array
     scales: Scales
     carrier: Array
-    how: Cut = dataclasses.field(metadata={"static": True})
+    how: Rounding = dataclasses.field(metadata={"static": True})
     container: Format = dataclasses.field(metadata={"static": True})
     order: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -71,15 +67,20 @@ def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
     return codes if order is None else lax.transpose(codes, np.argsort(order))
 
 
+def saves_codes(how: Rounding) -> bool:
+    """Whether derivatives keep an operand as codes: see `SavedCodes`."""
+    return _codes_format(how) is not None
+
+
 def to_residual(
-    operand: Rounded, x: Array, how: Cut, contracted: tuple[int, ...] = ()
+    operand: Rounded, x: Array, how: Rounding, contracted: tuple[int, ...] = ()
 ) -> SavedCodes | Rounded:
-    """What is saved of an operand that was rounded from `x`.
+    """The form in which derivatives keep an operand that was rounded from `x`.
 
     Args:
       contracted: The axes over which the derivative sums.
     """
-    fmt = codes_format(how)
+    fmt = _codes_format(how)
     if fmt is None:
         return operand
     codes, order = operand.codes_for(contracted)
@@ -97,19 +98,19 @@ def code_values(q: Array, fmt: Format) -> Array:
     If the format has no infinity, infinities become NaN: either makes a sum non-finite. Formats
     without a NaN give a finite number for it; their scales must say so, see `poisoned`.
     """
-    values = exact_float32(q)
+    wide = exact_float32(q)
     # These formats would clamp an infinity. Others keep it or make it a NaN.
     if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
-        values = jnp.where(jnp.isinf(values), np.float32(np.nan), values)
+        wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
     if is_part_of_float16(fmt):
-        return codes_through_float16(values, fmt).astype(fmt.code_dtype)
-    return codes_of(values, fmt, UNCLAMPED)
+        return codes_through_float16(wide, fmt).astype(fmt.code_dtype)
+    return codes_of(wide, fmt, UNCLAMPED)
 
 
 def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
     """Stored scales, with a NaN for each block in which `x` holds an infinity or a NaN.
 
-    For elements whose format has neither: a matmul with such a block is still not finite.
+    For elements whose format has neither: a product with such a block is still not finite.
     """
     is_bad = jnp.any(~jnp.isfinite(exact_float32(blocks.split(x))), blocks.places, keepdims=True)
     nan = to_stored(jnp.full_like(scale, np.nan, dtype=jnp.float32), fmt)
@@ -117,7 +118,6 @@ def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
 
 
 def from_residual(saved: SavedCodes | Rounded) -> Rounded:
-    """The rounded operand: the inverse of `to_residual`."""
     if isinstance(saved, Rounded):
         return saved
     how = saved.how
@@ -128,7 +128,7 @@ def from_residual(saved: SavedCodes | Rounded) -> Rounded:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Format) -> Array:
+def _restored(codes: Array, scales: Scales, carrier: Array, how: Rounding, fmt: Format) -> Array:
     dtype = carrier.dtype
     if isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8:
         # One operation to compile, where `values_of` has seventeen; it runs a tenth slower.
@@ -137,7 +137,7 @@ def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Forma
 
 
 @_restored.defjvp
-def _restored_jvp(how: Cut, fmt: Format, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _restored_jvp(how: Rounding, fmt: Format, primals: Any, tangents: Any) -> tuple[Array, Array]:
     codes, scales, carrier = primals
     q = _restored(codes, scales, carrier, how, fmt)
     return q, how.scaled_tangent(carrier, tangents[2], scales).astype(q.dtype)
@@ -153,8 +153,8 @@ def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _carrier(*primals), tangents[0]
 
 
-def codes_format(how: Cut) -> Format | None:
-    """The format of the saved codes; None where the operand itself is saved."""
+def _codes_format(how: Rounding) -> Format | None:
+    """The format of the codes that derivatives keep; None where they keep the operand itself."""
     return None if how.operand is None else _container(how.operand.spec.element)
 
 

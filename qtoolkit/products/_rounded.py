@@ -1,4 +1,4 @@
-"""One operand of a product: cut into blocks, and rounded."""
+"""One operand of a product, cut into blocks and rounded."""
 
 import dataclasses
 import functools
@@ -21,6 +21,7 @@ from qtoolkit.casts.internal import (
     hashed_index,
     mixed_key,
     ordinal,
+    row_major,
     scrambled,
     to_stored,
     traced_for_cpu,
@@ -34,7 +35,6 @@ from qtoolkit.formats import (
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
-from qtoolkit.products._orders import both_orders, turned_order
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
     Scales,
@@ -62,7 +62,8 @@ class Rounded:
     """An operand as a product takes it: x ~ q * scale.
 
     Attributes:
-      q: Values of the element format, plus the infinities and NaNs of x; x itself if it is wide.
+      q: Values of the element format, plus the infinities and NaNs of x; x itself if it is not
+        quantized.
       scales: The scales as they are stored, in their own format.
       spec: The format, with the axes of its blocks; None if the operand is not quantized.
       codes: The codes of q, if the operand came as codes or goes to XLA as such.
@@ -89,8 +90,8 @@ class Rounded:
     def scale(self) -> Array | None:
         """The scale of the whole operand, float32 scalar, if it may multiply the result instead.
 
-        None if the operand is wide, has several scales or powers of two, or has elements so large
-        that sums of their products might leave float32's range.
+        None if the operand is not quantized, has several scales or powers of two, or has elements
+        so large that sums of their products might leave float32's range.
         """
         if self.spec is None or self.spec.block or self.spec.has_powers:
             return None
@@ -105,7 +106,7 @@ class Rounded:
         dtype = self.q.dtype if _is_exact(self.spec, self.q.dtype) else jnp.dtype(jnp.float32)
         return _unscaled(self.q, self.scales, self.spec, dtype, self.codes is None)
 
-    def parted(self) -> tuple[Array, Array] | None:
+    def split_scale(self) -> tuple[Array, Array] | None:
         """An array, and a float32 scalar that may multiply the result; None if there is none.
 
         They are q and its one scale, or q times the scales of its blocks and that of the tensor.
@@ -118,31 +119,32 @@ class Rounded:
             return None
         assert spec.tensor_scale is not None
         by_block = dataclasses.replace(spec, tensor_scale=None)
-        first = Rounded(self.q, Scales(scales.scale), by_block, self.codes)
-        return first.unscaled(), from_stored(scales.tensor_scale, spec.tensor_scale).reshape(())
+        by_blocks = Rounded(self.q, Scales(scales.scale), by_block, self.codes)
+        tensor_scale = from_stored(scales.tensor_scale, spec.tensor_scale)
+        return by_blocks.unscaled(), tensor_scale.reshape(())
 
 
 def _is_exact(spec: BlockFormat, dtype: Any) -> bool:
     """Whether `dtype` holds an element times a scale exactly, but for its subnormal numbers."""
     assert spec.scale is not None
-    wide, element, scale = format(dtype), spec.element, spec.scale
-    assert isinstance(wide, FloatFormat)
+    target, element, scale = format(dtype), spec.element, spec.scale
+    assert isinstance(target, FloatFormat)
     digits = element.mantissa_bits + scale.mantissa_bits + 2
-    if spec.tensor_scale is not None or digits > wide.mantissa_bits + 1:
+    if spec.tensor_scale is not None or digits > target.mantissa_bits + 1:
         return False
     if spec.has_powers:  # as large and as small as numbers of float32
-        return wide.max_exponent == FLOAT32.max_exponent
+        return target.max_exponent == FLOAT32.max_exponent
     least = element.min_positive * scale.min_positive
-    return wide.min_subnormal <= least and not may_overflow(spec, dtype)
+    return target.min_subnormal <= least and not may_overflow(spec, dtype)
 
 
 @hashed_once
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class Rounding:
     """How to round one array of one product: an `Operand` whose blocks have axes. Hashable.
 
     Attributes:
-      operand: What the recipe says, with the axes of blocks filled in; None: the array stays wide.
+      operand: What the recipe says, with the axes of blocks filled in; None: it is not rounded.
       axis: The contracted axis along which a Hadamard transform runs, or None.
       axis_names: Mesh axes over which a scale is shared.
       is_native: Whether the product is one of 8-bit operands, if it can be.
@@ -187,28 +189,22 @@ class Cut:
         if isinstance(projection.rounding, Stochastic):
             draw = _draw(key, x, projection.rounding)
             projection = dataclasses.replace(projection, draw=draw)
-        given = self._scales(operand, x, delayed)
+        scales = self._known_scales(x, delayed)
         is_power = operand.has_power_of_two
-        if self.makes_codes:
-            return self._coded(x, dtype, given)
-        q, scales = operand_values(x, operand.spec, projection, given, is_power=is_power)
-        return Rounded(q.astype(dtype), scales, operand.spec)  # exact: the dtype holds the format
-
-    def _coded(self, x: Array, dtype: Any, given: Scales) -> Rounded:
-        operand = self.operand
-        assert operand is not None
-        scales = find_scales(x, operand.spec)[0] if given.scale is None else given
-        assert scales.scale is not None
-        is_power = operand.has_power_of_two
+        if not self.makes_codes:
+            q, scales = operand_values(x, operand.spec, projection, scales, is_power=is_power)
+            return Rounded(q.astype(dtype), scales, operand.spec)  # exact: the dtype holds it
+        if scales.scale is None:
+            scales, _ = find_scales(x, operand.spec)
+            assert scales.scale is not None
         if not is_power and not traced_for_cpu():
             # An exact division reads x many times. Where x is transposed just before, XLA for GPUs
             # would write intermediate results of it: 1.8 GB for a cotangent of 67 MB.
             x = lax.optimization_barrier(x)
-        codes = operand_codes(x, operand.spec, scales.scale, is_power=is_power)
-        turned = None
+        codes, turned = operand_codes(x, operand.spec, scales.scale, is_power=is_power), None
         if self.order is not None:
-            is_apart = isinstance(operand.scaling, Delayed) and operand.scaling.initial is not None
-            codes, turned = both_orders(codes, self.order, is_apart)
+            is_free = isinstance(operand.scaling, Delayed) and operand.scaling.initial is not None
+            codes, turned = _both_orders(codes, self.order, is_free)
         q = dtype_from_codes(codes, operand.spec.element).astype(dtype)
         return Rounded(q, scales, operand.spec, codes, turned, self.order)
 
@@ -219,16 +215,18 @@ class Cut:
         return _transformed(x, self.axis, self.operand.transform)
 
     def untransformed(self, operand: Rounded, shape: tuple[int, ...]) -> Rounded:
-        """Undoes the Hadamard transform of a rounded operand, which is wide then.
+        """Undoes the Hadamard transform of a rounded operand: q * scale in float32.
 
         For forward mode: there the other factor is a tangent, which is not transformed.
         """
         if self.operand is None or self.operand.transform is None or self.axis is None:
             return operand
-        transform = self.operand.transform
-        key = _sign_key(transform)
         y = hadamard_transform(
-            operand.unscaled(), block=transform.block, axis=self.axis, key=key, inverse=True
+            operand.unscaled(),
+            block=self.operand.transform.block,
+            axis=self.axis,
+            key=_sign_key(self.operand.transform),
+            inverse=True,
         )
         return Rounded(lax.slice(y, (0,) * y.ndim, shape), Scales(), None)
 
@@ -245,44 +243,40 @@ class Cut:
         ones = jnp.ones_like(dot, dtype=jnp.float32)
         return dot.astype(jnp.float32) / unscaled_values(ones, operand.spec, scales)
 
-    def _scales(self, operand: Operand, x: Array, delayed: Array | None) -> Scales:
-        """The scales that cannot be computed from `x` alone.
+    def _known_scales(self, x: Array, delayed: Array | None) -> Scales:
+        """The scales that do not follow from `x` and its format alone, None in place of others.
 
-        These are static and delayed scales, and scales of whole tensors that the shards of a
-        `shard_map` share. The others are None in the result and computed from `x` later.
+        These are static, delayed and calibrated ones, powers of two, and scales of whole tensors
+        that the shards of a `shard_map` share.
         """
-        fmt = operand.spec
-        if operand.is_calibrated:
-            assert delayed is not None  # `quantized_product` has checked
-            if fmt.tensor_scale is not None:
-                return Scales(None, tensor_scale_from(delayed, fmt))
-            return self._one_scale(delayed, x.ndim)
-        if isinstance(operand.scaling, Static):
-            assert fmt.scale is not None
-            assert operand.scaling.scale is not None
-            scale = to_stored(
-                jnp.full((1,) * x.ndim, operand.scaling.scale, jnp.float32), fmt.scale
-            )
-            return Scales(_varying_as(scale, x))
-        history = operand.scaling if isinstance(operand.scaling, Delayed) else None
-        is_plain = delayed is None and not self.axis_names and not operand.has_power_of_two
-        if not operand.has_one_scale or is_plain:
-            return Scales()
-        if history is None or history.initial is None or delayed is None:
-            first = largest_magnitude(lax.stop_gradient(x))
-            if self.axis_names:
-                first = largest_over(first, self.axis_names)
-        else:
-            first = jnp.full((), history.initial, jnp.float32)
-        if history is not None and delayed is not None:
-            amax = delayed * np.float32(2.0**history.margin)
-            first = jnp.where(amax > 0, amax, first)
-        return self._one_scale(first, x.ndim)
-
-    def _one_scale(self, amax: Array, ndim: int) -> Scales:
         assert self.operand is not None
-        scale = scale_from(amax.reshape((1,) * ndim), self.operand.spec, None)
-        return Scales(power_above(scale) if self.operand.has_power_of_two else scale)
+        operand, fmt, scaling = self.operand, self.operand.spec, self.operand.scaling
+        if isinstance(scaling, Static) and scaling.scale is not None:
+            assert fmt.scale is not None
+            shape = (1,) * x.ndim
+            scale = to_stored(jnp.full(shape, scaling.scale, jnp.float32), fmt.scale)
+            return Scales(scale + jnp.zeros_like(x, shape=shape, dtype=scale.dtype))  # varies as x
+        if isinstance(scaling, Static):
+            assert delayed is not None  # `quantized_product` has checked
+            amax = delayed
+            if fmt.tensor_scale is not None:
+                return Scales(None, tensor_scale_from(amax, fmt))
+        else:
+            is_plain = delayed is None and not self.axis_names and not operand.has_power_of_two
+            if not operand.has_one_scale or is_plain:
+                return Scales()
+            history = scaling if isinstance(scaling, Delayed) else None
+            if history is None or history.initial is None or delayed is None:
+                amax = largest_magnitude(lax.stop_gradient(x))
+                if self.axis_names:
+                    amax = largest_over(amax, self.axis_names)
+            else:
+                amax = jnp.full((), history.initial, jnp.float32)
+            if history is not None and delayed is not None:
+                of_history = delayed * np.float32(2.0**history.margin)
+                amax = jnp.where(of_history > 0, of_history, amax)
+        scale = scale_from(amax.reshape((1,) * x.ndim), fmt, None)
+        return Scales(power_above(scale) if operand.has_power_of_two else scale)
 
 
 def largest_over(x: Array, names: tuple[str, ...]) -> Array:
@@ -298,7 +292,7 @@ def largest_over(x: Array, names: tuple[str, ...]) -> Array:
     return lax.pmax(x, names)
 
 
-def cut(
+def rounding_of(
     operand: Operand | None,
     axes: Axes,
     shape: tuple[int, ...],
@@ -306,10 +300,10 @@ def cut(
     *,
     is_native: bool = False,
     is_dot: bool = False,
-) -> Cut:
+) -> Rounding:
     """Fills in the axes of an operand's blocks, for an array of this shape and these `axes`."""
     if operand is None:
-        return Cut(None, None, axis_names)
+        return Rounding(None, None, axis_names)
     fmt = operand.spec
     if not shape:
         fmt = dataclasses.replace(fmt, block=(), axes=None, other_axes=None)
@@ -321,48 +315,73 @@ def cut(
     if fmt.axes is not None:
         fmt = _clipped(fmt, shape)
     axis = axes.transformed if operand.transform is not None else None
-    made = Cut(dataclasses.replace(operand, spec=fmt), axis, axis_names, is_native)
-    if not (is_dot and made.makes_codes) or traced_for_cpu():
-        return made
-    return dataclasses.replace(made, order=turned_order(axes, len(shape)))
+    how = Rounding(dataclasses.replace(operand, spec=fmt), axis, axis_names, is_native)
+    if not (is_dot and how.makes_codes) or traced_for_cpu():
+        return how
+    return dataclasses.replace(how, order=_turned_order(axes, len(shape)))
 
 
 def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
-    """`fmt` with one block along each axis that is known to be shorter than its block length.
-
-    Where a symbolic size might be, `BlockFormat.block_lengths` raises and says what to export for.
-    """
+    """`fmt` with one block along each axis that is known to be shorter than its block length."""
     assert fmt.axes is not None
-    lengths = [
-        None
-        if length is not None and -len(shape) <= axis < len(shape) and _is_less(shape[axis], length)
-        else length
-        for axis, length in zip(fmt.axes, fmt.block, strict=True)
-    ]
-    return fmt if tuple(lengths) == fmt.block else dataclasses.replace(fmt, block=tuple(lengths))
+    lengths = list(fmt.block)
+    for i, (axis, length) in enumerate(zip(fmt.axes, fmt.block, strict=True)):
+        if length is None or not -len(shape) <= axis < len(shape):
+            continue
+        try:
+            if shape[axis] < length:
+                lengths[i] = None
+        except jax.errors.InconclusiveDimensionOperation:
+            pass  # a symbolic size: `BlockFormat.block_lengths` raises and says what to export for
+    return fmt if lengths == list(fmt.block) else dataclasses.replace(fmt, block=tuple(lengths))
 
 
-def _is_less(size: Any, length: int) -> bool:
-    """Whether `size` is known to be less than `length`; False if it is symbolic and may be both."""
-    try:
-        return bool(size < length)
-    except jax.errors.InconclusiveDimensionOperation:
-        return False
+def _turned_order(axes: Axes, rank: int) -> tuple[int, ...] | None:
+    """The order of axes in which those that another product sums over come last; None if the array
+    is summed over axes that are neither the last ones nor next to the last ones.
+    """
+    contracted, kept = sorted(axes.contracted), sorted(axes.kept)
+    batch = [axis for axis in range(rank) if axis not in contracted and axis not in kept]
+    orders = [(*batch, *kept, *contracted), (*batch, *contracted, *kept)]
+    if not contracted or not kept or tuple(range(rank)) not in orders:
+        return None
+    return orders[0] if orders[1] == tuple(range(rank)) else orders[1]
+
+
+def _both_orders(codes: Array, order: tuple[int, ...], has_free_scale: bool) -> tuple[Array, Array]:
+    """Codes, and the same with their axes in another order, for the two products that read them.
+
+    Args:
+      has_free_scale: Whether the scale does not depend on the elements, so that their amax can be
+        taken while they are cast.
+    """
+    # cuBLASLt multiplies 8-bit operands only if the axis that is summed is the last one of both.
+    # Layouts are fixed (`row_major`), or XLA transposes the 16-bit operand, or calls the second
+    # array a view of the first and copies it later.
+    codes = row_major(codes)
+    if has_free_scale:
+        # XLA puts no amax into a kernel that transposes. So one kernel casts and takes the amax,
+        # and a second one turns the codes: it reads one byte for each element, where a kernel for
+        # the amax alone would read two.
+        codes = lax.optimization_barrier(codes)
+        return codes, row_major(lax.transpose(codes, order))
+    # The barrier around both makes one kernel write both.
+    return lax.optimization_barrier((codes, row_major(lax.transpose(codes, order))))
 
 
 @functools.partial(jax.jit, static_argnums=(3,))
-def _rounded_jitted(x: Array, delayed: Array | None, key: Array | None, how: Cut) -> Rounded:
+def _rounded_jitted(x: Array, delayed: Array | None, key: Array | None, how: Rounding) -> Rounded:
     return how.rounded(x, delayed, key)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def rounded(x: Array, delayed: Array | None, key: Array | None, how: Cut) -> Rounded:
+def rounded(x: Array, delayed: Array | None, key: Array | None, how: Rounding) -> Rounded:
     """`how.rounded(x, delayed, key)` with a derivative: that of q = x / scale, scale constant."""
     return _rounded_jitted(x, delayed, key, how)
 
 
 @rounded.defjvp
-def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounded]:
+def _rounded_jvp(how: Rounding, primals: Any, tangents: Any) -> tuple[Rounded, Rounded]:
     x, delayed, key = primals
     out = rounded(x, delayed, key, how)
     dot = how.scaled_tangent(x, tangents[0], out.scales).astype(out.q.dtype)
@@ -393,12 +412,12 @@ def _zero_tangent(x: Array) -> Any:
 
 def _transformed(x: Array, axis: int, transform: Hadamard) -> Array:
     """The Hadamard transform along `axis`, which is padded with zeros; float32."""
-    wide = differentiable_widened(x)
+    padded = differentiable_widened(x)
     # In this form JAX sees that the length is a multiple of a block, even if the size is symbolic.
     missing = -(-x.shape[axis] // transform.block) * transform.block - x.shape[axis]
     if missing:
-        wide = jnp.pad(wide, [(0, missing if i == axis else 0) for i in range(x.ndim)])
-    return hadamard_transform(wide, block=transform.block, axis=axis, key=_sign_key(transform))
+        padded = jnp.pad(padded, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    return hadamard_transform(padded, block=transform.block, axis=axis, key=_sign_key(transform))
 
 
 def _sign_key(transform: Hadamard) -> Array | None:
@@ -409,11 +428,9 @@ def _sign_key(transform: Hadamard) -> Array | None:
 
 
 def _draw(key: Array | None, x: Array, rounding: Stochastic) -> Draw:
-    """Random bits for the elements of `x`, by a key and a hash of all values of `x`, so that each
-    step and layer draws other bits.
-
-    The hash is a sum of the hashes of all elements, and so the same however `x` is sharded.
-    """
+    """Random bits for the elements of `x`, by a key and a hash of all values of `x`."""
+    # With the hash each step and layer draws other bits. It is a sum of the hashes of all elements,
+    # and so the same however `x` is sharded.
     words = jnp.zeros((2,), jnp.uint32) if key is None else key
     hashed = ordinal(exact_float32(x)).astype(jnp.uint32) * np.uint32(2654435761)
     hashed = (hashed ^ (hashed >> np.uint32(15))) * np.uint32(2246822519)
@@ -421,7 +438,3 @@ def _draw(key: Array | None, x: Array, rounding: Stochastic) -> Draw:
     first, second, third = mixed_key(words)
     bits = hashed_index((first ^ content, second + content, third), x.shape)
     return Draw(None, None, bits >> np.uint32(32 - rounding.bits))
-
-
-def _varying_as(scale: Array, x: Array) -> Array:
-    return scale + jnp.zeros_like(x, shape=(1,) * x.ndim, dtype=scale.dtype)

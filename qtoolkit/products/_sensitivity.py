@@ -56,9 +56,9 @@ class Sensitivity:
         return tuple((self.paths[i], float(costs[i])) for i in order)
 
     def rules(self, keep: int = 1) -> Rules[Recipe]:
-        """The rules that leave the `keep` worst layers wide and quantize the others that ran.
+        """Rules that quantize all layers but the `keep` worst ones.
 
-        Each layer that ran has a rule of its own; all other layers are not quantized.
+        Each layer that ran has a rule of its own; layers that did not run are not quantized.
 
         Raises:
           ValueError: `keep` is no number from 0 to the number of layers; or the model was frozen.
@@ -96,7 +96,8 @@ class Sensitivity:
             return ["the loss is NaN with no layer quantized: nothing can be compared"]
         if len(self.paths) == 1 or cost <= 0 or any(r.is_calibrated for r in self.recipes):
             return []
-        lines = [f"to keep {worst or MODEL} wide, wrap the model again by .rules(keep=1)"]
+        name = worst or MODEL
+        lines = [f"to keep {name} in high precision, wrap the model again by .rules(keep=1)"]
         if len(set(self.recipes)) == 1:
             lines.append(
                 f"or by qtoolkit.Rules({{{_exactly(worst)!r}: None}}, default=recipe), where "
@@ -115,16 +116,16 @@ class _Choosing:
 
     Attributes:
       chosen: A boolean for each path. None: quantize all, in a first run that lists the layers.
-      found: Filled while the model runs: the paths of its layers, and their recipes.
+      recipes: Filled while the model runs: the recipe of each layer, by its path.
     """
 
     chosen: dict[str, jax.Array] | None
-    found: dict[str, Recipe] = dataclasses.field(default_factory=dict)
+    recipes: dict[str, Recipe] = dataclasses.field(default_factory=dict)
 
     def product(
         self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
     ) -> jax.Array:
-        self.found.setdefault(place.path, recipe)
+        self.recipes.setdefault(place.path, recipe)
         quantized = compute(recipe, state)
         if self.chosen is None:
             return quantized
@@ -141,10 +142,10 @@ def sensitivity_of(function: Callable[..., Any], *arguments: Any) -> Sensitivity
             "with; expected one from wrap: write sensitivity(wrap(model, recipe), ...) before "
             "quantize"
         )
-    finding = _Choosing(None)
-    with instrumented(finding):
+    listing = _Choosing(None)
+    with instrumented(listing):
         jax.eval_shape(loss, *arguments)
-    paths = tuple(finding.found)
+    paths = tuple(listing.recipes)
     check_ran("sensitivity", paths)
 
     def loss_with(chosen: jax.Array) -> jax.Array:
@@ -154,4 +155,4 @@ def sensitivity_of(function: Callable[..., Any], *arguments: Any) -> Sensitivity
     count = len(paths)
     choices = np.concatenate([np.eye(count), np.zeros((1, count)), np.ones((1, count))])
     losses = jax.lax.map(loss_with, jnp.asarray(choices, bool))
-    return Sensitivity(losses, paths, tuple(finding.found.values()))
+    return Sensitivity(losses, paths, tuple(listing.recipes.values()))

@@ -1,4 +1,4 @@
-"""What a wrapped layer keeps for one product from step to step: a dictionary of arrays.
+"""What a wrapped layer keeps for one matmul from step to step: a dictionary of arrays.
 
   history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
     step first; 0 where there was none yet; for `Delayed` scaling.
@@ -13,7 +13,7 @@
 
 Leading axes belong to stacks of layers, as `nnx.vmap` and `nn.scan` make them. In nnx these arrays
 are Variables of the model, in linen they are two collections. All state of a model is one pytree:
-such a dictionary for each product, by the path of its layer and its name.
+such a dictionary for each matmul, by the path of its layer and its name.
 """
 
 import zlib
@@ -80,13 +80,13 @@ def probe_of(kept: Kept) -> Array:
 def state_of(
     recipe: Recipe, name: str, kept: Kept | None, rng: Array | None = None
 ) -> State | None:
-    """The state in the form that a product takes; None if there is nothing for it.
+    """The state in the form that a matmul takes; None if there is nothing for it.
 
     If the state of a whole stack of layers arrives here, because a scan runs over something else,
-    the product uses its largest magnitudes, the mean of its learned scales and the first key.
+    the matmul uses its largest magnitudes, the mean of its learned scales and the first key.
 
     Args:
-      name: The name of layer and product, "mlp:kernel", for messages and keys.
+      name: The name of layer and matmul, "mlp:kernel", for messages and keys.
       rng: uint32[2], words of a key of this step, in place of the key that is kept.
     """
     kept = kept or {}
@@ -144,7 +144,7 @@ def _check(recipe: Recipe, name: str, kept: Kept) -> None:
         dtype = kept[part].dtype if part in kept else np.uint32
         if dtype != np.uint32:
             raise ValueError(
-                f"{name}: {part} of a product has dtype {dtype}, expected uint32: it was averaged "
+                f"{name}: {part} of a matmul has dtype {dtype}, expected uint32: it was averaged "
                 "with the statistics of batches; average only nnx.All(nnx.BatchStat, nnx.Not("
                 "nnx.Any(qtoolkit.nnx.ScalingState, qtoolkit.nnx.Probe)))"
             )
@@ -191,7 +191,7 @@ def advance(kept: Kept) -> dict[str, Any]:
 
 
 def taken_over(recipe: Recipe, kept: Kept, was_recipe: Recipe, was: Kept) -> dict[str, Any]:
-    """`kept`, with what stays valid of the state `was` that the product had under another recipe.
+    """`kept`, with what stays valid of the state `was` that the matmul had under another recipe.
 
     A history holds magnitudes of the arrays before rounding, so it is copied if it has the same
     number of steps. Calibrated and learned values are taken over only if the operand, with its

@@ -15,7 +15,7 @@ from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._residuals import code_values, poisoned
-from qtoolkit.products._rounded import Rounded, cut
+from qtoolkit.products._rounded import Rounded, rounding_of
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales
 
@@ -56,15 +56,15 @@ def stored_kernel(
     key: Array | None = None,
     scale: Array | None = None,
 ) -> QArray:
-    """Rounds a kernel to codes and scales, as products would; codes below 8 bits are packed.
+    """Rounds a kernel to codes and scales, as matmuls would; codes below 8 bits are packed.
 
-    A product with the result equals, bit for bit, one with `x` by a recipe that rounds it as
+    A matmul with the result equals, bit for bit, one with `x` by a recipe that rounds it as
     `operand` says. Inside of a trace, where nobody can refuse infinities and NaNs, they become
     NaNs, of their block's scale if elements have none. Without a scale such elements clamp.
 
     Args:
       x: One kernel, or a stack of them.
-      axes: The axes of one kernel in its product.
+      axes: The axes of one kernel in its matmul.
       stacked: The number of leading axes of `x` along which kernels are stacked.
       amax, key: What the layer keeps for the kernel, as in `Cut.rounded`, stacked likewise.
       scale: The scale that the layer has learned, stacked likewise.
@@ -72,14 +72,14 @@ def stored_kernel(
     Raises:
       ValueError: The kernel holds an infinity or a NaN; its dtype cannot hold the format's values;
         its learned scale is not finite or comes with an offset; or the operand has a transform,
-        which no product of codes could undo.
+        which no matmul of codes could undo.
     """
     if operand.is_learned:
         check_storable(where, operand, scale)
     if operand.transform is not None:
         raise ValueError(
             f"{where}: the recipe transforms the operand by {operand.transform}, expected one that "
-            "is stored as it is; leave out the transform of the forward product"
+            "is stored without; omit the transform of the forward matmul"
         )
     check_holds(where, operand.spec.element, x.dtype)
     is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
@@ -87,7 +87,7 @@ def stored_kernel(
     if count:
         raise ValueError(
             f"{where} holds {count} infinities and NaNs, expected finite numbers; repair the "
-            "checkpoint, or leave the layer alone by a rule with None"
+            "checkpoint, or exclude the layer by a rule with None"
         )
     return _stored_jitted(x, amax, key, scale, operand, axes, stacked)
 
@@ -126,7 +126,7 @@ def _stored_jitted(
 def _by_own_scale(
     x: Array, operand: Operand, axes: Axes, delayed: Array | None, key: Array | None
 ) -> QArray:
-    how = cut(operand, axes, x.shape, ())
+    how = rounding_of(operand, axes, x.shape, ())
     rounded = how.rounded(x, delayed, key)
     spec, scales = rounded.spec, rounded.scales
     assert spec is not None
@@ -168,7 +168,7 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
 
 
 def restored_operand(array: QArray) -> Rounded:
-    """A stored array as an operand of a product: the values of its codes, and its scales."""
+    """A stored array as an operand of a matmul: the values of its codes, and its scales."""
     if getattr(array.tensor_scale, "ndim", 0):
         raise ValueError(
             f"product: {array!r} is a stack of arrays, each with a tensor scale of its own, "

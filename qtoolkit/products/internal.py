@@ -12,16 +12,14 @@ from qtoolkit.products._bytecode import (
     overridden,
 )
 from qtoolkit.products._cache import cache_format, cached
-from qtoolkit.products._calibration import Batch
-from qtoolkit.products._constant import Constant
 from qtoolkit.products._control_flow import run_in
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._forward_state import (
     ForwardState,
     present_trace,
 )
-from qtoolkit.products._inputs import as_jax, with_numbers
-from qtoolkit.products._instruments import kernels_in, layers_in, set_variable, without_measuring
+from qtoolkit.products._inputs import Batch, Constant, as_jax, with_numbers
+from qtoolkit.products._instruments import kernels_in, set_variable, without_measuring
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot
 from qtoolkit.products._lifted_state import LiftingTrace, after

@@ -78,7 +78,7 @@ def test_a_researchers_own_model_trains_in_fp8_with_report_and_plot(
 
     run("docs/pages/howto/train-nnx.md", "report = qt.nnx.report(fp8, x)", names)
     run("docs/pages/howto/train-nnx.md", "print(str(report).splitlines()[-1])", names)
-    assert capsys.readouterr().out == "6 of 6 products quantized\n"
+    assert capsys.readouterr().out == "6 of 6 matmuls quantized\n"
 
     names["batch"] = names["x"]
     page = "docs/pages/howto/ptq-qat.md"

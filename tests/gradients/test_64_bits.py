@@ -40,8 +40,8 @@ def nearest(x, fmt):
     return np.array([float(one(n)) for n in np.ravel(x)]).reshape(np.shape(x))
 
 
-def beside_ties(fmt, count=300):
-    """float64 numbers on ties of `fmt` and beside them, closer than float32 can tell."""
+def near_ties(fmt, count=300):
+    """float64 numbers on ties of `fmt` and next to them, closer than float32 can tell."""
     rng = np.random.default_rng(0)
     if fmt.bits > 16:
         x = rng.normal(size=count)
@@ -56,7 +56,7 @@ def beside_ties(fmt, count=300):
 @pytest.mark.parametrize("name", VALUES)
 def test_casts_round_the_exact_number(name):
     fmt = qt.format(name)
-    x = beside_ties(fmt)
+    x = near_ties(fmt)
     expected = nearest(x, fmt)
     for cast in (qt.fake_cast, qt.round_to_format):
         for got in (cast(x, fmt), jax.jit(lambda cast=cast: cast(x, fmt))()):
@@ -95,7 +95,7 @@ def test_the_format_must_fit_float32():
             cast(0.3, wide)
 
 
-def test_random_bits_and_derivatives_beside_exact_numbers():
+def test_random_bits_and_derivatives_of_64_bit_numbers():
     """The stream is that of the float32 array: 1.03125 is a quarter above 1 in E4M3FN."""
     x = np.full(64, 1.03125)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -128,7 +128,7 @@ BLOCKS = [
 )
 @pytest.mark.parametrize("spec", BLOCKS, ids=lambda spec: spec.name)
 def test_blocks_divide_the_exact_numbers(spec):
-    """Elements beside ties, closer than float32 can tell, divided in float64 by stored scales."""
+    """Elements next to ties, closer than float32 can tell, divided in float64 by stored scales."""
     rng = np.random.default_rng(1)
     x = rng.normal(size=(128, 128)) * np.exp2(rng.integers(-3, 4, (128, 1)))
     first = qt.quantize(x, spec)

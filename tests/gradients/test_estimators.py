@@ -164,7 +164,7 @@ def test_slopes_are_the_papers_on_every_16_bit_input(rule, dtype, fmt):
 
 
 def points(grid):
-    """float32 at and beside every number, midpoint and edge, subnormals, specials, and random ones.
+    """float32 at and near every number, midpoint and edge, subnormals, specials, random ones.
 
     Grids of 2**16 numbers are thinned, their ends and their middle kept.
     """

@@ -213,7 +213,7 @@ def test_float64(fmt, target, largest, with_shift):
         return fake_convert(x, scale, shift, fmt=fmt, gradient=gradient)
 
     u = x * scale - (0 if shift is None else shift)
-    # To odd to float32 first: rounded to nearest, what lies beside a tie would become one.
+    # To odd to float32 first: rounded to nearest, what lies next to a tie would become one.
     with np.errstate(over="ignore"):
         near = u.astype(np.float32)
     toward = np.nextafter(near, np.where(u > near, np.inf, -np.inf).astype(np.float32))

@@ -225,7 +225,7 @@ class Inside(nn.Module):
 
 
 @pytest.mark.exhaustive
-def test_wrapped_inside_of_a_scan_each_layer_has_a_scale_of_its_own():
+def test_wrapped_inside_of_a_scan_each_layer_has_its_scale():
     module = Inside()
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     scales = variables[SCALES]["dense"]["self"]["__call__.kernel"]

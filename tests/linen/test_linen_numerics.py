@@ -129,7 +129,7 @@ def test_sensitivity(variables):
 
 
 def test_bad_input(variables):
-    with pytest.raises(ValueError, match="no quantized product ran, expected a wrapped model"):
+    with pytest.raises(ValueError, match="no quantized matmul ran, expected a wrapped model"):
         qt.linen.numerics(Net(), variables, X, lambda v, x: jnp.sum(Net().apply(v, x)))
     with pytest.raises(TypeError, match="module has type int, expected an instance of flax"):
         qt.linen.numerics(1, variables, X, loss_fn)
@@ -167,7 +167,7 @@ def test_a_planted_outlier_ranks_first():
     assert cost > 10 * other > 0
 
 
-def test_debug_nans_finds_none_in_a_correct_run_of_a_frozen_module():
+def test_debug_nans_finds_none_in_a_frozen_module():
     """The scale of an operand that was not calibrated is NaN. Oracle: the module before freeze."""
     module = qt.linen.wrap(nn.Dense(4), qt.Recipe((None, "e4m3fn"), gradient=None))
     x = jnp.ones((2, 4))

@@ -88,7 +88,9 @@ def test_rules_report_export_and_gradients(variables):
     again = jax.export.deserialize(exported.serialize()).call(X)
     # Two layers of bfloat16, whose sums another program may round otherwise, by 2**-9 of them.
     np.testing.assert_allclose(again, expected, rtol=0, atol=2.0**-6 * np.max(np.abs(expected)))
-    with pytest.raises(TypeError, match=r"1 of the parameters are codes of .* first head/kernel"):
+    with pytest.raises(
+        TypeError, match=r"1 of the parameters are codes of .* first params/head/kernel"
+    ):
         qt.linen.value_and_grad(lambda v: jnp.sum(served.apply(v, X)))(weights)
     by_input = jax.grad(lambda x: jnp.sum(served.apply(weights, x)))(X)
     assert np.all(np.isfinite(by_input))

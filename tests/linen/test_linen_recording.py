@@ -49,7 +49,7 @@ def histories(variables):
 
 
 @pytest.mark.quick
-def test_a_trainer_that_carries_the_collection_has_delayed_scales():
+def test_a_trainer_with_the_collection_has_delayed_scales():
     module = qt.linen.wrap(Gated(), FORWARD)
     mine = theirs = jax.jit(module.init)(jax.random.key(0), X)
     assert len(histories(mine)) == 8  # of them two are products of activations

@@ -133,7 +133,7 @@ def test_zeros_leave_the_history_of_an_operand(variables):
     assert kept(zeros)["bad"] == 0
 
 
-def test_a_layer_used_twice_keeps_the_larger_and_a_skipped_one_its_own():
+def test_a_layer_used_twice_keeps_the_larger_magnitude():
     module = wrap(Two(), RECIPE)
     variables = jax.jit(module.init)(KEY, X)
     assert set(variables["qtoolkit"]) == {"self.twice", "self.last"}
@@ -301,7 +301,7 @@ class Branching(nn.Module):
         return x @ small
 
 
-def test_a_branch_left_out_gives_its_history_to_no_other_product():
+def test_a_skipped_branch_gives_its_history_to_no_other():
     """Oracle: the largest magnitudes by NumPy."""
     module = wrap(Branching(), recipes.te_delayed_hybrid)
     x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
@@ -351,7 +351,7 @@ class Differentiated(nn.Module):
 
 
 @pytest.mark.parametrize("by", DIFFERENTIATED)
-def test_delayed_scales_become_current_where_the_model_differentiates(by):
+def test_scales_are_current_where_the_model_differentiates(by):
     """No gradient reaches the probes there. Oracle: the recipe without histories."""
     module = Differentiated(by)
     delayed, current = (wrap(module, r) for r in (recipes.te_delayed_hybrid, Recipe()))
@@ -366,7 +366,7 @@ def test_delayed_scales_become_current_where_the_model_differentiates(by):
 
 
 @pytest.mark.parametrize("by", DIFFERENTIATED)
-def test_products_are_named_where_the_model_differentiates_and_none_can_be_measured(by):
+def test_calibrate_names_layers_that_the_model_differentiates(by):
     """The gradients that carry measurements do not leave such a transformation."""
     module = wrap(Differentiated(by), Recipe())
     variables = module.init(KEY, X)
@@ -390,7 +390,7 @@ ROUNDED = Recipe("e4m3fn", Operand("e5m2", projection=Projection("stochastic")))
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, ROUNDED], ids=["delayed", "stochastic"])
-def test_a_loss_that_returns_all_collections_gets_the_state_after_the_step(recipe):
+def test_a_loss_that_returns_collections_gets_the_new_state(recipe):
     """Merged into the variables, that from before it would undo it: scales would never move."""
     module = wrap(Normalized(), recipe)
     variables = module.init(KEY, X)

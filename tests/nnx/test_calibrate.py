@@ -54,7 +54,7 @@ def found(wrapped):
 call = nnx.jit(lambda model, x: model(x))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("absmax-options0")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -146,7 +146,7 @@ def test_second_scales_are_frozen():
     np.testing.assert_array_equal(call(frozen, x)[0], call(frozen, others)[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("e4m3fn", "nvfp4")
 @pytest.mark.parametrize("fmt", ["e4m3fn", "int8", "nvfp4"])
 def test_frozen_models_scale_cotangents_by_themselves(fmt):
     """Of the format that the operands have; but nobody has calibrated them."""
@@ -351,7 +351,7 @@ def test_a_layer_named_as_a_product_is_none():
 
 
 @pytest.mark.devices(2)
-@pytest.mark.sample(1)
+@pytest.mark.sample("absmax-AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", ["absmax", "percentile", "mse"])
 def test_sharded_batches_are_calibrated_as_whole_ones(name, kind, wrapped):
@@ -432,7 +432,7 @@ class Table(nnx.Embed):
         return self.attend(x), (x * 1e4) @ self.large
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("Coder-names0", "Widened-names2")
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
@@ -531,7 +531,7 @@ class _Encoding(nnx.Module):
         return self.model.encode(x)
 
 
-def test_a_loop_without_derivatives_is_reported_forward_and_not_calibrated():
+def test_a_while_loop_is_reported_forward_and_not_calibrated():
     class Looping(nnx.Module):
         def __init__(self):
             self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))

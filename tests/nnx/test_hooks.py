@@ -100,7 +100,7 @@ def test_a_hook_that_is_deleted_shows(kind, monkeypatch):
     assert not is_green(kind)
 
 
-def test_a_hook_takes_the_arguments_of_jax_s_function_in_its_order():
+def test_a_hook_takes_the_arguments_of_the_function_of_jax():
     """Subclasses call it; a dtype by position was taken for a sharding."""
 
     class Positional(nnx.Conv):

@@ -81,7 +81,7 @@ def test_the_output_is_close_to_that_of_the_wide_cache():
     assert difference.max() > 1e-4  # the cache is not wide
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int4")
 @pytest.mark.parametrize(
     "spec", ["int4", qt.BlockFormat(element="e4m3fn", block=(8,), scale="e8m0fnu")]
 )

@@ -26,7 +26,7 @@ def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("linear")
 @pytest.mark.parametrize("name", LAYERS)
 def test_they_are_the_wrapped_layers(name, x):
     ours, plain, args = LAYERS[name]

@@ -137,7 +137,7 @@ def test_what_cannot_be():
 
 
 @pytest.mark.quick
-def test_learned_scales_stay_when_a_model_is_frozen_or_wrapped_again():
+def test_learned_scales_stay_when_frozen_or_wrapped_again():
     recipe = Recipe((Operand(INT4, scaling=Learned()), qt.BlockFormat.tensor("int8")), None)
     layer = layer_of(recipe)
     qt.nnx.start_scales(layer, X)

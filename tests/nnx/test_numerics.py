@@ -125,10 +125,10 @@ def test_kernels_on_the_left_are_kernels():
 def test_what_is_not_measured_is_said(found):
     assert found.unreached == ("trunk:0",)
     (left,) = found.left
-    assert (left.path, left.reason) == ("head", "left by a rule")
+    assert (left.path, left.reason) == ("head", "excluded by a rule")
     text = str(found)
     assert "no gradient reached, hence not measured: trunk:0" in text
-    assert "1 forward products are not quantized, first float32[8, 32] x float32[32, 4]" in text
+    assert "1 forward matmuls are not quantized, first float32[8, 32] x float32[32, 4]" in text
 
 
 def test_reports_add_and_are_saved(found, wrapped):
@@ -237,7 +237,7 @@ def test_bad_input(wrapped):
     with pytest.raises(TypeError, match=r"loss_fn gave float32\[8, 4\], expected a float scalar"):
         qt.nnx.numerics(wrapped, X, lambda model, x: model(x))
     plain = Net()
-    with pytest.raises(ValueError, match="no quantized product ran"):
+    with pytest.raises(ValueError, match="no quantized matmul ran"):
         qt.nnx.numerics(wrapped, X, lambda model, x: loss_fn(plain, x))
 
 
@@ -289,7 +289,7 @@ def test_a_planted_outlier_ranks_first(run_example):
 
 @pytest.mark.exhaustive
 @pytest.mark.quick
-def test_rules_leave_wide_what_the_user_left_and_impossible_models_are_refused():
+def test_excluded_layers_and_refused_models():
     model, x = Planted(), X[:, :16]
 
     def loss(model, x):
@@ -318,7 +318,7 @@ def test_what_is_not_finite_is_said(wrapped):
     assert "are NaN or infinite" not in str(qt.nnx.numerics(wrapped, X, loss_fn))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("spec0")
 @pytest.mark.parametrize("spec", [qt.BlockFormat.tensor("e4m3fn"), "mxfp8_e4m3"])
 def test_zeros_have_no_scale_that_says_anything(spec):
     """Oracle: the scales of what is not zero, and none where all is."""
@@ -375,7 +375,7 @@ def assert_same_sums(a, b, rtol=0):
 
 @pytest.mark.devices(2)
 @pytest.mark.quick
-@pytest.mark.sample(1)
+@pytest.mark.sample("AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_it_is_that_of_one_device(kind, found, wrapped):
     """XLA sums products of 4 rows, which a device has, in another order than those of 8: with jax

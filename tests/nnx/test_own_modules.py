@@ -223,7 +223,7 @@ def test_a_frozen_dataclass(rules):
     wrapped = qt.nnx.wrap(model, qt.Rules(rules), strict=(X,))
     report = qt.nnx.report(wrapped, X)
     assert sum(p.count for p in report.quantized) == (6 if "" in rules else 3)
-    assert {p.reason for p in report.left} == (set() if "" in rules else {"left by a rule"})
+    assert {p.reason for p in report.left} == (set() if "" in rules else {"excluded by a rule"})
 
 
 class Lazy(nnx.Module):

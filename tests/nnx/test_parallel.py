@@ -84,7 +84,7 @@ def alone():
     return trained()[:2]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("data-AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLACES)
 def test_eight_devices_do_what_one_does(name, kind):
@@ -176,7 +176,7 @@ def linen_step(recipe):
 
 
 @pytest.mark.parametrize("made", [nnx_step, linen_step])
-def test_shards_that_share_scales_share_histories_where_jax_adds_up_nothing(made):
+def test_shards_that_share_scales_share_histories(made):
     """With `check_vma=False`; the oracle is one device that sees the whole batch."""
     step, state, kept_of = made(delayed())
     for x in SPREAD:

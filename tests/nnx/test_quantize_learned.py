@@ -134,7 +134,7 @@ def test_a_stack_has_a_scale_for_each_layer():
 
 
 @pytest.mark.quick
-def test_layers_that_share_a_kernel_share_its_codes_where_they_share_its_scale():
+def test_layers_share_codes_if_they_share_kernel_and_scale():
     model = Small()
     model.second = nnx.Linear(32, 31, rngs=nnx.Rngs(1))
     model.second.kernel = model.first.kernel

@@ -331,7 +331,7 @@ class Gradient(nnx.Module):
 
 
 @plain_and_ours()
-def test_a_model_that_differentiates_itself_says_that_scales_are_current(value_and_grad):
+def test_a_model_that_differentiates_itself_warns(value_and_grad):
     model, current = (qt.nnx.wrap(Gradient(), recipe) for recipe in (FORWARD, CURRENT))
     for factor in (1, 20):
         with pytest.warns(RuntimeWarning, match=r"differentiates itself|do not move here"):

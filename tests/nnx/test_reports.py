@@ -53,7 +53,7 @@ UP, MIX = 8 * 64 * 32, 5 * 8 * 32 * 32
 
 
 def summary(report):
-    return next(line for line in str(report).splitlines() if "products quantized" in line)
+    return next(line for line in str(report).splitlines() if "matmuls quantized" in line)
 
 
 def parts(report):
@@ -66,7 +66,7 @@ def test_multiplications_are_counted_by_hand():
     assert [p.multiplications for p in found.quantized] == [UP] * 3
     assert [p.multiplications for p in found.left] == [MIX] * 3
     share = f"{UP / (UP + MIX):.1%}"
-    assert summary(found) == f"3 of 6 products quantized, {share} of all multiplications"
+    assert summary(found) == f"3 of 6 matmuls quantized, {share} of all multiplications"
     assert f"{MIX / (UP + MIX) / 3:.1%}" in str(found)  # of each line that is left
 
 
@@ -167,11 +167,13 @@ def test_methods_losses_and_strict():
     rules = qt.Rules({"up": qt.recipes.te_current, "mix": None})
     qt.nnx.wrap(Model(), rules, strict=lambda model: model(X))
     qt.nnx.wrap(Model(), rules, strict={"x": X, "method": "encode"})
-    with pytest.raises(ValueError, match=r"1 products of Model are left that no rule leaves"):
+    with pytest.raises(
+        ValueError, match=r"1 matmuls of Model are not quantized, and no rule excludes them"
+    ):
         qt.nnx.wrap(Model(), rules, strict=lambda model: loss(model, X))
     with pytest.raises(TypeError, match=r"after a function comes nothing.*report\(loss, model"):
         qt.nnx.report(loss)
-    with pytest.raises(TypeError, match="method='encode' beside a function"):
+    with pytest.raises(TypeError, match="method='encode' and a function"):
         qt.nnx.report(loss, wrapped, X, method="encode")
 
 
@@ -262,7 +264,7 @@ def test_the_total_is_the_last_line():
     assert report.unreached == ("mix",)
     *_, unreached, total = str(report).splitlines()
     assert unreached == "not reached by these inputs: mix"
-    assert total == "0 of 3 products quantized"  # forward, and by x and by the kernel
+    assert total == "0 of 3 matmuls quantized"  # forward, and by x and by the kernel
 
 
 @pytest.mark.parametrize("left", [None, qt.Recipe((None, None), gradient=None)])
@@ -286,4 +288,4 @@ def test_products_that_are_recomputed_count_once(left):
     jaxpr = str(jax.make_jaxpr(gradient)(Two(True).init(jax.random.key(0), X)))
     assert jaxpr.count("dot_general") > 5  # by kernels, and by the input of the second
     assert summary(found(True)) == summary(found(False))
-    assert summary(found(True)) == "3 of 6 products quantized, 50.0% of all multiplications"
+    assert summary(found(True)) == "3 of 6 matmuls quantized, 50.0% of all multiplications"

@@ -40,7 +40,7 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_loop_that_splits_into_parameters_and_statistics_carries_histories_and_keys(name):
+def test_loops_that_carry_statistics_carry_histories_and_keys(name):
     model = qt.nnx.wrap(Net(), RECIPES[name])
     graphdef, params, rest = nnx.split(qt.nnx.wrap(Net(), RECIPES[name]), nnx.Param, nnx.BatchStat)
 
@@ -67,7 +67,7 @@ def test_a_loop_that_splits_into_parameters_and_statistics_carries_histories_and
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_filters_that_miss_the_state_are_told_the_one_that_takes_it(name):
+def test_filters_that_miss_the_state_name_the_right_one(name):
     model = qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), RECIPES[name])
     with pytest.raises(ValueError, match=r"nnx.split\(model, nnx.Param, nnx.BatchStat\) takes it"):
         nnx.split(model, nnx.Param)
@@ -77,7 +77,7 @@ def test_filters_that_miss_the_state_are_told_the_one_that_takes_it(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_statistics_that_a_loop_averages_are_those_of_the_model_alone(name):
+def test_a_loop_averages_only_the_statistics_of_the_model(name):
     """As between devices: a mean of keys is none, and one of histories would be too small."""
     model = qt.nnx.wrap(Net(), RECIPES[name])
 
@@ -91,7 +91,7 @@ def test_statistics_that_a_loop_averages_are_those_of_the_model_alone(name):
     update(nnx.All(nnx.BatchStat, nnx.Not(OURS)))
     model(X)
     update(nnx.BatchStat)
-    with pytest.raises(ValueError, match=r"(bad|key) of a product has dtype float32, expected uin"):
+    with pytest.raises(ValueError, match=r"(bad|key) of a matmul has dtype float32, expected uin"):
         model(X)
 
 
@@ -131,7 +131,7 @@ def test_the_state_of_another_recipe_is_refused_with_what_fits():
         return Recipe(*(Operand(fmt, scaling=Delayed(steps)) for fmt in ("e4m3fn", "e5m2")))
 
     state, model = nnx.state(wrapped(delayed(4), 1)), wrapped(qt.recipes.nvfp4, 0)
-    with pytest.raises(ValueError, match="the state has bad for a product whose recipe keeps none"):
+    with pytest.raises(ValueError, match="the state has bad for a matmul whose recipe keeps none"):
         nnx.update(model, state)
     rest = nnx.filter_state(state, nnx.Not(OURS))
     nnx.update(model, rest)

@@ -13,7 +13,7 @@ import qtoolkit as qt
 import qtoolkit.nnx
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp4")
 @pytest.mark.parametrize("spec", ["mxfp4", "nvfp4", "int8", "bfloat16"])
 def test_quantized_arrays_go_through_bytes(spec):
     assert qtoolkit.nnx.wrap  # importing it registers them

@@ -67,7 +67,7 @@ class Twice(nnx.Module):
         return self.shared(self.shared(x)) + jax.lax.stop_gradient(self.idle(x))
 
 
-def test_shares_are_over_all_runs_and_what_no_gradient_reaches_is_nan():
+def test_shares_are_over_all_runs_and_nan_without_a_gradient():
     model = qt.nnx.wrap(Twice(), qt.recipes.te_delayed_hybrid)
     *_, found = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))(model, X)
     assert set(found) == {"shared:0", "idle:0"}

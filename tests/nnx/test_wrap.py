@@ -113,7 +113,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("Linear")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_hook_quantizes_the_forward_and_the_gradients(layer, x):
     module = LAYERS[layer](nnx.Rngs(0))
@@ -132,7 +132,7 @@ def test_attention_is_made_of_four_wrapped_projections(x):
     assert not np.array_equal(wrapped(x), attention(x))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("Linear")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weights_are_rounded_from_their_own_dtype(layer, x):
     """Float32 parameters of a bfloat16 layer: the oracle rounds the float32 ones, by ml_dtypes."""
@@ -155,7 +155,7 @@ def test_weights_are_rounded_from_their_own_dtype(layer, x):
 
 
 @pytest.mark.exhaustive
-def test_training_the_wrapped_model_trains_the_shared_parameters(model, x):
+def test_training_the_wrapped_model_trains_the_original(model, x):
     wrapped = wrap(model)
     optimizer = nnx.Optimizer(wrapped, optax.adamw(1e-2), wrt=nnx.Param)
     before = float(loss(model, x))
@@ -271,7 +271,7 @@ def recipes(model):
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("rules0-default0-expected0", "rules5-None-expected5", "rules10-None-expected10")
 @pytest.mark.parametrize(
     ("rules", "default", "expected"),
     [
@@ -339,7 +339,7 @@ def test_the_last_rules_decide(nest):
         (
             {"norm": A, "mlp": A},
             ValueError,
-            "^wrap: rule 'norm' matches blocks/0/norm, and LayerNorm has no product",
+            "^wrap: rule 'norm' matches blocks/0/norm, and LayerNorm has no matmul",
         ),
         ({"mlp": None}, ValueError, "^wrap: the rules leave every layer of Nest as it is"),
         ({}, ValueError, "^wrap: the rules leave every layer of Nest as it is, .* for one or more"),
@@ -416,7 +416,7 @@ def test_a_method_that_returns_its_module():
     np.testing.assert_allclose(wrapped.last[...], np.ones((2, 4)), rtol=1e-6)
 
 
-def test_the_report_of_a_model_that_is_not_wrapped_blames_no_rule():
+def test_the_report_of_an_unwrapped_model_blames_no_rule():
     """As where what `wrap` returned was not used."""
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     qt.nnx.wrap(model)

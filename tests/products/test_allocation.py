@@ -17,7 +17,7 @@ def brute_force(sizes, costs, limit):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("scale", [1, 97_003])
-def test_the_sum_is_the_least_of_all_combinations_up_to_the_stated_gap(seed, scale):
+def test_the_sum_is_the_least_of_all_up_to_the_stated_gap(seed, scale):
     random = np.random.default_rng(seed)
     sizes = random.integers(1, 50, (5, 4)) * scale
     costs = random.exponential(size=(5, 4)) * (1 + sizes.max() - sizes)

@@ -108,7 +108,7 @@ def test_the_router_stays_and_the_experts_are_quantized(kind, function):
     plain = jax.grad(loss(lambda e, r, x: mixed(x, e, r)), (0, 1, 2))(EXPERTS, ROUTER, X)
     assert not np.allclose(got[0], plain[0], rtol=1e-4)
     left = [p for p in report.left if p.part == "forward"]
-    assert [(p.path, p.reason) for p in left] == [("moe", "left by a rule")]
+    assert [(p.path, p.reason) for p in left] == [("moe", "excluded by a rule")]
 
 
 def test_a_rule_for_a_parameter_that_is_not_there_is_refused():

@@ -94,7 +94,7 @@ def run(model, x):
     return model(x)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("einsum")
 @pytest.mark.parametrize("name", SCORES)
 def test_attention_of_ones_own_is_causal(name):
     """Except where nothing says which axis the features are: jax.numpy.flip of them, and such."""
@@ -106,7 +106,7 @@ def test_attention_of_ones_own_is_causal(name):
         np.testing.assert_allclose(run(wrapped, X), run(alike, X), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("scores first")
 @pytest.mark.parametrize("is_left", [False, True], ids=["scores first", "scores last"])
 def test_scores_with_keys_first_are_cut_by_queries(is_left):
     class KeysFirst(nnx.Module):
@@ -122,7 +122,7 @@ def test_scores_with_keys_first_are_cut_by_queries(is_left):
     assert moved(functools.partial(run, qt.nnx.wrap(KeysFirst(), qt.recipes.token_scaled))) == 0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("swapaxes")
 @pytest.mark.parametrize("name", ["swapaxes", "mT", "einsum"])
 def test_so_it_is_in_linen(name):
     module = qt.linen.wrap(LinenAttention(name), qt.recipes.token_scaled)
@@ -131,7 +131,7 @@ def test_so_it_is_in_linen(name):
 
 
 @pytest.mark.quick
-def test_kernels_on_the_left():
+def test_kernels_as_lhs():
     assert moved(functools.partial(run, qt.nnx.wrap(Turned(), qt.recipes.token_scaled))) == 0
 
 
@@ -153,7 +153,7 @@ def test_what_meets_a_kernel_is_cut_where_the_product_sums(subscripts):
     np.testing.assert_allclose(run(wrapped, x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_cotangents_are_cut_along_the_features_that_the_kernel_makes():
+def test_cotangents_are_cut_along_the_kernels_output_features():
     """Example 1 has a large cotangent at one token: no other token's gradient moves."""
     layer = nnx.Einsum("bdt,df->bft", (WIDTH, 8), rngs=nnx.Rngs(0))
     wrapped = qt.nnx.wrap(layer, qt.recipes.token_scaled)

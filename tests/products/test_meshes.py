@@ -45,7 +45,12 @@ PRODUCTS = {
 every_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(
+    "encode-AxisType.Auto",
+    "fake_convert-AxisType.Explicit",
+    "fake_cast-AxisType.Auto",
+    "cotangent-AxisType.Explicit",
+)
 @pytest.mark.quick
 @every_kind
 @pytest.mark.parametrize("name", CASTS)
@@ -61,7 +66,7 @@ def test_casts_on_two_devices_give_what_one_gives(name, kind):
             np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("dot-AxisType.Auto")
 @pytest.mark.quick
 @every_kind
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -77,7 +82,7 @@ def test_products_on_two_devices_give_what_one_gives(name, kind):
 
 
 def test_random_signs_are_constants_inside_a_shard_too():
-    """NVFP4's Hadamard transform beside one of the whole array, in one program under a mesh."""
+    """NVFP4's Hadamard transform and one of the whole array, in one program under a mesh."""
     key = jax.random.key(0)
     host = np.tile(HOST, (4, 1))  # 32 rows, of which each shard has whole blocks
 
@@ -106,10 +111,12 @@ def _nvfp4(x, w, key):
     return jnp.sum(jnp.sin(qt.dot_general(x, w, NUMBERS, recipe=qt.recipes.nvfp4, key=key)))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(
+    "te_current-AxisType.Auto", "mxfp8-AxisType.Explicit", "token_scaled-AxisType.Auto"
+)
 @every_kind
 @pytest.mark.parametrize("name", ["te_current", "token_scaled", "mxfp8"])
-def test_mapped_products_of_what_is_sharded_along_another_axis(kind, name):
+def test_mapped_products_of_arrays_sharded_elsewhere(kind, name):
     """Oracle: the same products on one device. JAX maps no `lax.cond` of sharded arrays where
     its predicate is one for each example, as whether a tensor is zero is.
     """
@@ -134,10 +141,10 @@ def test_mapped_products_of_what_is_sharded_along_another_axis(kind, name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("e4m3fn-AxisType.Auto", "nvfp4-AxisType.Explicit", "mxfp8_e4m3-AxisType.Auto")
 @every_kind
 @pytest.mark.parametrize("spec", ["e4m3fn", "mxfp8_e4m3", "nvfp4"])
-def test_mapped_quantizing_of_what_is_sharded_along_another_axis(kind, spec):
+def test_mapped_quantizing_of_arrays_sharded_elsewhere(kind, spec):
     """Oracle: the same values on one device."""
     x = jnp.float32(np.random.default_rng(0).normal(size=(4, 3, 32))).at[:, 1].set(0.0)
     x = x.at[0, 0, :2].set(jnp.array([jnp.nan, jnp.inf])).at[1, 1, 3].set(jnp.inf)

@@ -73,7 +73,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("mxfp8-cpu", "nvfp4-cuda", "e5m2-tpu")
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_elements_and_scales_have_their_own_formats(name, platform):
@@ -118,7 +118,7 @@ def test_a_symbolic_batch_is_emulated():
     np.testing.assert_allclose(exported.call(x, w), forward(x, w), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp8")
 @pytest.mark.parametrize("name", ["mxfp8", "e5m2", "mxfp4", "mxfp6"])
 def test_equal_to_the_emulated_product_up_to_the_order_of_sums(name):
     recipe, _ = FORMATS[name]
@@ -188,11 +188,11 @@ def test_every_element_times_every_scale_is_exact(name):
     assert not np.isfinite(np.asarray(got)[:, ~columns]).all(0).any()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("mxfp8_e4m3", "mxfp4")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"])
 def test_no_scale_leaves_the_range_where_the_result_does_not(name):
-    """Blocks of 2**-126, whose scales may be 2**-127, beside blocks of 2**126."""
+    """Blocks of 2**-126, whose scales may be 2**-127, and blocks of 2**126."""
     x = jnp.full((2, 40), 2.0**-126, jnp.float32).at[1].set(-3 * 2.0**-125)
     w = jnp.full((40, 3), 2.0**126, jnp.float32)
     scale = np.asarray(qt.quantize(x, name).scale).astype(np.float64)
@@ -203,23 +203,23 @@ def test_no_scale_leaves_the_range_where_the_result_does_not(name):
 
 OTHERS = {
     "float32 scales": Recipe(BlockFormat(element="e4m3fn", block=(32,))),
-    "float32 scales of tokens beside blocks": Recipe(
+    "float32 scales of tokens and blocks": Recipe(
         (BlockFormat.token("e4m3fn"), BlockFormat(element="e4m3fn", block=(32,))), gradient=None
     ),
     "integers": Recipe("mxint8"),
     "blocks along other axes": Recipe(
         tuple(qt.spec("mxfp8_e4m3").along(axis) for axis in (0, 1)), gradient=None
     ),
-    "a second scale beside E8M0": Recipe(("mxfp8", "nvfp4"), gradient=None),
-    "one scale beside blocks": Recipe(("mxfp8", "e4m3fn"), gradient=None),
-    "wide beside blocks": Recipe(("mxfp8", None), gradient=None),
+    "a second scale and E8M0": Recipe(("mxfp8", "nvfp4"), gradient=None),
+    "one scale and blocks": Recipe(("mxfp8", "e4m3fn"), gradient=None),
+    "unquantized and blocks": Recipe(("mxfp8", None), gradient=None),
     "more digits than bfloat16 has": Recipe(
         BlockFormat(element="float8_e3m4", block=(16,), scale="float8_e3m4"), gradient=None
     ),
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("float32 scales", "one scale and blocks")
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_emulated_bit_for_bit(name):
     recipe = OTHERS[name]
@@ -229,14 +229,15 @@ def test_others_are_emulated_bit_for_bit(name):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("nothing")
 @pytest.mark.parametrize(
     ("numbers", "shapes"),
     [
-        ((((), ()), ((), ())), ((32,), (32,))),  # nothing is summed
-        ((((1,), (1,)), ((), ())), ((32, 1), (32, 1))),  # one term
-        ((((0, 1), (0, 1)), ((), ())), ((32, 1, 8), (32, 1, 8))),  # the last sum has one term
+        ((((), ()), ((), ())), ((32,), (32,))),
+        ((((1,), (1,)), ((), ())), ((32, 1), (32, 1))),
+        ((((0, 1), (0, 1)), ((), ())), ((32, 1, 8), (32, 1, 8))),
     ],
+    ids=["nothing", "one term", "one term along the last axis"],
 )
 def test_sums_without_blocks_are_emulated(numbers, shapes):
     x, w = (normal(*shape, seed=i) for i, shape in enumerate(shapes))
@@ -255,7 +256,7 @@ def test_other_functions_are_emulated():
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("mxfp8_e4m3")
 @pytest.mark.parametrize("spec", ["mxfp8_e4m3", "mxfp4", "nvfp4"])
 def test_a_stored_kernel_gives_the_bits_of_the_kernel(spec):
     x, w, ct = OPERANDS
@@ -270,7 +271,7 @@ def test_a_stored_kernel_gives_the_bits_of_the_kernel(spec):
     np.testing.assert_array_equal(dx, jax.vjp(lambda x: emulated(x, stored), x)[1](ct)[0])
 
 
-def test_a_stored_kernel_in_blocks_of_two_axes_is_native_in_dgrad_too():
+def test_a_stored_kernel_in_2d_blocks_is_native_in_dgrad_too():
     x, w, ct = OPERANDS
     operand = recipes.nvfp4.forward[1]
     recipe = Recipe(("nvfp4", operand), dgrad=("nvfp4", operand), wgrad=None, arithmetic="native")
@@ -350,7 +351,7 @@ def test_in_shard_map_results_vary_as_their_operands_do():
 
 
 @pytest.mark.devices(2)
-@pytest.mark.sample(1)
+@pytest.mark.sample("AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh(kind):
     """On Explicit ones they are emulated: `scaled_dot` says nothing of where its result lies."""

@@ -382,8 +382,8 @@ def operands_of(layer):
 
 
 def axes_of(slot, slots):
-    """Beside a wide cotangent what the forward product multiplied is differentiated: rhs in dgrad,
-    lhs in wgrad, have its axes. Source: arXiv:2103.13630, straight-through estimator.
+    """With an unquantized cotangent, rhs in dgrad and lhs in wgrad are those of the forward
+    product, cut along its axes. Source: arXiv:2103.13630, straight-through estimator.
     """
     if slot == 3 and slots[2] is None and slots[3] == slots[1]:
         return 1
@@ -416,7 +416,7 @@ def test_each_preset_has_an_oracle():
     assert set(PRESETS) | learned == set(recipes.__all__) - {"from_json", "to_json"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.quick) if name == "mxfp8" else name
              for name in CASES],
@@ -428,10 +428,10 @@ def test_matmul_and_its_gradients_equal_the_oracle(name):
     assert_three(three(layer.ours, recipe)(*operands), layer, slots, *operands)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("int8_qat", "weight_only_e4m3")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["int8_qat", "w4a16", "weight_only_e4m3"])
-def test_a_wide_cotangent_gets_the_derivative_of_what_was_computed(name):
+def test_an_unquantized_cotangent_multiplies_what_was_computed(name):
     """Oracle: the product itself, of an identity, says what the kernel was rounded to."""
     recipe = getattr(recipes, name)
     x, w, ct = draw(24, 256), draw(256, 48, seed=1), draw(24, 48, seed=2)
@@ -464,7 +464,7 @@ OF_LAYERS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("dot_general, batched-deepseek_v3")
 @pytest.mark.parametrize(
     ("product", "name"), [(product, name) for product, names in OF_LAYERS.items() for name in names]
 )
@@ -481,7 +481,7 @@ TRANSFORMED = Operand(BlockFormat(element="float32", scale=None), transform=Hada
 EXACT = Recipe(TRANSFORMED, TRANSFORMED)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("bij,jic->bc")
 @pytest.mark.parametrize(
     ("subscripts", "shapes"),
     [
@@ -493,8 +493,9 @@ EXACT = Recipe(TRANSFORMED, TRANSFORMED)
         ("ii,ij->j", ((10, 10), (10, 4))),
         ("ij,ij->", ((4, 10), (4, 10))),
     ],
+    ids=["bij,jic->bc", "abk,kn->ban", "k,kn->n", "i,j->ij", "ikj,k->i", "ii,ij->j", "ij,ij->"],
 )
-def test_a_transform_of_both_operands_leaves_the_product_as_it_is(subscripts, shapes):
+def test_a_transform_of_both_operands_cancels(subscripts, shapes):
     """Nothing is rounded. Oracle: NumPy's einsum in float64."""
     x, w = (draw(*shape, seed=i).astype(np.float64) for i, shape in enumerate(shapes))
     ct = draw(*np.einsum(subscripts, x, w).shape or (1,), seed=2).reshape(
@@ -510,8 +511,10 @@ def test_a_transform_of_both_operands_leaves_the_product_as_it_is(subscripts, sh
         np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", [{"feature_group_count": 2}, {"batch_group_count": 2}])
+@pytest.mark.sample("feature_group_count")
+@pytest.mark.parametrize(
+    "options", [{"feature_group_count": 2}, {"batch_group_count": 2}], ids=lambda o: next(iter(o))
+)
 def test_convolutions_with_groups_are_not_transformed(options):
     x, w = draw(4, 7, 8), draw(3, 8 // options.get("feature_group_count", 1), 6, seed=1)
     options |= {"dimension_numbers": ("NWC", "WIO", "NWC")}
@@ -566,7 +569,7 @@ def rounded_cotangents(spec):
     return run
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("nvfp4")
 @pytest.mark.parametrize("spec", STOCHASTIC)
 def test_stochastic_cotangents_are_neighbours_and_unbiased(spec):
     """Oracle: the grid of the format by hand; means over 1,000 keys within 4 standard errors."""
@@ -631,9 +634,9 @@ POISONED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("mxfp8", "native_fp8_current")
 @pytest.mark.parametrize("name", POISONED)
-def test_results_are_not_finite_exactly_where_those_of_the_plain_product_are(name):
+def test_results_are_finite_where_those_of_the_plain_product_are(name):
     """Oracle: the plain product, of one bad value in each operand, also in a block of zeros."""
     rng = np.random.default_rng(0)
     shapes = {"x": (20, 40), "w": (40, 24), "ct": (20, 24)}
@@ -659,7 +662,7 @@ NATIVE = Recipe(arithmetic="native")
 F8 = r"tensor<[0-9x]+xf8E\w+>"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("dot_general")
 @pytest.mark.parametrize("product", ["dot_general", "einsum", "conv", "ragged_dot"])
 def test_native_equals_emulated(product):
     """Products of 8-bit floats are exact in float32: only the order of sums may differ."""
@@ -680,7 +683,7 @@ IN_BLOCKS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("mxfp8-dot_general", "mxfp4-dot_general, batched")
 @pytest.mark.parametrize("product", ["dot_general", "dot_general, batched"])
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_native_products_of_blocks_equal_the_oracle(name, product):
@@ -708,7 +711,7 @@ def test_native_products_are_given_arrays_of_8_bit_floats(platform):
     assert sorted(found) == [["f8E4M3FN"] * 2, *[["f8E4M3FN", "f8E5M2"]] * 2]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("int8")
 @pytest.mark.parametrize("spec", ["int8", "deepseek_1x128", "mxint8", "e2m1fn", "bfloat16"])
 def test_what_cannot_be_native_is_emulated(spec):
     native = Recipe(spec, spec, arithmetic="native")
@@ -744,7 +747,7 @@ def test_errors_say_what_to_write():
         product(recipe=recipes.fp8_lm)
     asymmetric = BlockFormat.tensor("uint8", zero_point=True)
     for make in (Operand, Recipe):
-        with pytest.raises(ValueError, match="zero points, which products do not take"):
+        with pytest.raises(ValueError, match="zero points, which matmuls do not take"):
             make(asymmetric)
     hadamard = Operand("nvfp4", transform=Hadamard())
     with pytest.raises(ValueError, match=r"wgrad transforms its operands by .*the same for both"):
@@ -790,7 +793,7 @@ def test_hadamard_refuses(wrong):
 
 @pytest.mark.parametrize("spec", ["mxfp8", "nvfp4", "int4_group32", "bfloat16", "nf4"])
 @pytest.mark.parametrize("scaling", [Static(1.0), Delayed()])
-def test_only_formats_with_one_scale_take_delayed_and_static_ones(spec, scaling):
+def test_delayed_and_static_scaling_need_one_scale(spec, scaling):
     with pytest.raises(ValueError, match="has no single scale of float32 for the tensor") as caught:
         Operand(spec, scaling=scaling)
     _, example, _ = str(caught.value).rsplit("'", 2)
@@ -803,7 +806,7 @@ def test_operands_refuse_arguments_of_other_kinds():
             Operand("e4m3fn", **{name: value})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("two axes summed")
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -811,6 +814,7 @@ def test_operands_refuse_arguments_of_other_kinds():
         (((3,), (2,)), ((0, 2), (3, 1))),
         (((3, 0), (0, 1)), ((2,), (3,))),
     ],
+    ids=["two axes summed", "two batch axes", "both"],
 )
 def test_native_derivatives_of_any_dimension_numbers(numbers):
     """Oracle: the emulated ones, by `jax.linear_transpose`; sums differ by their order."""

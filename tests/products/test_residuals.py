@@ -28,7 +28,7 @@ def product(recipe):
     return functools.partial(qt.dot_general, dimension_numbers=MATMUL, recipe=recipe)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", RECIPES)
 def test_pullbacks_keep_codes(name):
@@ -42,15 +42,15 @@ def test_pullbacks_keep_codes(name):
             assert not np.asarray(leaf).any()  # carriers of second derivatives: constants in jit
 
 
-def test_only_what_the_gradient_needs_is_kept():
+def test_only_what_the_gradient_needs_is_saved():
     x, w = jnp.asarray(draw(8, 64)), jnp.asarray(draw(64, 16, seed=1))
     _, back = jax.vjp(lambda w: product(recipes.te_current)(x, w), w)
     assert [a.shape for a in jax.tree.leaves(back) if a.dtype == np.uint8] == [(8, 64)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.parametrize("name", ["te_current", "token_scaled"])
-def test_compiled_scans_stack_codes_and_no_wide_copy(name):
+def test_compiled_scans_stack_codes_and_no_float32_copy(name):
     """Linear layers, so that nothing but products keeps anything. Oracle: the types of the loop."""
     ws, x = jnp.zeros((5, 64, 64)), jnp.zeros((48, 64))
     layer = product(RECIPES[name])
@@ -64,7 +64,7 @@ def test_compiled_scans_stack_codes_and_no_wide_copy(name):
     assert not any("f32[5,48,64]" in loop for loop in loops)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.parametrize("name", ["te_current", "token_scaled"])
 def test_checkpoints_may_save_the_codes_alone(name, capsys):
     x, w, ct = (jnp.asarray(draw(*s, seed=i)) for i, s in enumerate([(8, 64), (64, 16), (8, 16)]))
@@ -111,7 +111,7 @@ def mx_rounded(x, axis):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tensor", "mxfp8"])
 def test_second_derivatives_take_rounding_for_the_identity(name):
-    """The tangent of grad(loss) for loss = sum(s * y**2) / 2, with cotangents left wide.
+    """The tangent of grad(loss) for loss = sum(s * y**2) / 2, with unquantized cotangents.
 
     By the product rule, of y = x w with x and w as each product rounds them and scales that do not
     move: d(dx) = (s dy) w^T + (s y) u^T, d(dw) = x^T (s dy) + t^T (s y), dy = t w + x u.

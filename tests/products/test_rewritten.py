@@ -101,7 +101,7 @@ def of_weights(w, x):
     return "w", ""
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("in_jit")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_products_equal_those_written_by_hand(function):
     recipe = recipes.te_current
@@ -172,7 +172,7 @@ def test_integers_and_quantized_products_stay():
 PAIR = Recipe((None, "e4m3fn"), "e5m2", wgrad=("e5m2", None))
 
 
-def test_a_kernel_on_the_left_is_rounded_as_a_kernel():
+def test_a_kernel_that_is_lhs_is_rounded_as_a_kernel():
     """w @ x by hand: the products of (x^T, w^T) with the recipe, transposed."""
     multiply = LayerRecipe(PAIR).multiply()
     ct = draw(8, 4, seed=2)

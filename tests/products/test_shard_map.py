@@ -53,7 +53,7 @@ DIFFERENTIABLE = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("quantize")
 @pytest.mark.parametrize("name", WITHOUT_DERIVATIVE)
 def test_a_shard_gets_what_it_would_get_alone(name):
     function = WITHOUT_DERIVATIVE[name]
@@ -61,7 +61,7 @@ def test_a_shard_gets_what_it_would_get_alone(name):
     np.testing.assert_array_equal(_sharded(function), expected)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("fake_cast")
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_values_and_derivatives_are_those_of_the_shard_alone(name):
     function = DIFFERENTIABLE[name]
@@ -88,9 +88,9 @@ def _model_loss(params, x):
     return jnp.sum(nnx.merge(_split_model()[0], params)(x) ** 2)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("einsum")
 @pytest.mark.parametrize("kind", ["einsum", "model"])
-def test_what_is_the_same_on_every_device_gets_the_sum_of_its_gradients(kind):
+def test_replicated_arrays_get_the_sum_of_their_gradients(kind):
     """As with JAX's own products."""
     loss, weights = (_loss, W) if kind == "einsum" else (_model_loss, _split_model()[1])
 

@@ -24,12 +24,12 @@ def stored(operand, w=W, stacked=0):
     return stored_kernel("test", w, operand, Axes((0,), (1,)), stacked)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("te_current")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "name", ["te_current", "token_scaled", "weight_only_e4m3", "w4a16", "int8_qat", "deepseek_v3"]
 )
-def test_a_stored_kernel_gives_the_bits_of_one_that_is_rounded_in_the_call(name):
+def test_a_stored_kernel_gives_the_bits_of_a_rounded_one(name):
     recipe = getattr(qt.recipes, name)
     w = stored(recipe.forward[1])
     got = qt.dot_general(X, w, MATMUL, recipe=recipe)
@@ -61,7 +61,7 @@ def test_native_products_have_operands_of_eight_bits():
     np.testing.assert_array_equal(function(X, w), function(X, W))
 
 
-def test_gradients_by_the_other_operand_take_the_kernel_as_it_is():
+def test_gradients_use_the_codes_of_a_stored_kernel():
     recipe = qt.recipes.weight_only_e4m3
     w = stored(recipe.forward[1])
     weights = jnp.asarray(RNG.normal(size=(5, 24)), jnp.float32)
@@ -82,9 +82,11 @@ def test_no_gradient_by_a_stored_kernel():
         jax.grad(loss)(w)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("zero points")
 @pytest.mark.parametrize(
-    "spec", [qt.BlockFormat.channel("uint8", axis=1, zero_point=True), "bfloat16", "mxfp4"]
+    "spec",
+    [qt.BlockFormat.channel("uint8", axis=1, zero_point=True), "bfloat16", "mxfp4"],
+    ids=["zero points", "bfloat16", "mxfp4"],
 )
 def test_any_quantized_array_is_an_operand(spec):
     """Oracle: the plain product of the numbers that it stands for."""
@@ -136,7 +138,12 @@ def test_native_einsum_where_one_operand_alone_sums_a_label():
     np.testing.assert_allclose(native, emulated, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(
+    "int8 by tensor, current",
+    "int4 by tensor, learned",
+    "binary8p3sf by tensor, current",
+    "e5m2 by tensor, current",
+)
 @pytest.mark.parametrize(
     "operand",
     [
@@ -151,7 +158,7 @@ def test_native_einsum_where_one_operand_alone_sums_a_label():
     ],
     ids=str,
 )
-def test_what_is_stored_inside_a_trace_keeps_infinities_and_nans(operand):
+def test_stored_inside_a_trace_infinities_and_nans_stay(operand):
     """Nobody can refuse them there. Oracle: which results of the plain product are finite."""
     x, scale = jnp.ones((3, 80)), jnp.full((), 0.25)
 

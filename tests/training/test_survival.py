@@ -236,7 +236,7 @@ def edge(amax):
 
 
 @EACH
-def test_it_trains_with_donation_accumulation_and_clipping_in_one_trace(shell, recipe):
+def test_donation_accumulation_and_clipping_in_one_trace(shell, recipe):
     train = fresh(shell, recipe)
     losses, grads = zip(*(train(X) for _ in range(10)), strict=True)
     assert losses[-1] < 0.9 * losses[0]
@@ -269,7 +269,7 @@ def test_bad_batches_are_seen_and_leave_no_trace(shell, recipe):
 
 
 @STATEFUL
-def test_what_is_skipped_or_behind_stop_gradient_keeps_its_state(shell, recipe):
+def test_skipped_or_stopped_layers_keep_their_state(shell, recipe):
     train = fresh(shell, recipe)
     _, grads = train(X, use=False)
     np.testing.assert_array_equal(flat(named(grads, "shared")), 0)
@@ -330,7 +330,7 @@ def transformed(shell, recipe):
 
 
 @EACH
-def test_mapped_steps_and_micro_batches_are_single_steps_with_derivatives(shell, recipe):
+def test_mapped_steps_and_micro_batches_are_single_steps(shell, recipe):
     (kept, (values, grads)), second = transformed(shell, recipe)
     train = fresh(shell, recipe, "simple")
     params, optimizer, state = train.saved()

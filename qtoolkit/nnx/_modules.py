@@ -1,0 +1,128 @@
+"""The modules of an nnx model, with their paths and their own parameters."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qtoolkit.nnx._rewriting import has_products, original_class
+from qtoolkit.nnx._state import Products, ProductState
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import Module
+from qtoolkit.scaling import QArray
+
+_WITH_KERNEL: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+
+
+@dataclasses.dataclass
+class FoundModule:
+    """A module of a model, with all of its paths.
+
+    Attributes:
+      paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
+      kinds: Its type and the types of the modules around it, on all paths: rules may name any.
+      recipes: The recipes of those of its own kernels that rules name.
+    """
+
+    module: nnx.Module
+    paths: list[str] = dataclasses.field(default_factory=list)
+    kinds: list[type] = dataclasses.field(default_factory=list)
+    recipes: tuple[tuple[str, Recipe | None], ...] = ()
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of its own parameters that may be kernels: those with two axes or more."""
+        params = ((name, x) for name, x in vars(self.module).items() if isinstance(x, nnx.Param))
+        return [name for name, x in params if len(getattr(x.get_value(), "shape", ())) > 1]
+
+    @property
+    def has_products(self) -> bool:
+        return has_products(self.module)
+
+    @property
+    def shown(self) -> str:
+        return self.paths[0] or "(the model itself)"
+
+    def as_matched(self) -> Module:
+        """What rules match."""
+        name = original_class(type(self.module)).__name__
+        return Module(self.paths, self.kinds, name, self.has_products)
+
+
+def modules_of(model: nnx.Module) -> list[FoundModule]:
+    """Every module once, with all its paths; `nnx.iter_modules` gives the first one alone."""
+    found: dict[int, FoundModule] = {}
+
+    def visit(node: Any, path: tuple[str, ...], around: tuple[Any, ...]) -> None:
+        if any(node is outer for outer in around):
+            return  # a cycle: Flax raises for it later
+        around = (*around, node)
+        if isinstance(node, Products | ProductState):
+            return  # of a model that was wrapped before
+        if isinstance(node, nnx.Module):
+            this = found.setdefault(id(node), FoundModule(node))
+            this.paths.append("/".join(path))
+            this.kinds += [type(outer) for outer in around if isinstance(outer, nnx.Module)]
+        for key, child in _children(node):
+            visit(child, (*path, key), around)
+
+    visit(model, (), ())
+    return list(found.values())
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    """What a node holds, by its keys there."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if all(child is not node for _, child in pairs):
+        return [(jax.tree_util.keystr(key, simple=True), child) for key, child in pairs]
+    # No JAX container: an array, a constant, or a module that was declared with pytree=False.
+    return list(vars(node).items()) if isinstance(node, nnx.Module) else []
+
+
+def _parameters(where: str, found: FoundModule) -> Iterator[tuple[str, Any]]:
+    """A layer's own parameters, with their names as messages begin with them."""
+    for name, value in vars(found.module).items():
+        if isinstance(value, nnx.Param):
+            yield _shown(where, found, name), value.get_value()
+
+
+def _shown(where: str, found: FoundModule, name: str) -> str:
+    return f"{where}: {found.shown}: {type(found.module).__name__}.{name}"
+
+
+def check_parameters(caller: str, found: FoundModule) -> None:
+    """Raises if a layer's own parameters have types or dtypes that cannot be rounded."""
+    kernel = vars(found.module).get("kernel")
+    if isinstance(found.module, _WITH_KERNEL) and not isinstance(kernel, nnx.Variable | jax.Array):
+        raise TypeError(
+            f"{_shown(caller, found, 'kernel')} has type {type(kernel).__name__}, expected an "
+            f"nnx.Param: somebody else has quantized the layer, as qwix's PtqProvider does; give "
+            f"{caller} the model that it was made of, or exclude the layer by a rule"
+        )
+    for where, raw in _parameters(caller, found):
+        if isinstance(raw, QArray) and caller == "wrap":
+            raise TypeError(
+                f"{where} is a QArray, expected an array: training needs arrays; to run "
+                "the model as it is write qtoolkit.nnx.quantize(model, recipe), to train it "
+                "dequantize() them"
+            )
+        dtype = getattr(raw, "dtype", None)
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        if is_float and jnp.finfo(dtype).bits not in (16, 32):
+            raise TypeError(
+                f"{where} has dtype {dtype}, expected float32, float16 or bfloat16; create the "
+                "layer with another param_dtype, or exclude it by a rule with None"
+            )
+
+
+def check_excluded(caller: str, found: FoundModule) -> None:
+    """Raises if a layer that a rule excludes has a stored kernel: Flax cannot multiply codes."""
+    for where, raw in _parameters(caller, found):
+        if isinstance(raw, QArray):
+            raise ValueError(
+                f"{where} is a QArray, and a rule excludes the layer, expected a recipe for "
+                "it; or dequantize() it first"
+            )
