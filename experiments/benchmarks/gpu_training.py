@@ -43,7 +43,7 @@ from jax import lax
 import qtoolkit as qt
 from qtoolkit.casts.internal import native_codes
 from qtoolkit.products import native_calls
-from qtoolkit.products.internal import LayerRecipe, State
+from qtoolkit.products.internal import LayerRecipe, MatmulTrace, State, replacing_matmuls
 from qtoolkit.scaling.internal import BUCKETS
 
 PLAIN, PEER = "bfloat16", "flax Fp8DirectDotGeneralOp"
@@ -96,7 +96,10 @@ def with_gradients(recipe: qt.Recipe | None) -> Callable[..., Any]:
             if recipe is None:
                 return lax.dot_general(x, w, NUMBERS)
             state = State(amax, probe) if recipe.is_delayed else None
-            return LayerRecipe(recipe).dot_general(x, w, NUMBERS, state=state)
+            trace = MatmulTrace(LayerRecipe(recipe).multiply(lambda _: state), {id(w): "kernel"})
+            trace.know_parameter(w)
+            with replacing_matmuls(trace):
+                return lax.dot_general(x, w, NUMBERS)
 
         y, pull = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS), jnp.float32))
         is_delayed = recipe is not None and recipe.is_delayed

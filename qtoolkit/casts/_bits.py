@@ -5,6 +5,7 @@ A value that float32 holds is represented by its float32 pattern. Other values, 
 arithmetic is on integers, since XLA's float arithmetic reads subnormals as zero on CPUs.
 """
 
+import functools
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -287,6 +288,7 @@ def exact_float32_pattern(value: Fraction | int) -> int:
     return int(np.float32(float(value)).view(np.uint32))
 
 
+@functools.lru_cache(maxsize=4096)  # exact fractions: each matmul that is traced asks six times
 def holds(fmt: Format, dtype: DTypeLike) -> bool:
     """Whether `dtype` holds every finite value of `fmt` exactly."""
     wide = format(dtype)
@@ -309,7 +311,7 @@ def holds(fmt: Format, dtype: DTypeLike) -> bool:
 
 def check_holds(where: str, fmt: Format, dtype: DTypeLike) -> None:
     """ValueError where `dtype` does not hold every finite value of `fmt` exactly."""
-    if not holds(fmt, dtype):
+    if not holds(fmt, np.dtype(dtype)):
         wide = next((d for d in ("float32", "float64") if holds(fmt, d)), None)
         hint = f"use {wide}" if wide else "use format.value(code), which is exact"
         raise ValueError(

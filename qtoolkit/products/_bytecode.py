@@ -1,4 +1,9 @@
-"""Tells from a function's bytecode whether it computes a product: `x @ w`, `jnp.einsum`."""
+"""Tell from a function's bytecode whether it computes a matmul: `x @ w`, `jnp.einsum`.
+
+`nnx.wrap` has no inputs with which to trace a module, and must know which modules compute matmuls:
+it gives these a recipe and state, and refuses a rule that names none of them. A guess that is wrong
+changes no number silently: a matmul that this file misses is listed by `report`, with its line.
+"""
 
 import dis
 import functools
@@ -7,7 +12,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_PRODUCTS = frozenset(
+_MATMULS = frozenset(
     {
         *("dot", "matmul", "einsum", "tensordot", "vdot", "inner", "dot_general", "ragged_dot"),
         *("conv_general_dilated", "conv_transpose", "conv", "conv_with_general_padding"),
@@ -15,7 +20,7 @@ _PRODUCTS = frozenset(
         *("vecdot", "matvec", "vecmat", "multi_dot"),
     }
 )
-_METHODS = frozenset({"dot"})  # methods of arrays that are products: x.dot(w)
+_METHODS = frozenset({"dot"})  # methods of arrays that are matmuls: x.dot(w)
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax", "qtoolkit", "builtins")
 _DEPTH = 4  # how many levels of calls are followed
 
@@ -24,18 +29,18 @@ _DEPTH = 4  # how many levels of calls are followed
 def computes_matmul(
     function: Any, kind: type, attributes: frozenset[str] = frozenset(), depth: int = _DEPTH
 ) -> bool:
-    """Whether a function, or one that it calls, computes a product, as far as its code shows.
+    """Whether a function, or one that it calls, computes a matmul, as far as its code shows.
 
     Args:
       function: A plain function of Python, such as a method of `kind`.
       kind: The class in which names after `self.` are looked up.
-      attributes: Further names after `self.` that are products: see `matmul_attributes`.
+      attributes: Further names after `self.` that are matmuls: see `matmul_attributes`.
     """
     codes = list(_codes(function.__code__))
     # A method may name its module otherwise; the first argument of a function may be an array.
     first = function.__code__.co_varnames[:1]
     known = {**dict.fromkeys(first, attributes | _METHODS), "self": attributes}
-    if any(_names_a_product(code, known, function.__globals__) for code in codes):
+    if any(_names_a_matmul(code, known, function.__globals__) for code in codes):
         return True
     if not depth:
         return False
@@ -43,7 +48,7 @@ def computes_matmul(
     called = map(_undecorated, _called(function, kind, names))
     others = (x for x in called if isinstance(x, types.FunctionType) and x is not function)
     return any(
-        other.__name__ in _PRODUCTS  # `from jax.numpy import dot as multiply`
+        other.__name__ in _MATMULS  # `from jax.numpy import dot as multiply`
         if _is_of_library(other.__module__)
         else computes_matmul(other, kind, attributes, depth - 1)
         for other in others
@@ -59,23 +64,22 @@ def overridden(function: Any, kind: type) -> Iterator[Any]:
     bases = kind.__mro__[1:]
     if "super" in names or any(base.__name__ in names for base in bases):
         for name in names:
-            found = (_undecorated(vars(base).get(name)) for base in bases)
-            yield from (method for method in found if isinstance(method, types.FunctionType))
+            methods = (_undecorated(vars(base).get(name)) for base in bases)
+            yield from (method for method in methods if isinstance(method, types.FunctionType))
 
 
 def matmul_attributes(values: Mapping[str, Any]) -> frozenset[str]:
-    """The names of a module's attributes that hold functions which compute products.
+    """The names of a module's attributes that hold functions which compute matmuls.
 
     For example `self.attention_fn = nnx.dot_product_attention`, which the module calls.
     """
-    return frozenset(name for name, value in values.items() if _is_product(value))
-
-
-def _is_product(value: Any) -> bool:
-    function = _undecorated(value)
-    if not isinstance(function, types.FunctionType):
-        return False
-    return function.__name__ in _PRODUCTS or computes_matmul(function, object)
+    functions = ((name, _undecorated(value)) for name, value in values.items())
+    return frozenset(
+        name
+        for name, function in functions
+        if isinstance(function, types.FunctionType)
+        and (function.__name__ in _MATMULS or computes_matmul(function, object))
+    )
 
 
 def _undecorated(x: Any) -> Any:
@@ -118,7 +122,7 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
             yield from (vars(known).get(other) for other in names)
 
 
-def _names_a_product(
+def _names_a_matmul(
     code: types.CodeType, modules: Mapping[str, frozenset[str]], names: Mapping[str, Any]
 ) -> bool:
     """Whether code holds `x @ w`, `dot(x, w)`, `jnp.dot(x, w)`, `x.dot(w)` or imports `dot`.
@@ -127,9 +131,9 @@ def _names_a_product(
     Others do not, and after `self.` only those that `modules` has for that name: `self.dot` or
     `block.conv` may be a layer.
     """
-    # For each local variable, which of its attributes are products.
+    # For each local variable, which of its attributes are matmuls.
     locals_ = dict(modules)
-    known = _METHODS  # which attributes of the value that was loaded last are products
+    known = _METHODS  # which attributes of the value that was loaded last are matmuls
     last = ""
     for instruction in dis.get_instructions(code):
         operation, name = instruction.opname, instruction.argval
@@ -137,20 +141,20 @@ def _names_a_product(
             return True
         # From Python 3.13 on one instruction stores or loads two locals.
         stored, name = (name[0], name[-1]) if isinstance(name, tuple) and name else (name, name)
-        if operation == "IMPORT_FROM" and name in _PRODUCTS:
+        if operation == "IMPORT_FROM" and name in _MATMULS:
             return True
         if operation.startswith("STORE_FAST") and last.startswith("IMPORT_"):
-            locals_[stored] = _PRODUCTS
+            locals_[stored] = _MATMULS
         if operation.startswith("LOAD_GLOBAL"):
-            if name in _PRODUCTS:
+            if name in _MATMULS:
                 return True
-            known = _PRODUCTS if isinstance(names.get(name), types.ModuleType) else _METHODS
+            known = _MATMULS if isinstance(names.get(name), types.ModuleType) else _METHODS
         elif operation.startswith(("LOAD_ATTR", "LOAD_METHOD")):
             if name in known:
                 return True
-            known = _PRODUCTS if known is _PRODUCTS else _METHODS
+            known = _MATMULS if known is _MATMULS else _METHODS
         elif operation.startswith(("LOAD_DEREF", "LOAD_CLASSDEREF")):
-            known = locals_.get(name, _PRODUCTS)  # may be a module imported by an outer function
+            known = locals_.get(name, _MATMULS)  # may be a module imported by an outer function
         elif "LOAD_FAST" in operation:
             known = locals_.get(name, _METHODS)
         else:

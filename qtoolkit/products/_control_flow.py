@@ -14,13 +14,45 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, take_current_trace
 
 from qtoolkit.scaling import QArray
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 SCALED = "scaled_dot"  # never replaced: its operands are rounded already
 QUANTIZED_MATMUL = "qtoolkit_product"  # the jitted function around each quantized matmul
+
+
+with jax.core.eval_context(), take_current_trace() as _trace:
+    _EAGER: Any = type(_trace)
+
+
+class PassingTrace(jax.core.Trace):
+    """A trace that computes every operation in the trace underneath, its parent."""
+
+    def __init__(self, parent: Any) -> None:
+        super().__init__()
+        self.parent_trace = parent
+        self.is_eager: bool = getattr(parent, "is_eager", isinstance(parent, _EAGER))
+        self.requires_low = parent.requires_low
+        # Flax compares this reference to forbid that a variable of one trace is changed in another.
+        # It is the parent's: no value of this trace differs from one of that.
+        self._weakref = parent._weakref
+
+    def stage_value(self, value: Any) -> Any:
+        return self.parent_trace.stage_value(value)
+
+    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_custom_jvp_call(*args, **params)
+
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_custom_vjp_call(*args, **params)
+
+    def process_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_call(*args, **params)
+
+    def process_shard_map(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_shard_map(*args, **params)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,11 +186,14 @@ def _in_steps(
 ) -> Iterator[Any]:
     step, value = running.send, None
     while True:
-        try:
-            with context():
+        is_done = False
+        with context():
+            try:
                 out = step(value)
-        except StopIteration as end:
-            return end.value
+            except StopIteration as end:  # caught here, so that the context ends as after any step
+                is_done, out = True, end.value
+        if is_done:
+            return out
         try:
             step, value = running.send, (yield out)
         except GeneratorExit:

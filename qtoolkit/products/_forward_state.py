@@ -1,5 +1,8 @@
 """State that the forward pass itself updates: histories of lhs and rhs, and keys.
 
+A recipe with delayed scaling scales an operand by the largest magnitude of the last steps, which
+the layer keeps as a history. Stochastic rounding needs another key in each step.
+
 Delayed scaling needs the magnitudes of every training step. `value_and_grad` of the Flax packages
 gets them, those of cotangents too, as the gradient of a probe. A trainer that differentiates by
 itself, `nnx.value_and_grad` for instance, has no probe. There the forward pass updates the state of
@@ -59,7 +62,9 @@ COTANGENTS = (
     "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
 )
 
-_COMPUTED_BY = (HISTORY, STEP)  # what a matmul gets otherwise, depending on who differentiates it
+# The state by which a matmul is computed depends on who differentiates it. The primitive returns
+# these parts of it first, and then all that is stored for the next step.
+_COMPUTED_BY = (HISTORY, STEP)
 recorded_p = Primitive("qtoolkit_recorded")
 recorded_p.multiple_results = True
 _is_rolled: contextvars.ContextVar[bool] = contextvars.ContextVar("rolled", default=False)
@@ -79,12 +84,12 @@ def present_trace() -> Any:
 
 
 class ForwardState:
-    """Gives a matmul its state, and stores the new state where the matmul moves it.
+    """Gives a matmul its state, and stores the new state where a training step updates it.
 
     Args:
       name: The name of layer and matmul, "mlp:kernel".
-      kept: See `_states`.
-      write: Stores what is moved. None: nobody can, so the scales of a matmul that somebody
+      kept: What the layer keeps for the matmul, see `_states`.
+      write: Stores what is new. None: nobody can, so the scales of a matmul that somebody
         differentiates are current ones.
       rng: As for `state_of`.
       home: By what `_lifted_state` knows the state, if it carries what is moved in inner loops.
@@ -104,6 +109,7 @@ class ForwardState:
 
     def __call__(self, lhs: Any, rhs: Any) -> State | None:
         """The state by which to compute `lhs * rhs`, in the order (input, kernel)."""
+        # In an inner trace, as of the body of a loop, the new state is a tracer: it must not leave.
         write = self.write if self._trace == present_trace() else None
         used, moved = recorded(
             self.kept,
@@ -119,7 +125,7 @@ class ForwardState:
 
     @property
     def unmoved(self) -> State | None:
-        """The state for matmuls that nobody tells apart: they change none."""
+        """The state for matmuls that nobody tells apart, which update none: those of `dot`."""
         return state_of(self.recipe, self.name, self.kept, self.rng)
 
 
@@ -134,10 +140,11 @@ def recorded(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state by which a matmul is computed, and the state after it.
 
-    Not differentiated, both are `kept`. Differentiated by somebody who reads the probe, too. By
-    anybody else the history of lhs and rhs moves and the key advances, if the new state is carried
-    to the next step. The matmul is computed by the history as it was, the cotangent by its own
-    magnitude. Where the state is not carried, all scales are current ones, and a warning says so.
+    In evaluation both are `kept`. Under our `value_and_grad`, which differentiates by the probe,
+    too. If anybody else differentiates, the history of lhs and rhs is updated and the key advances,
+    provided that the new state is carried to the next step. The matmul is computed by the history
+    as it was, the cotangent by its own magnitude. Where the state is not carried, all scales are
+    current ones, and a warning says so.
 
     Args:
       lhs, rhs: The operands in the order (input, kernel).
@@ -198,6 +205,8 @@ def _as_it_is(*operands: Any, **params: Any) -> list[Any]:
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
     _, probe_dots, dots = _parts(tangents, params)
+    # JAX calls this rule in a training step, and never in evaluation. A tangent of the probe says
+    # that our `value_and_grad` differentiates, which updates the state itself.
     is_differentiated = any(not isinstance(dot, ad.Zero) for dot in dots)
     is_read = any(not isinstance(dot, ad.Zero) for dot in probe_dots)
     if not is_differentiated or is_read:
@@ -213,12 +222,13 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
     has_history = HISTORY in state
     if not params["is_carried"]:
         warnings.warn(_TWICE if params["is_rolled"] else STALE, RuntimeWarning, stacklevel=2)
-        # A warm-up would never end.
+        # Zeros in a history mean current scales. The last step: else a warm-up would never end.
         replaced = {HISTORY: jnp.zeros_like, STEP: lambda x: jnp.full_like(x, np.uint32(2**32 - 1))}
         used = [replaced[name](state[name]) for name in _COMPUTED_BY if name in state]
         return [*used, *values]
     if has_history and params["delayed"][2]:
         warnings.warn(COTANGENTS, RuntimeWarning, stacklevel=2)
+    # Nobody sees the cotangent here, so its row of the history is empty: it has a current scale.
     used = [state[HISTORY].at[..., 2, :].set(0)] if has_history else []
     used += [state[STEP]] if STEP in state else []
     if has_history:
@@ -228,6 +238,7 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
 
 
 def _moved(state: Kept, arrays: Any, params: Mapping[str, Any]) -> tuple[Array, Array]:
+    """The history after this step, and the count of steps with bad numbers."""
     history, lead = state[HISTORY], params["lead"]
     measure = amax_of
     for _ in range(lead):

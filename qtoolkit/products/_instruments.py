@@ -1,12 +1,16 @@
-"""Taps: measure the operands of a model's products, and get the numbers out as a gradient.
+"""Instruments: what is done with every matmul of a model besides computing it.
 
-Calibration and `numerics` must look at arrays deep inside of a model, under `jit`, `scan`, `remat`,
-`vmap` and `shard_map`. A value computed there cannot simply be returned, but a gradient can leave
-all of these. So each product takes an array of zeros as a further argument, which does not change
-its result. The product's derivative rule says that the gradient of these zeros is whatever the tap
-measured, for instance [number of runs, amax]. `jax.grad` by the zeros then returns the
-measurements. JAX adds up gradients, so a product that runs several times in a step gives the sum
-over its runs: a tap must measure numbers that make sense when they are added.
+While an `Instrument` is set, each quantized matmul calls it in place of itself. It may compute the
+matmul by another recipe (`Quantized`), list it (`Finding`), or measure its operands (`Tapping`).
+
+Taps measure operands, and get the numbers out as a gradient. Calibration and `numerics` must look
+at arrays deep inside of a model, under `jit`, `scan`, `remat`, `vmap` and `shard_map`. A value
+computed there cannot simply be returned, but a gradient can leave all of these. So each matmul
+takes an array of zeros as a further argument, which does not change its result. Its derivative rule
+says that the gradient of these zeros is whatever the tap measured, for instance [number of runs,
+amax]. `jax.grad` by the zeros then returns the measurements. JAX adds up gradients, so a matmul
+that runs several times in a step gives the sum over its runs: a tap must measure numbers that make
+sense when they are added.
 """
 
 import contextvars
@@ -28,14 +32,13 @@ Value = TypeVar("Value")
 HIGH_PRECISION = Recipe((None, None), None)
 ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
 
-
-# (input, kernel) of a product: a label such as "e4m3fn by tensor, stored" for an operand that is
+# (input, kernel) of a matmul: a label such as "e4m3fn by tensor, stored" for an operand that is
 # stored as codes and scales, "" for an ordinary array.
 Stored = tuple[str, str]
 
 
 class Tap(Protocol):
-    """A measurement of the operands of a product, as an array of fixed size. Hashable.
+    """A measurement of the operands of a matmul, as an array of fixed size. Hashable.
 
     Attributes:
       roles: The operands to measure, as indices into `ROLES`.
@@ -59,7 +62,7 @@ class Tap(Protocol):
 
 
 class Instrument(Protocol):
-    """Called in place of every product of a layer while it is set: see `instrumented`."""
+    """Called in place of every matmul of a layer while it is set: see `instrumented`."""
 
     def product(
         self,
@@ -69,7 +72,7 @@ class Instrument(Protocol):
         compute: Callable[..., jax.Array],
         stored: Stored,
     ) -> jax.Array:
-        """Returns the product: `compute(recipe, state, tap, zeros)`, or something in its place."""
+        """Returns the result: `compute(recipe, state, tap, zeros)`, or something in its place."""
         ...
 
 
@@ -92,7 +95,6 @@ _traced_under = jax.make_user_context(None)
 
 
 def instrument() -> Instrument | None:
-    """The instrument that is set, or None."""
     return _instrument.get()
 
 
@@ -103,10 +105,10 @@ def instrumented(by: Instrument) -> Iterator[None]:
 
 
 def without_measuring() -> AbstractContextManager[None]:
-    """In this context a tap finds products, but measures none: no gradient would bring it out.
+    """In this context taps list matmuls, but measure nothing.
 
-    `jax.custom_vjp` refuses functions that close over an array by which somebody differentiates, as
-    the zeros of a tapped product are.
+    For the inside of a `jax.custom_vjp`: it refuses functions that close over an array by which
+    somebody differentiates, as the zeros of a measured matmul are.
     """
     by = instrument()
     if isinstance(by, Tapping):
@@ -116,29 +118,29 @@ def without_measuring() -> AbstractContextManager[None]:
 
 @dataclasses.dataclass
 class Tapping:
-    """The instrument that passes the tap and an array of zeros to each product.
+    """The instrument that passes the tap and an array of zeros to each matmul.
 
     Attributes:
       tap: What to measure.
-      zeros: The zeros for each product. A product that is missing here gets zeros of its own, by
-        which nobody differentiates.
-      found: Filled while the model runs: for each product, in the order in which they ran, its
+      zeros: The zeros for each matmul. One that is missing here gets zeros of its own, by which
+        nobody differentiates.
+      matmuls: Filled while the model runs: for each matmul, in the order in which they ran, its
         recipe, and which of its operands are stored codes.
     """
 
     tap: Tap
     zeros: Mapping[Place, jax.Array] = dataclasses.field(default_factory=dict)
-    found: dict[Place, tuple[Recipe, Stored]] = dataclasses.field(default_factory=dict)
+    matmuls: dict[Place, tuple[Recipe, Stored]] = dataclasses.field(default_factory=dict)
 
     def product(
         self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
     ) -> jax.Array:
-        self.found.setdefault(place, (recipe, stored))
+        self.matmuls.setdefault(place, (recipe, stored))
         zeros = self.zeros.get(place)
         if zeros is None:
             zeros = jnp.zeros((len(ROLES), self.tap.size), jnp.float32)
         # Inside, the zeros are an argument of a jitted function rather than a value it closes over,
-        # so the trace does not depend on this instrument: let equal products share one trace.
+        # so the trace does not depend on this instrument: let equal matmuls share one trace.
         with _traced_under(None):
             return compute(recipe, state, self.tap, zeros)
 
@@ -149,9 +151,9 @@ class Tapped:
     """What a tap measured in one run of a function. A pytree: a jitted function can return it.
 
     Attributes:
-      rows: For each product float32[len(ROLES), size]: the measurements, summed over its runs.
-        Zeros for a product on which the result of the function does not depend.
-      places: The products, in the order in which they ran.
+      rows: For each matmul float32[len(ROLES), size]: the measurements, summed over its runs.
+        Zeros for a matmul on which the result of the function does not depend.
+      places: The matmuls, in the order in which they ran.
       recipes: Their recipes.
       stored: Which of their operands are stored codes.
     """
@@ -165,16 +167,16 @@ class Tapped:
 def tapped(
     where: str, tap: Tap, function: Callable[..., Any], *arguments: Any
 ) -> tuple[Tapped, ClosedJaxpr]:
-    """Taps all products of `function`, which returns a float scalar. Also returns its jaxpr."""
-    finding = Tapping(tap)
-    with instrumented(finding):
+    """Taps all matmuls of `function`, which returns a float scalar. Also returns its jaxpr."""
+    listing = Tapping(tap)
+    with instrumented(listing):
         closed = jax.make_jaxpr(function)(*arguments)
     # Inside of a `jax.shard_map`, mark the zeros as varying over the same mesh axes as the other
     # arrays. JAX sums the cotangent of a value that does not vary over all shards, and every shard
     # would then get the measurements of all instead of its own.
     arrays = [x for x in jax.tree.leaves((arguments, closed.consts)) if isinstance(x, jax.Array)]
-    none, *_ = varying_alike(jnp.zeros((len(ROLES), tap.size), jnp.float32), *arrays)
-    zeros = dict.fromkeys(finding.found, none)
+    zero, *_ = varying_alike(jnp.zeros((len(ROLES), tap.size), jnp.float32), *arrays)
+    zeros = dict.fromkeys(listing.matmuls, zero)
 
     def scalar_from(zeros: dict[Place, jax.Array]) -> Any:
         with instrumented(Tapping(tap, zeros)):
@@ -182,9 +184,9 @@ def tapped(
 
     with explained(where):
         sums = jax.grad(scalar_from)(zeros)
-    rows = tuple(sums[place] for place in finding.found)
-    recipes, stored = zip(*finding.found.values(), strict=True) if rows else ((), ())
-    return Tapped(rows, tuple(finding.found), recipes, stored), closed
+    rows = tuple(sums[place] for place in listing.matmuls)
+    recipes, stored = zip(*listing.matmuls.values(), strict=True) if rows else ((), ())
+    return Tapped(rows, tuple(listing.matmuls), recipes, stored), closed
 
 
 @contextmanager
@@ -196,7 +198,7 @@ def explained(where: str) -> Iterator[None]:
         if not has_no_derivative(error):
             raise
         raise ValueError(
-            f"{where}: a product runs inside of a lax.while_loop, which has no gradient, expected "
+            f"{where}: a matmul runs inside of a lax.while_loop, which has no gradient, expected "
             "a model that can be differentiated: measurements leave the model as gradients; use "
             "lax.scan, or lax.fori_loop with bounds that are numbers"
         ) from error
@@ -206,7 +208,7 @@ def explained(where: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"{where}: a jax.custom_vjp in the model calls qtoolkit.dot, or closes over an array "
-            "that depends on a product, expected one that does neither: measurements leave the "
+            "that depends on a matmul, expected one that does neither: measurements leave the "
             "model as gradients, of which its derivative knows nothing; call qtoolkit.dot_general "
             "there, with a recipe, and pass such an array as an argument"
         ) from error
@@ -224,11 +226,11 @@ def swapped_rows(rows: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass
 class Finding:
-    """The instrument that lists products.
+    """The instrument that lists matmuls, and rounds nothing.
 
     Attributes:
-      kernels: For each product, in the order in which they run, the shape of its kernel; None for a
-        product of two activations.
+      kernels: For each matmul, in the order in which they run, the shape of its kernel; None for
+        two activations.
     """
 
     kernels: dict[Place, tuple[int, ...] | None] = dataclasses.field(default_factory=dict)
@@ -241,7 +243,7 @@ class Finding:
 
 
 class Quantized:
-    """The instrument that computes all products as their recipe says, also during a warm-up."""
+    """The instrument that computes all matmuls as their recipe says, also during a warm-up."""
 
     def product(
         self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
@@ -264,7 +266,7 @@ def layers_in(kernels: Mapping[Place, Any]) -> list[str]:
 def kernels_in(
     function: Callable[..., Any], *arguments: Any
 ) -> dict[Place, tuple[int, ...] | None]:
-    """The products that run in a function, with the shapes of their kernels."""
+    """The matmuls that run in a function, with the shapes of their kernels."""
     finding = Finding()
     with instrumented(finding):
         jax.eval_shape(function, *arguments)

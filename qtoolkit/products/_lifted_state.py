@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
-from qtoolkit.products._control_flow import jaxprs_in, scan_lengths
+from qtoolkit.products._control_flow import PassingTrace, jaxprs_in, scan_lengths
 from qtoolkit.products._forward_state import moved_state, recorded_p
-from qtoolkit.products._matmul_trace import EAGER
 from qtoolkit.products._states import BAD, HISTORY
 
 # For each product, by its `home`, what has moved. Of two moves of one product, or of all iterations
@@ -26,22 +25,13 @@ from qtoolkit.products._states import BAD, HISTORY
 Moves = dict[Hashable, dict[str, Any]]
 
 
-class LiftingTrace(jax.core.Trace):
+class LiftingTrace(PassingTrace):
     """Computes every operation in the trace underneath, and collects the moves in it."""
 
-    parent_trace: Any
-
     def __init__(self, moves: Moves) -> None:
-        super().__init__()
         with take_current_trace() as parent:
-            pass
-        self.parent_trace, self.moves = parent, moves
-        self.is_eager = isinstance(parent, EAGER)
-        self.requires_low = parent.requires_low
-        self._weakref = parent._weakref  # as in `MatmulTrace`
-
-    def stage_value(self, value: Any) -> Any:
-        return self.parent_trace.stage_value(value)
+            super().__init__(parent)
+        self.moves = moves
 
     def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
         with set_current_trace(self.parent_trace):
@@ -60,18 +50,6 @@ class LiftingTrace(jax.core.Trace):
         for home, move in moves.items():
             before = self.moves.get(home)
             self.moves[home] = move if before is None else jax.tree.map(jnp.maximum, before, move)
-
-    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_custom_jvp_call(*args, **params)
-
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_custom_vjp_call(*args, **params)
-
-    def process_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_call(*args, **params)
-
-    def process_shard_map(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_shard_map(*args, **params)
 
 
 def _moved_by(args: Any, outs: Any, params: Mapping[str, Any]) -> dict[str, Any]:

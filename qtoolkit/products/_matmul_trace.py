@@ -56,7 +56,7 @@ from qtoolkit.products._bilinear import (
     DotGeneral,
     RaggedDot,
 )
-from qtoolkit.products._control_flow import BODIES, INLINED, MATMULS, holds_matmuls
+from qtoolkit.products._control_flow import BODIES, INLINED, MATMULS, PassingTrace, holds_matmuls
 from qtoolkit.products._instruments import instrument, set_variable
 from qtoolkit.products._place import Mark, mark_in, with_mark
 from qtoolkit.scaling import QArray
@@ -93,7 +93,7 @@ class Known(NamedTuple):
 _ACTIVATION, _CONSTANT = Known(), Known(CONSTANT)
 
 
-class MatmulTrace(jax.core.Trace):
+class MatmulTrace(PassingTrace):
     """The trace that replaces matmuls, on top of the one in which the method is called.
 
     Attributes:
@@ -106,8 +106,6 @@ class MatmulTrace(jax.core.Trace):
       seen: Filled with the names of the primitives of the matmuls that have run.
     """
 
-    parent_trace: Any
-
     def __init__(
         self,
         multiply: Multiply | None,
@@ -118,24 +116,17 @@ class MatmulTrace(jax.core.Trace):
         look: Callable[["MatmulTrace"], None] | None = None,
         seen: list[str] | None = None,
     ) -> None:
-        super().__init__()
         with take_current_trace() as parent:
             pass
-        # The module around this one is known by a variable, as a `vmap` or a loop may lie between.
         # A `MatmulTrace` right below has nothing to do: this one decides.
+        super().__init__(parent.parent_trace if isinstance(parent, MatmulTrace) else parent)
+        # The module around this one is known by a variable, as a `vmap` or a loop may lie between.
         around = _running.get()
         self._known: dict[int, tuple[Any, Known]] = {} if around is None else around._known
         self._parameters: list[jax.Array] = []
-        self.parent_trace = parent.parent_trace if isinstance(parent, MatmulTrace) else parent
         self.multiply, self.names, self.mark = multiply, names, mark
         self.other_uses, self.look = other_uses, look
         self.seen: list[str] = [] if seen is None else seen
-        below = self.parent_trace  # one of ours knows whether it is eager itself
-        self.is_eager = getattr(below, "is_eager", isinstance(below, EAGER))
-        self.requires_low = self.parent_trace.requires_low
-        # Flax compares this reference to forbid that a variable of one trace is changed in another.
-        # It is the parent's: no value of this trace differs from one of that.
-        self._weakref = self.parent_trace._weakref
 
     def again(self) -> "MatmulTrace":
         """The same on top of the present trace: for the body of a loop, or a generator's step."""
@@ -187,9 +178,6 @@ class MatmulTrace(jax.core.Trace):
 
     # What JAX calls.
 
-    def stage_value(self, value: Any) -> Any:
-        return self.parent_trace.stage_value(value)
-
     def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
         with set_current_trace(self.parent_trace):
             if _running.get() is not self:
@@ -235,9 +223,6 @@ class MatmulTrace(jax.core.Trace):
     def _custom_call(self, name: str, args: Any, outs: Any) -> Any:
         self._note(Step(name, {}, *_types(args, outs)), [self.known_of(x) for x in args], outs)
         return outs
-
-    def process_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_call(*args, **params)
 
     def process_shard_map(
         self, primitive: Any, function: Callable[..., Any], args: Any, **params: Any
@@ -411,8 +396,6 @@ def _types(args: Any, outs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(map(jax.typeof, args)), tuple(map(jax.typeof, outs))
 
 
-with jax.core.eval_context(), take_current_trace() as _trace:
-    EAGER: Any = type(_trace)
 _running: contextvars.ContextVar[MatmulTrace | None] = contextvars.ContextVar("run", default=None)
 # Part of the key by which `jax.jit` finds compiled functions: without it, an eager call of
 # `jnp.matmul` would run one that was compiled before, and no trace would see its matmul.

@@ -42,14 +42,14 @@ class _WatchTap:
 
     def __call__(self, x: Array, rounded: Rounded) -> Array:
         spec, (amax, is_bad) = rounded.spec, amax_of(x)
-        wide, q = _sample(exact_float32(x)), _sample(rounded.q)
+        values, q = _sample(exact_float32(x)), _sample(rounded.q)
         counts, scale = [jnp.float32(0)] * 3, jnp.ones((1,), jnp.float32)
         if spec is not None:
             largest = np.float32(max(map(abs, unclamped_range(spec))))
             if spec.scale is not None:
                 assert rounded.scales.scale is not None
                 scale = effective(rounded.scales.scale, rounded.scales.tensor_scale, spec)
-            u, limit, most = jnp.abs(wide), largest * jnp.max(scale), amax
+            u, limit, most = jnp.abs(values), largest * jnp.max(scale), amax
             if scale.size > 1:  # else the elements need not be divided
                 u = jnp.abs(_sample(scaled_values(x, spec, rounded.scales)))
                 limit, most = jnp.asarray(largest), jnp.zeros_like(amax)
@@ -57,10 +57,10 @@ class _WatchTap:
             # The largest of all elements counts, too: no sample misses that something saturates.
             counts = [
                 _at_least(most > limit, u > limit),
-                jnp.sum((q == 0) & (wide != 0), dtype=jnp.float32),
+                jnp.sum((q == 0) & (values != 0), dtype=jnp.float32),
                 _at_least((most > far) | is_bad, ~(u <= far)),
             ]
-        first = jnp.stack([jnp.float32(1), jnp.float32(wide.size), *counts])
+        first = jnp.stack([jnp.float32(1), jnp.float32(values.size), *counts])
         return jnp.concatenate([first, marked(amax, 0), marked(jnp.max(scale), 0)])
 
 
@@ -80,45 +80,45 @@ def _at_least(is_any: Array, flags: Array) -> Array:
     return jnp.maximum(jnp.sum(flags, dtype=jnp.float32), is_any.astype(jnp.float32))
 
 
-Products = Mapping[Place, tuple[Any, Stored]]
+Matmuls = Mapping[Place, tuple[Any, Stored]]  # the recipe of each, and which operands are stored
 
 
 def measured_matmuls(
     function: Callable[..., Any], *arguments: Any
 ) -> dict[Place, tuple[Any, Stored]]:
-    """The products that run in a function, found by tracing it."""
-    finding = Tapping(_WatchTap())
-    with instrumented(finding):
+    """The matmuls that run in a function, listed by tracing it."""
+    listing = Tapping(_WatchTap())
+    with instrumented(listing):
         jax.eval_shape(function, *arguments)
-    return finding.found
+    return listing.matmuls
 
 
-def measurement_zeros(products: Products) -> dict[str, Array]:
+def measurement_zeros(matmuls: Matmuls) -> dict[str, Array]:
     """Zeros by which to differentiate: their gradients are what `metrics_of` takes."""
-    return {str(place): jnp.zeros((len(ROLES), _WatchTap().size)) for place in products}
+    return {str(place): jnp.zeros((len(ROLES), _WatchTap().size)) for place in matmuls}
 
 
 @contextlib.contextmanager
-def measuring_step(products: Products, zeros: Mapping[str, Array]) -> Iterator[None]:
-    """In this context products measure their operands."""
-    with instrumented(Tapping(_WatchTap(), {place: zeros[str(place)] for place in products})):
+def measuring_step(matmuls: Matmuls, zeros: Mapping[str, Array]) -> Iterator[None]:
+    """In this context matmuls measure their operands."""
+    with instrumented(Tapping(_WatchTap(), {place: zeros[str(place)] for place in matmuls})):
         yield
 
 
 def metrics_of(
-    products: Products, rows: Mapping[str, Array]
+    matmuls: Matmuls, rows: Mapping[str, Array]
 ) -> dict[str, dict[str, dict[str, Array]]]:
-    """By product and operand: shares of elements, the amax and the scale of this step.
+    """By matmul and operand: shares of elements, the amax and the scale of this step.
 
     saturated, underflowed, bad: shares of the elements, float32: those that the format's largest
     value clamps; those that became zero and were not; those that are not finite or beyond the
     largest value by more than a factor of 2 (`FAR`). Shares are of some 65,536 elements, evenly
-    spaced, and of the largest one. amax, scale: the largest of the step. A product on which the
+    spaced, and of the largest one. amax, scale: the largest of the step. A matmul on which the
     loss does not depend was not measured: its numbers are NaN.
     """
-    found: dict[str, dict[str, dict[str, Array]]] = {}
-    for place, (recipe, stored) in products.items():
-        of_place = found.setdefault(str(place), {})
+    metrics: dict[str, dict[str, dict[str, Array]]] = {}
+    for place, (recipe, stored) in matmuls.items():
+        of_place = metrics.setdefault(str(place), {})
         for role, twin, label in labels(place, recipe, stored):
             if recipe.operands[role] is None or role not in _WatchTap().roles:
                 continue
@@ -126,7 +126,7 @@ def metrics_of(
             row = row if role == twin else row + rows[str(place)][twin]
             name = label["operand"]
             of_place[f"{name} of {label['parts']}" if name in of_place else name] = _numbers(row)
-    return found
+    return metrics
 
 
 def _numbers(row: Array) -> dict[str, Array]:

@@ -547,9 +547,9 @@ def test_a_while_loop_is_reported_forward_and_not_calibrated():
     assert report.is_forward_only
     assert [product.part for product in report.quantized] == ["forward"]
     assert "forward only: JAX has no derivative of lax.while_loop" in str(report)
-    with pytest.raises(ValueError, match=r"calibrate: a product runs inside of a lax.while_loop"):
+    with pytest.raises(ValueError, match=r"calibrate: a matmul runs inside of a lax.while_loop"):
         qt.nnx.calibrate(wrapped, BATCHES)
-    with pytest.raises(ValueError, match=r"numerics: a product runs inside of a lax.while_loop"):
+    with pytest.raises(ValueError, match=r"numerics: a matmul runs inside of a lax.while_loop"):
         qt.nnx.numerics(wrapped, BATCHES[0], lambda model, x: model(x).sum())
 
 

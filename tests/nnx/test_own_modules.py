@@ -372,6 +372,22 @@ class Receiving(nnx.Module):
         return x @ self.own @ kernel
 
 
+def test_arrays_that_are_attributes_are_inputs():
+    """Oracle: the same array as an `nnx.Variable`. The call raised."""
+
+    class Shifting(nnx.Module):
+        def __init__(self, shift):
+            self.kernel, self.shift = nnx.Param(0.3 * jnp.eye(16)), nnx.data(shift)
+
+        def __call__(self, x):
+            return (x + self.shift[...]) @ self.kernel[...] @ self.shift[...]
+
+    shift = jnp.linspace(-1, 1, 16)
+    array, variable = (qt.nnx.wrap(Shifting(x)) for x in (shift, nnx.Variable(shift)))
+    for call in (lambda model: model(X), nnx.jit(lambda model: model(X))):
+        np.testing.assert_array_equal(call(array), call(variable))
+
+
 class Tied(nnx.Module):
     """Computes no matmul, but passes a parameter of one module to another, as an array."""
 
