@@ -1,8 +1,4 @@
-"""Residuals: what the forward matmul saves of a rounded operand for derivatives.
-
-Of a format of up to 8 bits these are codes and scales, a quarter of the bytes of float32; of others
-the rounded array itself.
-"""
+"""What derivatives keep of a rounded operand: its codes and scales."""
 
 import dataclasses
 import functools
@@ -74,7 +70,7 @@ def in_place(codes: Array, order: tuple[int, ...] | None) -> Array:
 def to_residual(
     operand: Rounded, x: Array, how: Rounding, contracted: tuple[int, ...] = ()
 ) -> SavedCodes | Rounded:
-    """What is saved of an operand that was rounded from `x`.
+    """The form in which derivatives keep an operand that was rounded from `x`.
 
     Args:
       contracted: The axes over which the derivative sums.
@@ -97,13 +93,13 @@ def code_values(q: Array, fmt: Format) -> Array:
     If the format has no infinity, infinities become NaN: either makes a sum non-finite. Formats
     without a NaN give a finite number for it; their scales must say so, see `poisoned`.
     """
-    values = exact_float32(q)
+    wide = exact_float32(q)
     # These formats would clamp an infinity. Others keep it or make it a NaN.
     if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
-        values = jnp.where(jnp.isinf(values), np.float32(np.nan), values)
+        wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
     if is_part_of_float16(fmt):
-        return codes_through_float16(values, fmt).astype(fmt.code_dtype)
-    return codes_of(values, fmt, UNCLAMPED)
+        return codes_through_float16(wide, fmt).astype(fmt.code_dtype)
+    return codes_of(wide, fmt, UNCLAMPED)
 
 
 def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:

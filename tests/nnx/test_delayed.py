@@ -530,7 +530,7 @@ def test_keys_belong_to_places(x):
 
 
 def test_a_history_does_not_know_of_a_transform():
-    with pytest.raises(ValueError, match="observes what is given, not its transform"):
+    with pytest.raises(ValueError, match="observes the array, not its transform"):
         Operand("e4m3fn", scaling=Delayed(4), transform=qt.products.Hadamard())
 
 
