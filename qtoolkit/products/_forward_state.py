@@ -58,8 +58,9 @@ STALE = (
 )
 COTANGENTS = (
     "differentiated without qtoolkit.{nnx,linen}.value_and_grad: the delayed scales of lhs and rhs "
-    "follow the forward pass, those of cotangents are current ones; differentiate by "
-    "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
+    "follow the forward pass, if the state after it is kept (that of a model which nnx.merge makes "
+    "inside of jax.checkpoint is lost: scales are current ones), those of cotangents are current "
+    "ones; differentiate by value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
 )
 
 # The state by which a matmul is computed depends on who differentiates it. The primitive returns

@@ -123,6 +123,27 @@ def test_a_user_is_told_where_no_state_is_carried(recipe):
         np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-7)
 
 
+def test_a_copy_merged_inside_of_checkpoint_loses_its_state():
+    """So tunix has it under `remat_config`: current scales, and the warning does not deny it."""
+
+    class Merged(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            graph, state = nnx.split(self.layer)
+            return jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+
+    model = qt.nnx.wrap(Merged(), BOTH)
+    with pytest.warns(RuntimeWarning, match=r"inside of jax.checkpoint is lost: scales are"):
+        _, grads = nnx.value_and_grad(loss)(model, X)
+    assert not any(history.any() for history in histories(model))
+    _, expected = nnx.value_and_grad(loss)(qt.nnx.wrap(Merged(), CURRENT), X)
+    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+    qt.nnx.value_and_grad(loss)(model, X)
+    assert all(history[:, 0].all() for history in histories(model))
+
+
 def test_keys_advance_and_say_nothing():
     model = qt.nnx.wrap(Net(), qt.recipes.nvfp4)
     step = nnx.jit(nnx.value_and_grad(loss))
