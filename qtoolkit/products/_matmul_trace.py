@@ -287,7 +287,9 @@ class MatmulTrace(PassingTrace):
 
     def _marked(self, x: Any, mark: Mark | None) -> Any:
         """A result with a mark for reports, which trace the model under an instrument."""
-        if mark is None or instrument() is None:
+        # The mark of an excluded matmul also tells a trace around this one that the two matmuls of
+        # its derivative, which may run outside of this trace, are excluded.
+        if mark is None or (instrument() is None and not mark.is_excluded):
             return x
         out = with_mark(x, mark)
         if out is not x:
