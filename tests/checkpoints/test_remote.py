@@ -297,7 +297,7 @@ def test_the_commands(bucket, source):
     code, _, error = run("convert", target, target, "--overwrite")
     assert (code, error.partition(";")[0]) == (1, f"qtoolkit: {target}: is the source itself")
     code, _, error = run("convert", target, f"{target}/inner")
-    assert error.startswith(f"qtoolkit: {target}/inner: the source and the target lie in each")
+    assert error.startswith(f"qtoolkit: {target}/inner: one of the source and the target lies")
 
 
 def test_what_is_not_read_from_urls():
