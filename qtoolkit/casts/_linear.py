@@ -36,16 +36,16 @@ def linear_with_transpose(
     """`forward(residuals, x)`, whose transpose is `transpose(residuals, cotangent)`.
 
     Args:
-      forward: A hashable function that is linear in `x` and returns one array. By the residuals,
-        JAX differentiates it as any function.
+      forward: A hashable function that is linear in `x` and returns one array. JAX differentiates
+        it by the residuals as usual.
       transpose: A hashable function that takes an array like the result of `forward` and returns
         the gradient of `x`. It need not be linear: it may round the cotangent, for example.
       residuals: Arrays that both functions get.
       x: The operand in which `forward` is linear: an array, or a tuple of arrays. Of a tuple,
         `transpose` returns a tuple of gradients.
       out_type: `jax.typeof` of the result. None: `forward` is traced to find it. If it is given,
-        JAX traces a function only where it computes it, so the transpose of a tangent costs no
-        trace of `forward`. But if the type is wrong, only the compilation fails.
+        `forward` is not traced where only its transpose is computed, as in a backward pass. If a
+        function returns another type, JAX raises an error only when it compiles the function.
 
     Examples:
       >>> def forward(residuals, x):

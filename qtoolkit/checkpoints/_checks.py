@@ -104,11 +104,11 @@ def check_split(source: Checkpoint, plan: Plan) -> None:
     for part in parts:
         state = part.scheme.spelling if part.scheme else f"not quantized: {part.reason}"
         by_state.setdefault(state, []).append(part.name)
-    said = "; ".join(f"{listed(map(shown, ns), 2)} ({state})" for state, ns in by_state.items())
+    states = "; ".join(f"{listed(map(shown, ns), 2)} ({state})" for state, ns in by_state.items())
     others = f", and so for {len(split) - 1} more" if len(split) > 1 else ""
     raise CheckpointError(
         f"{source.path}: one layer for engines, {shown(group)}, would have parts in several "
-        f"schemes: {said}{others}; expected one for all parts: vLLM and SGLang join them. Write "
+        f"schemes: {states}{others}; expected one for all parts: vLLM and SGLang join them. Write "
         f"--skip {shlex.quote(_pattern_of(split))} to quantize none of them, give them one format "
         "in --rules, or --allow-split for loaders that do not join them"
     )

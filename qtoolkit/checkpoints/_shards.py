@@ -52,7 +52,7 @@ from qtoolkit.checkpoints._writing import (
 if TYPE_CHECKING:  # its file loads JAX
     from qtoolkit.checkpoints._produce import Production
 
-# From the reports of tensors to the error if some have NaN or Inf and may not; None if all is well.
+# Returns the error for tensors that have NaN or Inf although `convert` does not allow it, or None.
 NonfiniteError = Callable[[Sequence[TensorReport]], CheckpointError | None]
 
 

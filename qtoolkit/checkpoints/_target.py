@@ -65,7 +65,7 @@ _WORKER_MEMORY = 20 * 2**20
 # A fingerprint has samples of so many tensors, with so many bytes at the start, in the middle and
 # at the end of each.
 _SAMPLED_TENSORS, _SAMPLE_BYTES = 1024, 1024
-_MAX_COPIED = 2**26  # bytes of a copied file that the fingerprint has; tokenizers are smaller
+_MAX_COPIED = 2**26  # bytes of a copied file that are hashed; tokenizers are smaller
 _READERS = 16  # threads that wait for a source behind a URL
 _CONFIGS = {"quantization_config", "compression_config"}
 

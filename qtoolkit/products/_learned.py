@@ -85,7 +85,7 @@ def _rounded(
     """Rounds one operand by LSQ or LSQ+, and measures it if `tap` has its role."""
     (scale, offset), element = learned, operand.spec.element
     assert scale is not None
-    if tap is not None:  # a model may be measured before `start_scales`, as that itself does
+    if tap is not None:  # `start_scales` and reports measure a model before its scales are set
         scale = jnp.where(jnp.isnan(scale), lsq_scale(x, element), scale)
         offset = None if offset is None else jnp.where(jnp.isnan(offset), 0, offset)
     # Under `jit` the number is not known: a NaN then makes the result NaN.
