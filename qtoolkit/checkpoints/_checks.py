@@ -1,4 +1,7 @@
-"""What loaders are known to misread, refused or reported before anything is written. No JAX."""
+"""Checks of a plan: refuses, before anything is written, what loaders are known to misread.
+
+Imports no JAX.
+"""
 
 import re
 import reprlib
@@ -13,12 +16,12 @@ from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
 from qtoolkit.checkpoints.layouts import Scheme
 
-DIFFUSERS = "_class_name"  # in config.json of its models
-_OF_GGUF = re.compile(r"^(v\.|a\.|enc\.|dec\.)?blk\.\d+\.")  # llama.cpp's names of layers
+DIFFUSERS = "_class_name"  # a config.json with this key belongs to a model of diffusers
+_OF_GGUF = re.compile(r"^(v\.|a\.|enc\.|dec\.)?blk\.\d+\.")  # "blk.0.", a layer in llama.cpp
 
 
 def check_loads(source: Checkpoint, plan: Plan) -> None:
-    """Raises where loaders would take codes for weights, without an error, or not find them."""
+    """Raises if loaders would use codes as if they were weights, or would not find a weight."""
     folder, path = source.folder, source.path
     codes = [tensor.name for tensor in plan.tensors if tensor.encoding is not None]
     named = next(filter(_OF_GGUF.search, codes), None)
@@ -54,35 +57,37 @@ def check_loads(source: Checkpoint, plan: Plan) -> None:
 def check_fit(
     source: Checkpoint, layout: str, misfits: Sequence[tuple[Tensor, Scheme, str]]
 ) -> None:
-    """Raises where blocks do not fill weights, and names all of these, those of many layers by one
-    pattern. `misfits` are weights with the scheme and the reason.
+    """Raises if there are weights whose shape does not fit the blocks of their format.
+
+    `misfits` has (weight, scheme, reason) for each of them. The message names each weight; weights
+    of several layers it names together: "32 tensors layers.*.mlp.weight".
     """
     if not misfits:
         return
-    alike: dict[tuple[str, str], list[str]] = {}
+    names_by_problem: dict[tuple[str, str], list[str]] = {}
     for info, scheme, reason in misfits:
-        pattern = re.sub(r"(?<![^./])\d+(?=[./])", "*", info.name)
-        what = f"{list(info.shape)}: {reason} for {scheme.spec.name} in layout {layout}"
-        alike.setdefault((pattern, what), []).append(info.name)
-    said = "; ".join(
-        f"tensor {shown(names[0])}, {what}"
+        pattern = re.sub(r"(?<![^./])\d+(?=[./])", "*", info.name)  # the number of a layer
+        problem = f"{list(info.shape)}: {reason} for {scheme.spec.name} in layout {layout}"
+        names_by_problem.setdefault((pattern, problem), []).append(info.name)
+    problems = "; ".join(
+        f"tensor {shown(names[0])}, {problem}"
         if len(names) == 1
-        else f"{len(names)} tensors {shown(pattern)}, {what}"
-        for (pattern, what), names in alike.items()
+        else f"{len(names)} tensors {shown(pattern)}, {problem}"
+        for (pattern, problem), names in names_by_problem.items()
     )
     scheme = misfits[0][1]
     other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
     channel = "" if scheme.scaling is None else f", or use {other}--scaling channel"
     raise CheckpointError(
-        f"{source.path}: {said}; --keep-unfitting excludes what does not fit, "
+        f"{source.path}: {problems}; --keep-unfitting excludes what does not fit, "
         f"--skip what you name{channel}"
     )
 
 
 def check_split(source: Checkpoint, plan: Plan) -> None:
-    """Raises where parts of a layer that engines join have several schemes, or some have none."""
-    # Engines look up the scheme of the joined layer by the names of its parts; vLLM fails where
-    # these differ.
+    """Raises if weights that engines join into one layer are not all quantized by one scheme."""
+    # vLLM and SGLang join q_proj, k_proj and v_proj, for example. They look up one scheme for the
+    # joined layer by the names of its parts, and vLLM fails if the parts have different ones.
     if not plan.quantization_config:
         return
     groups: dict[str, list[TensorPlan]] = {}
@@ -99,26 +104,27 @@ def check_split(source: Checkpoint, plan: Plan) -> None:
     for part in parts:
         state = part.scheme.spelling if part.scheme else f"not quantized: {part.reason}"
         by_state.setdefault(state, []).append(part.name)
-    said = "; ".join(f"{listed(map(shown, ns), 2)} ({state})" for state, ns in by_state.items())
+    states = "; ".join(f"{listed(map(shown, ns), 2)} ({state})" for state, ns in by_state.items())
     others = f", and so for {len(split) - 1} more" if len(split) > 1 else ""
     raise CheckpointError(
         f"{source.path}: one layer for engines, {shown(group)}, would have parts in several "
-        f"schemes: {said}{others}; expected one for all parts: vLLM and SGLang join them. Write "
-        f"--skip {shlex.quote(_pattern(split))} to quantize none of them, give them one format in "
-        "--rules, or --allow-split for loaders that do not join them"
+        f"schemes: {states}{others}; expected one for all parts: vLLM and SGLang join them. Write "
+        f"--skip {shlex.quote(_pattern_of(split))} to quantize none of them, give them one format "
+        "in --rules, or --allow-split for loaders that do not join them"
     )
 
 
-def _pattern(split: Mapping[str, Sequence[TensorPlan]]) -> str:
-    """A regular expression that is found in the name of each of these tensors."""
-    ends: dict[str, None] = {}
+def _pattern_of(split: Mapping[str, Sequence[TensorPlan]]) -> str:
+    """A regular expression for `--skip` that matches each of these tensors."""
+    modules: dict[str, None] = {}
     for group, parts in split.items():
         is_experts = re.search(r"(^|[./])experts$", group) is not None
-        # With what is above: "encoder_attn.k_proj", since "self_attn.k_proj" is of another layer.
+        # The last two parts of the name, "encoder_attn.k_proj": "k_proj" alone would also match
+        # "self_attn.k_proj", which belongs to another layer.
         matches = [re.search(r"([^.\d]\w*\.)?\w+$", module_of(part.name)) for part in parts]
         names = ["experts"] if is_experts else [match[0] for match in matches if match]
-        ends |= dict.fromkeys(names)
-    return rf"(^|\.)({'|'.join(map(re.escape, ends))})\."
+        modules |= dict.fromkeys(names)
+    return rf"(^|\.)({'|'.join(map(re.escape, modules))})\."
 
 
 def used_schemes(tensors: Iterable[TensorPlan]) -> dict[Scheme, list[str]]:
@@ -139,9 +145,9 @@ def unquantized_modules(tensors: Sequence[TensorPlan]) -> list[str]:
         rank, is_weight = len(tensor.source.shape), tensor.name.endswith(".weight")
         if tensor.action != "quantize" and rank == 2 and is_weight:
             modules.append(module_of(tensor.name))
-        # Experts of layers in which none is quantized. vLLM asks for the projections of expert 0,
-        # whatever they are called in the file; transformers for their module, if it has all experts
-        # in one tensor.
+        # If no expert of a layer is quantized, the loaders must find this out. vLLM looks for the
+        # three projections of expert 0, even if the file calls them otherwise. transformers looks
+        # for the module itself if one tensor (of rank 3) holds all experts.
         module = experts_of(tensor.name, rank)
         if not module or module in with_experts:
             continue
@@ -171,9 +177,10 @@ def check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:
 
 
 def skip_patterns(skip: Any, names: Collection[str]) -> list[re.Pattern[str]]:
-    """The regular expressions of `skip`; raises where one is none, invalid or matches nothing."""
+    """The regular expressions of `skip`; raises if one is invalid or matches no name."""
     texts = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else [*skip]
-    if not all(isinstance(getattr(one, "pattern", one), str) for one in texts):  # or compiled
+    # What `re.compile` returns has an attribute `pattern`, and is accepted, too.
+    if not all(isinstance(getattr(one, "pattern", one), str) for one in texts):
         raise TypeError(
             f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
             "skip=['lm_head']"
@@ -190,7 +197,7 @@ def skip_patterns(skip: Any, names: Collection[str]) -> list[re.Pattern[str]]:
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern of `skip`; raises CheckpointError, with the position, where it is invalid."""
+    """`re.compile` of a pattern of `--skip`; raises CheckpointError if it is invalid."""
     try:
         return re.compile(pattern)
     except re.error as error:

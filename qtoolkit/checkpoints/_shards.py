@@ -1,14 +1,15 @@
-"""Writes a checkpoint folder file by file, in one process or in many at a time. No JAX here.
+"""Writes a checkpoint folder file by file, in one process or in several at once. Imports no JAX.
 
-Until the checkpoint is whole, its files lie in a folder next to the target, under their final
-names. There `plan.json` says what is being written, and each finished file has a record,
-`NAME.json`. Which process writes which file follows from the plan and (index, count) alone. A rerun
-does not write files again whose record is of the same plan: of the same version, options and
-source, of which headers and samples of 1,024 tensors are compared. At the end the folder gets the
-name of the target.
+1. The files are written into a folder next to the target, `partial`, under their final names. The
+   plan is in `plan.json` there. Plan and (index, count) say which files a process writes.
+2. When a file is complete, it gets a record, `NAME.json`, with the fingerprint of the plan
+   (`_target.shared_plan`): of the version, the options, and samples of the source. A rerun keeps
+   each file whose record has the fingerprint of its own plan.
+3. When all files are complete, the index and config.json are written, and the folder with the files
+   is renamed to the target.
 
-Behind a URL nothing can be renamed. There files have their final names from the start; the index
-and config.json are written last, and no loader opens a checkpoint without them.
+Behind a URL nothing can be renamed. There the files are written into the target itself, and the
+index and config.json last, because no loader opens a checkpoint without them.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._safetensors import layout as placed
+from qtoolkit.checkpoints._safetensors import layout as safetensors_layout
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._target import (
     Destination,
@@ -51,8 +52,8 @@ from qtoolkit.checkpoints._writing import (
 if TYPE_CHECKING:  # its file loads JAX
     from qtoolkit.checkpoints._produce import Production
 
-# The error for tensors that may not be as these reports say; else None.
-ErrorOf = Callable[[Sequence[TensorReport]], CheckpointError | None]
+# Returns the error for tensors that have NaN or Inf although `convert` does not allow it, or None.
+NonfiniteError = Callable[[Sequence[TensorReport]], CheckpointError | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class _Unfinished:
         return cls(path, target, partial_name(target), join(partial_name(target), CONTENT))
 
     def inside(self, name: str) -> str:
-        """The path of a file of the checkpoint; `name` has slashes."""
+        """The path of a file of the checkpoint, whose `name` may be "folder/file"."""
         return join(self.content, *name.split("/"))
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -91,21 +92,21 @@ class _Unfinished:
         return record if storage.file_size(self.inside(name)) == record["bytes"] else None
 
     def reports(self, name: str, made: Mapping[str, Any]) -> list[TensorReport] | None:
-        """The reports of the tensors in a finished file of this plan; None without such a file."""
+        """The reports of the tensors in a complete file with this fingerprint, or None."""
         record = self.record(name)
         if record is None or record.get("made") != made:
             return None
         return [TensorReport(**report) for report in record["tensors"]]
 
-    def write(self, folder: str, name: str, value: Any) -> None:
+    def write_json(self, folder: str, name: str, value: Any) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         # A file name that is no UTF-8 has lone surrogates. "backslashreplace" writes them as
         # \udcXX, which is how JSON escapes them, too.
         storage.write_file(join(folder, name), text.encode(errors="backslashreplace"))
 
     def remove(self, shared: Mapping[str, Any]) -> None:
-        """Removes all files of a conversion that is not complete."""
-        if is_url(self.path):
+        """Removes all files that an incomplete conversion has written."""
+        if is_url(self.path):  # there the files are in the target itself
             for name in (*shared["files"], *shared["copied"], *shared["json"]):
                 storage.remove(self.inside(name))
         storage.remove_folder(self.partial)
@@ -117,13 +118,16 @@ def write_folder(
     plan: Plan,
     production: "Production",
     report: Report,
-    error_of: ErrorOf,
+    nonfinite_error: NonfiniteError,
 ) -> Report:
-    """Writes a converted checkpoint, or one shard of its files; `report` lacks files and tensors.
+    """Writes a converted checkpoint, or the files of one shard, for which `finalize` does the rest.
 
-    The checkpoint appears only once it is complete: if there are shards, by `finalize`. After a
-    failure, finished files stay for a rerun, and a note on the exception says so; but not after a
-    CheckpointError in a run without shards, since a rerun would raise it again.
+    Args:
+      report: The report to return, still without its files and tensors.
+
+    If a run fails, its complete files stay for a rerun, and a note on the exception says so. They
+    are removed if this run has begun the folder, has no shard, and raises a CheckpointError: a
+    rerun would raise it again.
     """
     path, overwrite, shard = destination.dst, destination.overwrite, destination.shard
     index, count = shard or (0, 1)
@@ -137,7 +141,7 @@ def write_folder(
     with storage.naming(path, unfinished.partial):
         is_new = _begin(unfinished, shared, overwrite)
         try:
-            resumed = _write(unfinished, source, plan, shared, mine, production, error_of)
+            resumed = _write(unfinished, source, plan, shared, mine, production, nonfinite_error)
             if shard is None:
                 done = _finalized(unfinished, shared, overwrite)
                 return dataclasses.replace(done, resumed=resumed)
@@ -170,8 +174,9 @@ def _own_names(shared: Mapping[str, Any]) -> set[str]:
 
 
 def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) -> bool:
-    """Writes the plan, unless it is there; returns whether it was not."""
-    # Files of another plan are removed; but not by shards, and those of shards not unasked.
+    """Writes plan.json and returns True; returns False if there is one with this fingerprint."""
+    # Files of another plan are removed. But a shard removes none, and without `overwrite` nobody
+    # removes files that shards have written.
     path, there = unfinished.path, plan_in(unfinished.partial)
     if there is not None and there["made"] == shared["made"]:
         return False
@@ -182,7 +187,7 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
             f"and source, or remove them: qtoolkit finalize --discard {shlex.quote(str(path))}"
         )
     if not is_url(path):
-        # Not a folder of shards: another one may have made it just now.
+        # A shard does not clear the folder: another shard may have made it a moment ago.
         if not shared["shards"] or storage.kind_at(unfinished.partial) == "file":
             clear_partial(unfinished.target, path, overwrite)
         os.makedirs(unfinished.content, exist_ok=True)
@@ -195,9 +200,9 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
             )
     elif there is not None:
         unfinished.remove(there)
-    elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
+    elif overwrite:  # the old checkpoint goes first: no rename can replace it later
         storage.remove_folder(unfinished.target)
-    unfinished.write(unfinished.partial, PLAN, shared)
+    unfinished.write_json(unfinished.partial, PLAN, shared)
     return True
 
 
@@ -208,22 +213,24 @@ def _write(
     shared: Mapping[str, Any],
     mine: Mapping[str, Sequence[TensorPlan]],
     production: "Production",
-    error_of: ErrorOf,
+    nonfinite_error: NonfiniteError,
 ) -> tuple[str, ...]:
-    """Writes the files of a shard that are not there yet; returns the names of those that were."""
-    # Times are compared only if one machine has written all: clocks of several may differ.
+    """Writes the files `mine`; returns the names of those that a former run has completed."""
+    # A file is written again if the source is newer, but only in a run without shards: the clocks
+    # of several machines may differ.
     newest = 0 if shared["shards"] or is_url(unfinished.path) else modified_at(source)
     resumed = {}
     for name in mine:
         reports = unfinished.reports(name, shared["made"])
-        if reports is not None and not error_of(reports):
+        if reports is not None and not nonfinite_error(reports):
             where = join(unfinished.partial, f"{name}.json")
             if not newest or os.stat(where).st_mtime_ns >= newest:
                 resumed[name] = reports
     production.total = sum(t.nbytes for name in mine if name not in resumed for t in mine[name])
     assert source.folder is not None
     first = shared["files"][0]
-    for name in source.folder.copied if first in mine else ():  # by the process of the first file
+    # Copied files are written by the process that writes the first file of weights.
+    for name in source.folder.copied if first in mine else ():
         if first not in resumed or storage.kind_at(unfinished.inside(name)) != "file":
             storage.copy(join(source.path, *name.split("/")), unfinished.inside(name))
     for name, tensors in mine.items():
@@ -233,7 +240,7 @@ def _write(
             continue
         # The old record goes first, so that no record describes a file that is half-written.
         storage.remove(join(unfinished.partial, f"{name}.json"))
-        outputs = placed(entry for tensor in tensors for entry in tensor.entries)
+        outputs = safetensors_layout(entry for tensor in tensors for entry in tensor.entries)
         file = unfinished.inside(name)
         write_safetensors(file, outputs, production.chunks(tensors), plan.metadata, overwrite=True)
         reports = production.reports[done:]
@@ -242,7 +249,7 @@ def _write(
                 f"{unfinished.path}: finalized, discarded or begun anew by another process "
                 "meanwhile; nothing more was written"
             )
-        if error_of(reports):  # raised when all others are written
+        if nonfinite_error(reports):  # raised at the end, when it can name all such tensors
             storage.remove(file)
             continue
         record = {
@@ -250,8 +257,8 @@ def _write(
             "bytes": storage.file_size(file),
             "tensors": [dataclasses.asdict(report) for report in reports],
         }
-        unfinished.write(unfinished.partial, f"{name}.json", record)
-    if error := error_of(production.reports):
+        unfinished.write_json(unfinished.partial, f"{name}.json", record)
+    if error := nonfinite_error(production.reports):
         raise error
     return tuple(resumed)
 
@@ -260,8 +267,8 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     """Complete a checkpoint whose files several calls of `convert(shard=...)` have written.
 
     The result has the bytes that one process would have written. Neither the source nor JAX is
-    needed. Each shard has recorded samples of its source, so shards of different sources are
-    refused.
+    needed. Each shard has recorded a hash of its source: of all headers and of samples of 1,024
+    tensors. Shards whose hashes differ are refused.
 
     Args:
       dst: The `dst` that was given to all shards.
@@ -273,7 +280,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     Raises:
       CheckpointError: A file is missing, or was written with other options, from another source or
         by another version than the rest; `dst` exists. Nothing is changed then.
-      OSError: A file cannot be read or written; it names the file.
+      OSError: A file cannot be read or written. The error has the name of the file.
 
     Examples:
       >>> import pathlib
@@ -328,7 +335,7 @@ def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
 
 
 def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) -> Report:
-    """Writes index and config, and renames the folder to the target."""
+    """Checks that all files are there; writes the index and config.json; renames the folder."""
     path, own = unfinished.path, _own_names(shared)
     check_folder(path, overwrite, own)
     reports = _all_reports(unfinished, shared)
@@ -340,16 +347,16 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
             total += sum(info.nbytes for info in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, value in shared["json"].items():
-        unfinished.write(unfinished.content, name, index if value is None else value)
+        unfinished.write_json(unfinished.content, name, index if value is None else value)
     if is_url(path):
         with whole(str(path)):
             storage.remove_folder(unfinished.partial)
     else:
         for name, is_folder in storage.entries(unfinished.content).items():
-            if name not in own:  # half-written, by a process that was killed
+            if name not in own:  # a process was killed while it wrote this
                 stray = unfinished.inside(name)
                 shutil.rmtree(stray) if is_folder else storage.remove(stray)
-        check_folder(path, overwrite, own)  # somebody may have written it meanwhile
+        check_folder(path, overwrite, own)  # again: somebody may have written to it meanwhile
         rename_folder(unfinished.target, path)
     files = sorted((*shared["files"], *shared["copied"], *shared["json"]))
     about: dict[str, Any] = dict(shared["report"])
@@ -364,6 +371,7 @@ def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[Ten
     records = {name: record for name, record in by_name.items() if record is not None}
     missing = [name for name in by_name if name not in records]
     if not all(storage.kind_at(unfinished.inside(name)) == "file" for name in shared["copied"]):
+        # The process that writes the first file copies them, too: see `_write`.
         missing = [*dict.fromkeys((shared["files"][0], *missing))]
     if missing:
         count = shared["shards"] or 1

@@ -1,7 +1,8 @@
-"""Says which files a target has and what is in them; refuses targets that would lose files.
+"""The target of a conversion: which files it gets, and whether it may be written.
 
-Here are also the size of files, the number of threads, and the fingerprint by which a rerun
-recognizes files of the same conversion. No JAX here.
+`Destination.check` refuses a target if writing it would remove other files. `shared_plan` says what
+all files contain; by the fingerprint in it a rerun recognizes files of the same conversion. Imports
+no JAX.
 """
 
 import concurrent.futures
@@ -40,12 +41,12 @@ from qtoolkit.checkpoints._writing import check_target, exists_already
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
-# In a tree of orbax in addition to its arrays, which are in "d" and "ocdbt.process_*".
+# What a folder of orbax contains besides ORBAX_FILES; the arrays are in "d" and "ocdbt.process_*".
 _OTHERS_OF_ORBAX = re.compile(
     r"_sharding|_strings\.json|commit_success\.txt|array_metadatas|d|ocdbt\.process_\w+"
 )
-# Files that belong to a checkpoint and hold no weights. --overwrite may remove these with it, and
-# refuses to remove anything else.
+# Files without weights that belong to a checkpoint. --overwrite may remove these and the weights,
+# and refuses to remove any other file.
 _OTHERS_OF_A_FOLDER = re.compile(
     r"\w*config\w*\.json|(tokenizer|special_tokens_map|added_tokens|vocab|modules|params)\.json"
     r"|chat_template\.(json|jinja)|.+\.safetensors\.index\.json|(merges|vocab)\.txt"
@@ -56,11 +57,15 @@ _OTHERS_OF_A_FOLDER = re.compile(
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"(\d{1,99}(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
-_BASE_MEMORY = 340 * 2**20  # Python, JAX, compiled programs: 260 to 300 measured, by machine
-_WORKER_MEMORY = 20 * 2**20  # chunks that are read, quantized and written: 8 to 17 measured
-_SAMPLED = 1024  # tensors of a source
-_SAMPLE = 1024  # bytes at the start, in the middle and at the end of each
-_MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
+# Bytes of a process without workers: Python, JAX, compiled programs. Measured: 260 to 300 MiB,
+# depending on the machine.
+_BASE_MEMORY = 340 * 2**20
+# Bytes of a worker: the chunks that it reads, quantizes and writes. Measured: 8 to 17 MiB.
+_WORKER_MEMORY = 20 * 2**20
+# A fingerprint has samples of so many tensors, with so many bytes at the start, in the middle and
+# at the end of each.
+_SAMPLED_TENSORS, _SAMPLE_BYTES = 1024, 1024
+_MAX_COPIED = 2**26  # bytes of a copied file that are hashed; tokenizers are smaller
 _READERS = 16  # threads that wait for a source behind a URL
 _CONFIGS = {"quantization_config", "compression_config"}
 
@@ -77,7 +82,7 @@ def layout_in(to: ContainerName, layout: str | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Destination:
-    """What a conversion writes, and of what; the attributes are as given to `convert`."""
+    """The arguments of `convert` that say what is written, and where."""
 
     src: Path
     dst: Path
@@ -87,7 +92,7 @@ class Destination:
     shard: Shard | None
 
     def check(self) -> None:
-        """Raises where `src` cannot become `dst`, as far as their names and kinds say."""
+        """Raises if `src` cannot be converted to `dst`; looks at names and kinds of files only."""
         if self.to not in get_args(ContainerName):
             containers = ", ".join(get_args(ContainerName))
             raise ValueError(f"to={self.to!r}, expected one of {containers}")
@@ -107,7 +112,7 @@ class Destination:
         inner, outer = (target, source) if len(target) > len(source) else (source, target)
         if inner.startswith(outer + "/") and storage.kind_at(self.src) == "folder":
             raise CheckpointError(
-                f"{self.dst}: the source and the target lie in each other; choose another"
+                f"{self.dst}: one of the source and the target lies in the other; choose another"
             )
         if self.to == "orbax":
             check_folder(self.dst, self.overwrite, of_orbax=True)
@@ -143,8 +148,9 @@ def check_shard(shard: Shard | None) -> None:
 def check_folder(
     path: Path, overwrite: bool, own: Container[str] = (), *, of_orbax: bool = False
 ) -> None:
-    """Raises where a folder cannot be written, or files would be lost that are not in `own`, the
-    names in the new checkpoint.
+    """Raises if a folder cannot be written, or if it has files that would be lost.
+
+    Those in `own`, the names in the new checkpoint, are not lost: they are replaced.
     """
     if is_url(path):
         target = str(path).rstrip("/")
@@ -174,7 +180,7 @@ def check_folder(
             if not known.fullmatch(name) or (is_folder and not of_orbax)
         ]
         reason = f"--overwrite would delete {listed(map(shown, others))}" if others else ""
-    except CheckpointError as error:
+    except CheckpointError as error:  # without its path and its advice, which are not for a target
         weights, reason = [], str(error).partition("; ")[0].removeprefix(f"{target}: ")
     if reason or not weights:
         raise CheckpointError(
@@ -184,11 +190,11 @@ def check_folder(
 
 
 def _check_nameable(path: Path, target: str) -> None:
-    """Raises if no folder can be renamed to this name."""
+    """Raises if a folder that is written elsewhere cannot be renamed to this name at the end."""
     if os.path.ismount(target) or f"{os.getcwd()}/".startswith(f"{target}/"):
         raise CheckpointError(
-            f"{path or repr('')}: is a mount point, or a folder that this process is in, and the "
-            f"folder that is written gets its name by a rename; give a folder in it: "
+            f"{path or repr('')}: is a mount point, or a folder that this process is in, and "
+            "cannot be replaced by a rename, as the target is; give a folder in it: "
             f"{join(path, 'NAME')}"
         )
     if not os.path.isdir(os.path.dirname(target)):
@@ -214,8 +220,9 @@ def file_limit(max_shard_size: int | str | None) -> int:
 
 
 def worker_count(workers: int | None = None, max_memory: int | str | None = None) -> int:
-    """Threads of a conversion, `workers` or one for each core and at most 4; fewer where 340 MiB
-    and 20 MiB for each of them exceed `max_memory`.
+    """The number of threads: `workers`, or one for each core and at most 4.
+
+    It is lower if `_BASE_MEMORY` and `_WORKER_MEMORY` for each thread exceed `max_memory`.
     """
     if workers is None:
         workers = min(os.cpu_count() or 1, 4)
@@ -231,7 +238,7 @@ def worker_count(workers: int | None = None, max_memory: int | str | None = None
 
 
 def check_tree(dst: Path, plan: Plan, opened: Checkpoint) -> None:
-    """Raises where orbax cannot hold what is planned. JAX loads."""
+    """Raises if orbax cannot hold what is planned. Imports JAX."""
     from qtoolkit.checkpoints._orbax import Tree, promised_tree
 
     promised_tree(dst, plan, opened.tree or Tree())
@@ -241,6 +248,7 @@ def check_tree(dst: Path, plan: Plan, opened: Checkpoint) -> None:
 
 
 def file_names(count: int, weights_name: str) -> list[str]:
+    """["model-00001-of-00002.safetensors", ...]; ["model.safetensors"] if there is one file."""
     if count == 1:
         return [f"{weights_name}.safetensors"]
     return [f"{weights_name}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
@@ -271,7 +279,11 @@ def files_of_shard(
 def shared_plan(
     source: Checkpoint, plan: Plan, files: Sequence[Sequence[TensorPlan]], report: Report
 ) -> dict[str, Any]:
-    """The plan that all processes share, as JSON. Two plans are the same if "made" is equal."""
+    """What all processes of a conversion must agree on, as JSON: "plan.json".
+
+    "made" is its fingerprint: only files with equal ones belong to one checkpoint. "json" maps the
+    names of JSON files to their contents.
+    """
     folder = source.folder
     assert folder is not None
     names = file_names(len(files), folder.weights_name)
@@ -282,7 +294,7 @@ def shared_plan(
     if folder.has_config:
         name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
         contents[name] = _new_config(source.config, plan)
-    steps = [
+    tensors_by_file = [
         [(t.name, t.action, t.source.entry, t.entries, str(t.spec), t.group) for t in file]
         for file in files
     ]
@@ -294,7 +306,7 @@ def shared_plan(
         "files": len(names),
         "source": _source_digest(source),
         "options": _digest(
-            repr(steps), json.dumps([dict(plan.metadata), contents], sort_keys=True)
+            repr(tensors_by_file), json.dumps([dict(plan.metadata), contents], sort_keys=True)
         ),
     }
     return {
@@ -307,7 +319,7 @@ def shared_plan(
 
 
 def difference(there: Any, here: Mapping[str, Any]) -> str:
-    """The first thing in which the fingerprint `there` differs: "scaling channel, here tensor"."""
+    """The first difference of two fingerprints ("made"): "scaling channel, here tensor"."""
     there = there if isinstance(there, dict) else {}
     key = next(key for key in here if there.get(key) != here[key])
     if key in ("source", "options"):
@@ -324,8 +336,9 @@ def modified_at(source: Checkpoint) -> int:
 
 def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """config.json of the target: that of the source, changed to describe the planned weights."""
-    # Loaders build the model in the dtype that the config names, so it must be that of the
-    # unquantized weights. If all weights are dequantized, those that have it already count as well.
+    # Loaders build the model in the dtype that the config names, so it must be the dtype of the
+    # unquantized weights in the target: those that the plan casts and, if it leaves no codes, those
+    # that it copies.
     all_plain = plan.dequantizes and all(t.action != "quantize" for t in plan.tensors)
     dtypes = {
         tensor.dtype
@@ -351,11 +364,12 @@ def _digest(*texts: str) -> str:
 
 def _source_digest(source: Checkpoint) -> str:
     """A hash of the headers, of samples of the weights, and of the other files."""
-    # Not of modification times: each process may have its own copy of the source.
+    # It has no modification times, because each process may have its own copy of the source.
+    # `modified_at` is for reruns of one process.
     assert source.folder is not None
     tensors = [tensor for tensor in source.tensors.values() if tensor.nbytes]
-    step = max(len(tensors) / _SAMPLED, 1)
-    chosen = [tensors[int(i * step)] for i in range(min(len(tensors), _SAMPLED))]
+    step = max(len(tensors) / _SAMPLED_TENSORS, 1)
+    chosen = [tensors[int(i * step)] for i in range(min(len(tensors), _SAMPLED_TENSORS))]
     with concurrent.futures.ThreadPoolExecutor(_READERS if is_url(source.path) else 1) as pool:
         samples = [*pool.map(_sample, chosen)]
     others = []
@@ -366,11 +380,12 @@ def _source_digest(source: Checkpoint) -> str:
 
 
 def _sample(tensor: Tensor) -> str:
-    last = tensor.nbytes - _SAMPLE
-    starts = (0, last // 2, last) if tensor.nbytes > 3 * _SAMPLE else (0,)
+    """Bytes from the start, the middle and the end of a tensor as text; all if it is small."""
+    last = tensor.nbytes - _SAMPLE_BYTES
+    starts = (0, last // 2, last) if tensor.nbytes > 3 * _SAMPLE_BYTES else (0,)
     text = ""
     for start in starts:
-        data = bytearray(_SAMPLE if len(starts) > 1 else tensor.nbytes)
+        data = bytearray(_SAMPLE_BYTES if len(starts) > 1 else tensor.nbytes)
         tensor.read_into(start, memoryview(data))
         text += data.hex()
     return text

@@ -39,7 +39,6 @@ from qtoolkit.products.internal import (
     Module,
     Multiply,
     Place,
-    after,
     in_high_precision,
     kernels_as_modules,
     present_trace,
@@ -49,6 +48,7 @@ from qtoolkit.products.internal import (
     run_in,
     set_variable,
     started,
+    state_after,
     unstarted,
     without_measuring,
 )
@@ -145,7 +145,7 @@ def run(
             raise
     for (path, product), move in moves.items():
         before = {**kept[key_of(path)][product], **this.moved[path, product]}
-        this.moved[path, product] = after(before, move)
+        this.moved[path, product] = state_after(before, move)
     for (path, product), moved in this.moved.items():
         if moved:
             of_layer = module.variables[COLLECTION][key_of(path)]
@@ -253,6 +253,7 @@ class _Run:
     ) -> Any:
         """For `nn.intercept_methods`: a call of any method while the wrapped module runs."""
         module, name = context.module, context.method_name
+        # Flax passes `functools.partial(method, module)`; `method` has the code to look at.
         method = getattr(context.orig_method, "func", None)
         is_foreign = _active.get() is not self or module.scope is None
         if is_foreign or name in ("setup", STORED) or _is_in(method, _MODULE):
@@ -261,6 +262,8 @@ class _Run:
         kinds = self._kinds(path, type(module))
         call = MethodCall(module, name, method, run, args, kwargs, path, kinds, [])
         cache = self.cache if name == "__call__" and isinstance(module, _CACHING) else None
+        # Twice: first, so that a module is recorded before those in it; and after its run, because
+        # only then are its matmuls known and, in `init`, its parameters.
         self._visit(call, ())
         try:
             with nullcontext() if cache is None else narrow_cache(module, cache):
@@ -378,7 +381,8 @@ class _Run:
             state = {**kept.get(product, {}), **scales.get(product, {})}
             if not state and rng is None:
                 return None
-            own = layer.recipe_of(product.split(".", 1)[1].split("#")[0]) or recipe
+            kernel = product.split(".", 1)[1].split("#")[0]  # "kernel" of "__call__.kernel#2"
+            own = layer.recipe_of(kernel) or recipe
             moved = self.moved.setdefault((path, product), {})
             # What moves in an inner trace reaches the collection through a `LiftingTrace`.
             is_carried = self.is_mutable and self.trace == present_trace()

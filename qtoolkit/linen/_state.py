@@ -130,8 +130,8 @@ class _Step:
             return out[0], _marked(out[1], variables.get(COLLECTION, {}))
 
         graded = jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=self.has_aux)
-        value, (grads, counts, rows) = graded(self.trained, probes, zeros)
-        return value, grads[self.wrt] if isinstance(self.wrt, str) else grads, counts, rows
+        value, (grads, histograms, rows) = graded(self.trained, probes, zeros)
+        return value, grads[self.wrt] if isinstance(self.wrt, str) else grads, histograms, rows
 
     def finished(self, value: Any, grads: Any, probes: Any) -> tuple[Any, ...]:
         state = _mapped(self.state, lambda path, kept: advance(observe(kept, probes.get(path))))

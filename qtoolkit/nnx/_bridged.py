@@ -40,11 +40,11 @@ def bridged_probes(model: nnx.Module) -> Iterator[None]:
             node.pop(PROBE, None)
 
 
-def roll_bridged(model: nnx.Module, counts: dict[Path, Any]) -> None:
-    """Updates histories after a step; `counts` are the gradients of the probes, by path."""
+def roll_bridged(model: nnx.Module, histograms: dict[Path, Any]) -> None:
+    """Updates histories after a step; `histograms` are the gradients of the probes, by path."""
     for path, node in _products(model):
         arrays = {name: variable[...] for name, variable in node.items()}
-        for name, value in advance(observe(arrays, counts.get((*path, PROBE)))).items():
+        for name, value in advance(observe(arrays, histograms.get((*path, PROBE)))).items():
             node[name][...] = value
 
 

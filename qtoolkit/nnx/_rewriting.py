@@ -255,6 +255,7 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         dots = site and dataclasses.replace(site, recipe=site.recipe.without_state())
 
+        # `with_numbers` runs it a second time if the method needs numbers of NumPy's integers.
         def run(integers: bool) -> Any:
             given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, given)
@@ -269,6 +270,8 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
             module = _with_arrays(self, trace, parameters)
             unmoved = None if kept is None else kept.track().unmoved
 
+            # A generator runs each of its steps in a new context. Hence `again`, which puts a trace
+            # that knows the same parameters on top of whichever trace runs then.
             @contextlib.contextmanager
             def context() -> Iterator[None]:
                 dotted = quantizing_dot(dots, unmoved)

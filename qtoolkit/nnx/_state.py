@@ -159,6 +159,7 @@ class ProductState(nnx.Module):
         return {name: variable[...] for name, variable in self.variables.items()}
 
     def write(self, state: Mapping[str, jax.Array]) -> None:
+        """Stores arrays in its variables, which nnx brings out of `nnx.jit`, `nnx.grad`, ..."""
         variables = self.variables
         for name, value in state.items():
             if value is not variables[name].get_value():
@@ -178,7 +179,7 @@ class ProductState(nnx.Module):
         """The state for one call of the matmul, which also writes what the call moves."""
         arrays = self.arrays
         amax = arrays.get(AMAX)
-        if isinstance(amax, jax.core.Tracer):
+        if isinstance(amax, jax.core.Tracer):  # under `jit` nobody can look: NaN makes NaN
             amax = None
         if amax is not None and bool(jnp.any(jnp.isnan(amax))):
             raise ValueError(
@@ -201,9 +202,9 @@ class ProductState(nnx.Module):
             if self.recipe.learned[side] and operand == was.recipe.forward[side]:
                 self.scales[side], self.offsets[side] = was.scales[side], was.offsets[side]
 
-    def roll(self, counts: jax.Array | None) -> None:
-        """Updates history and key after a step; `counts` is the gradient of the probe, or None."""
-        self.write(advance(observe(self.arrays, counts)))
+    def roll(self, histograms: jax.Array | None) -> None:
+        """Updates history and key after a step; takes the gradient of the probe, or None."""
+        self.write(advance(observe(self.arrays, histograms)))
 
 
 def value_and_grad(
@@ -363,7 +364,7 @@ def roll(model: nnx.Module, probes: Any) -> None:
             f"roll: probes has type {type(probes).__name__}, expected an nnx.State with the "
             f"gradients of the model's probes; {differentiate}"
         )
-    counts = {tuple(path): probe[...] for path, probe in nnx.to_flat_state(probes)}
+    histograms = {tuple(path): probe[...] for path, probe in nnx.to_flat_state(probes)}
     products = [
         ((*path, "probe"), module)
         for path, module in nnx.iter_modules(model)
@@ -371,11 +372,11 @@ def roll(model: nnx.Module, probes: Any) -> None:
     ]
     delayed = [path for path, product in products if hasattr(product, "history")]
     # Without this, gradients of parameters alone would update no history, silently.
-    if delayed and not any(path in counts for path in delayed):
+    if delayed and not any(path in histograms for path in delayed):
         raise ValueError(
             f"roll: probes has no gradient for any of the {len(delayed)} delayed matmuls of "
             f"{type(model).__name__}, expected one for each; {differentiate}"
         )
     for path, product in products:
-        product.roll(counts.get(path))
-    roll_bridged(model, counts)
+        product.roll(histograms.get(path))
+    roll_bridged(model, histograms)

@@ -214,8 +214,9 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     modules = modules_of(model)
     layers = _checked_layers(where, model, modules, rules, cache)
     recipes = {} if rules is None else _recipes(where, model, rules, layers, modules)
-    # Layers of Flax take no parameters as arguments; others may get one from a module around them.
-    own = [path for path, (f, recipe) in recipes.items() if recipe and not is_of_flax(f.module)]
+    # Layers of Flax take no parameters as arguments, but a module of the user may get one from a
+    # module around it, which must then be followed.
+    of_user = [path for path, (f, recipe) in recipes.items() if recipe and not is_of_flax(f.module)]
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         shown = "/".join(map(str, path))
@@ -232,7 +233,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
                 )  # so that the trace of a module around it passes by its matmuls, too
         elif rules is not None and is_left(node):  # by an earlier wrap
             detach(node)
-        if not is_left(node) and any(f"{one}/".startswith(f"{shown}/".lstrip("/")) for one in own):
+        start = f"{shown}/".lstrip("/")  # "" for the model itself, which is around all modules
+        if not is_left(node) and any(f"{one}/".startswith(start) for one in of_user):
             follow(node)
         return node
 
@@ -362,8 +364,8 @@ def _keep(layer: Any, recipe: Recipe, site: LayerRecipe, names: Mapping[str, Any
             if other is not None and name in kinds:
                 kinds[name] = other, kinds[name][1]
         states = {
-            name: ProductState(own, lead, f"{site.path}:{name}")
-            for name, (own, lead) in kinds.items()
+            name: ProductState(recipe_of_matmul, lead, f"{site.path}:{name}")
+            for name, (recipe_of_matmul, lead) in kinds.items()
         }
         setattr(layer, PRODUCTS, Products(states))
 

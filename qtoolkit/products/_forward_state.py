@@ -68,7 +68,8 @@ COTANGENTS = (
 _COMPUTED_BY = (HISTORY, STEP)
 recorded_p = Primitive("qtoolkit_recorded")
 recorded_p.multiple_results = True
-_is_rolled: contextvars.ContextVar[bool] = contextvars.ContextVar("rolled", default=False)
+# Whether `value_and_grad` of qtoolkit.nnx or qtoolkit.linen runs.
+_is_ours: contextvars.ContextVar[bool] = contextvars.ContextVar("is_ours", default=False)
 # Part of the key by which `jax.jit` finds a trace: one of a plain step records, others do not.
 _traced_for = jax.make_user_context(None)
 
@@ -76,7 +77,7 @@ _traced_for = jax.make_user_context(None)
 @contextmanager
 def without_forward_updates() -> Iterator[None]:
     """In this context the forward pass records nothing: `value_and_grad` updates all state."""
-    with set_variable(_is_rolled, True), _traced_for("rolled"):
+    with set_variable(_is_ours, True), _traced_for("value_and_grad"):
         yield
 
 
@@ -157,10 +158,11 @@ def recorded(
     arrays = {side: x for side, x in enumerate((lhs, rhs)) if not isinstance(x, QArray)}
     is_empty = any(0 in x.shape for x in (lhs, rhs))
     # Under our `value_and_grad` the primitive is there only to notice that the model differentiates
-    # itself: a derivative that does not go through the probe is not ours.
-    is_rolled = _is_rolled.get()
-    is_seen = is_rolled and (is_carried or PROBE not in kept)
-    if not names or is_empty or is_seen or instrument() is not None:
+    # itself: a derivative that does not go through the probe is not ours. If the state is carried,
+    # the matmul runs in the trace in which the method began, so no derivative lies between.
+    is_ours = _is_ours.get()
+    is_needless = is_ours and (is_carried or PROBE not in kept)
+    if not names or is_empty or is_needless or instrument() is not None:
         return dict(kept), {}
     probe = [kept[PROBE]] if PROBE in kept else []
     outs = recorded_p.bind(
@@ -172,7 +174,7 @@ def recorded(
         sides=tuple(arrays),
         is_carried=is_carried,
         delayed=delayed,
-        is_rolled=is_rolled,
+        is_ours=is_ours,
         home=home,
         lead=0,
     )
@@ -222,7 +224,7 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
     state = dict(zip(params["names"], values, strict=True))
     has_history = HISTORY in state
     if not params["is_carried"]:
-        warnings.warn(_TWICE if params["is_rolled"] else STALE, RuntimeWarning, stacklevel=2)
+        warnings.warn(_TWICE if params["is_ours"] else STALE, RuntimeWarning, stacklevel=2)
         # Zeros in a history mean current scales. The last step: else a warm-up would never end.
         replaced = {HISTORY: jnp.zeros_like, STEP: lambda x: jnp.full_like(x, np.uint32(2**32 - 1))}
         used = [replaced[name](state[name]) for name in _COMPUTED_BY if name in state]
@@ -233,12 +235,12 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
     used = [state[HISTORY].at[..., 2, :].set(0)] if has_history else []
     used += [state[STEP]] if STEP in state else []
     if has_history:
-        state[HISTORY], state[BAD] = _moved(state, arrays, params)
+        state[HISTORY], state[BAD] = _updated_history(state, arrays, params)
     after = advance(state)
     return [*used, *(after[name] for name in params["names"])]
 
 
-def _moved(state: Kept, arrays: Any, params: Mapping[str, Any]) -> tuple[Array, Array]:
+def _updated_history(state: Kept, arrays: Any, params: Mapping[str, Any]) -> tuple[Array, Array]:
     """The history after this step, and the count of steps with bad numbers."""
     history, lead = state[HISTORY], params["lead"]
     measure = amax_of

@@ -81,6 +81,8 @@ class LayerRecipe:
           name: The name of the matmul in its layer.
           state: What the layer keeps for it, in the order (input, kernel, cotangent).
         """
+        # A matmul whose kernel a rule excludes comes here only from `dot` in a custom derivative,
+        # which does not know which parameter it multiplies: it takes the recipe of the layer.
         recipe = self.recipe_of(matmul.kernel_name) or self.recipe
         recipe = recipe if state is not None else recipe.without_state()
         recipe = recipe.of_activations() if matmul.kernel is None else recipe

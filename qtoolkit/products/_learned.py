@@ -1,8 +1,8 @@
-"""Operands whose scales are parameters: LSQ and LSQ+ before a matmul.
+"""Learned scales (LSQ, learned step size quantization; LSQ+ also learns an offset).
 
-LSQ rounds the operand; the matmul and its derivatives then use the rounded array as it is. A
-kernel that was trained this way is stored as codes and its learned scale. The first value of a
-scale comes from the operand in a first batch.
+The scale of such an operand is a parameter. The operand is rounded before the matmul, which then
+takes the rounded array as an unquantized operand. `start_scales` computes the first value of a
+scale from the operand in one batch. `quantize` stores a kernel as codes and its learned scale.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ Array = jax.Array
 
 # (scale, offset), float32 scalars. NaN until `start_scales` sets them; None if not learned.
 LearnedScale = tuple[Array | None, Array | None]
-_SIDES = ("lhs", "rhs")
+_SIDES = ("lhs", "rhs")  # also the roles 0 and 1 of `_instruments.ROLES`
 
 
 def with_learned_scales(
@@ -45,8 +45,14 @@ def with_learned_scales(
 ) -> tuple[tuple[Any, Any], Tap | None]:
     """Rounds the operands that have a learned scale.
 
+    Args:
+      where: Starts error messages.
+      sides: lhs and rhs, arrays or stored kernels.
+      zeros: `State.zeros`, through whose gradient the measurements of `tap` leave.
+
     Returns:
-      Both operands, and `tap` without the roles that it has measured here.
+      lhs and rhs; and the tap for the matmul, which must not measure again what `_rounded` has
+      measured: the operand before rounding is known only here.
     """
     outs = list(sides)
     for side, operand in enumerate(recipe.forward):
@@ -61,8 +67,9 @@ def with_learned_scales(
             )
         outs[side] = _rounded(where, sides[side], operand, learned[side], tap, zeros, side)
     if tap is not None:
-        done = tuple(role for role in tap.roles if role > 1 or not recipe.learned[role])
-        tap = dataclasses.replace(tap, roles=done)  # type: ignore[type-var]
+        measured = [side for side, is_learned in enumerate(recipe.learned) if is_learned]
+        roles = tuple(role for role in tap.roles if role not in measured)
+        tap = dataclasses.replace(tap, roles=roles)  # type: ignore[type-var]
     return (outs[0], outs[1]), tap
 
 
@@ -75,16 +82,13 @@ def _rounded(
     zeros: Array | None,
     side: int,
 ) -> Array:
-    """Rounds one operand by LSQ or LSQ+.
-
-    If a tap measures the operand, its measurement becomes the gradient of `zeros[side]`: 0 is added
-    to the result by a linear function of these zeros whose transpose returns the measurement.
-    """
+    """Rounds one operand by LSQ or LSQ+, and measures it if `tap` has its role."""
     (scale, offset), element = learned, operand.spec.element
     assert scale is not None
-    if tap is not None:  # an instrument may look at a model before its scales are started
+    if tap is not None:  # `start_scales` and reports measure a model before its scales are set
         scale = jnp.where(jnp.isnan(scale), lsq_scale(x, element), scale)
         offset = None if offset is None else jnp.where(jnp.isnan(offset), 0, offset)
+    # Under `jit` the number is not known: a NaN then makes the result NaN.
     elif not isinstance(scale, jax.core.Tracer) and bool(np.isnan(np.asarray(scale))):
         raise ValueError(
             f"{where}: the learned scale of {_SIDES[side]} has not been started; write "
@@ -98,17 +102,19 @@ def _rounded(
     shifted = x if offset is None else x - offset.astype(x.dtype)
     shifted, scale = lax.stop_gradient((shifted, scale))
     q, scales = operand_values(shifted, operand.spec, fixed=Scales(scale.reshape((1,) * x.ndim)))
-    measured = tap(shifted, Rounded(q, scales, operand.spec))
+    measurement = tap(shifted, Rounded(q, scales, operand.spec))
+    # Adds zeros to y. Their derivative makes the measurement the gradient of `zeros[side]`: see
+    # `_instruments` for why measurements are gradients.
     zero = _Zero(jax.ShapeDtypeStruct(y.shape, y.dtype))
-    return y + linear_with_transpose(zero, _Measured(), (measured,), zeros[side])
+    return y + linear_with_transpose(zero, _ReturnMeasurement(), (measurement,), zeros[side])
 
 
-# Always traced, so that a call outside of `jit` does the same as one inside: `lsq` then takes a
-# scale that training has made negative for the least positive one.
+# Training may make a scale negative. Outside of `jit`, `lsq` raises an error for it; under `jit` it
+# takes the least positive number in its place. The `jit` here makes it always do the latter.
 @functools.partial(jax.jit, static_argnums=3)
 def _lsq(x: Array, scale: Array, offset: Array | None, element: Format) -> Array:
     y = lsq(x, scale, element) if offset is None else lsq_plus(x, scale, offset, element)
-    # `lsq` clamps infinities and maps NaN to 0. A loss scaler must see both in the result.
+    # `lsq` clamps infinities, and integers have no NaN. A loss scaler must see both in the result.
     return jnp.where(jnp.isfinite(exact_float32(x)), y, x)
 
 
@@ -130,17 +136,19 @@ def check_storable(where: str, operand: Operand, scale: Array | None) -> None:
 
 
 def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
-    """`x` as codes and its learned scale. Dequantized it is `lsq(x, scale)`, bit for bit."""
+    """A finite `x` as codes and its learned scale; the codes stand for the bits of `lsq`."""
     element = operand.spec.element
-    scale = jnp.where(scale < LEAST, LEAST, scale)
+    scale = jnp.where(scale < LEAST, LEAST, scale)  # as `lsq` does
     is_packed = element.bits in WIDTHS and x.ndim > 0
-    spec = BlockFormat.tensor(element)  # LSQ knows no narrow range, and its scale is float32
+    # Not `operand.spec`: `lsq` uses the lowest integer even if `narrow_range` excludes it, and its
+    # scale is float32.
+    spec = BlockFormat.tensor(element)
     return quantize(x, spec, scale=scale.reshape((1,) * x.ndim), packed=is_packed)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Zero:
-    """Returns zeros that vary over the same mesh axes as its argument."""
+    """A linear function whose result is zeros, which vary over the mesh axes of its argument."""
 
     out: jax.ShapeDtypeStruct
 
@@ -149,8 +157,8 @@ class _Zero:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Measured:
-    """Serves as the transpose of `_Zero`: returns the tap's measurement for any cotangent."""
+class _ReturnMeasurement:
+    """The transpose that `_rounded` gives to `_Zero`: the measurement, for any cotangent."""
 
     def __call__(self, residuals: tuple[Array, ...], cotangent: Array) -> Array:
         return residuals[0]
@@ -158,10 +166,10 @@ class _Measured:
 
 @dataclasses.dataclass(frozen=True)
 class _StartTap:
-    """Measures [uses, sum of mean(|x|), marked max(-x, 0), marked max(x, 0)] of an operand.
+    """Measures [runs, mean(|x|), marked max(-x, 0), marked max(x, 0)] of an operand.
 
-    A use is one run of the matmul in the step. `marked` encodes a number such that those of
-    several runs can be added, and the largest read from the sum.
+    If the matmul runs several times, JAX adds up these vectors. So `marked` stores a maximum as a
+    histogram, in whose sum `extreme` finds the largest.
     """
 
     roles: tuple[int, ...] = (0, 1)
@@ -182,7 +190,7 @@ def first_scales(
     """The first scale and offset of each operand that learns them, from one run of a pure function.
 
     float32[2] each, by (path of the layer, name of the matmul in it, 0 for lhs or 1 for rhs); NaN
-    if the matmul was not measured.
+    if the function did not run the matmul, or its result does not depend on it.
     """
     measured, _ = tapped("start_scales", _StartTap(), total_of(function), *arguments)
     return {
@@ -196,22 +204,22 @@ def first_scales(
 
 
 def _first_scale(row: Array, operand: Operand) -> Array:
-    """float32[2]: scale and offset; NaN where the matmul was not used.
+    """float32[2]: scale and offset, from what `_StartTap` measured; NaN if there was no run.
 
-    LSQ: the scale is 2 mean(|x|) / sqrt(Qp), without an offset. LSQ+: the scale is the range of x,
-    extended to zero, divided by the range of the format; the offset maps the least x to the least
-    value of the format.
+    LSQ: the scale is 2 mean(|x|) / sqrt(Qp), where Qp is the largest value of the format. LSQ+: the
+    scale is (max(x, 0) - min(x, 0)) / (Qp - Qn), where Qn is the lowest one; with the offset,
+    min(x, 0) becomes Qn.
     """
     element = operand.spec.element
-    uses = row[0]
-    scale = row[1] / jnp.maximum(uses, 1) * np.float32(2 / math.sqrt(element.max_finite))
+    runs = row[0]
+    scale = row[1] / jnp.maximum(runs, 1) * np.float32(2 / math.sqrt(element.max_finite))
     offset = jnp.zeros_like(scale)
     if isinstance(operand.scaling, Learned) and operand.scaling.offset:
         below, above = (
             extreme(row[start : start + MARKED], BITS, lowest=False) for start in (2, 2 + MARKED)
         )
-        steps = np.float32(float(element.max_finite - element.lowest))
-        scale = above / steps + below / steps
+        width = np.float32(float(element.max_finite - element.lowest))
+        scale = above / width + below / width  # not their sum first: it may overflow
         offset = -below - np.float32(float(element.lowest)) * scale
     scale = jnp.where(scale > 0, jnp.maximum(scale, LEAST), np.float32(1))
-    return jnp.where(uses > 0, jnp.stack([scale, offset]), np.float32(np.nan))
+    return jnp.where(runs > 0, jnp.stack([scale, offset]), np.float32(np.nan))

@@ -64,7 +64,7 @@ def _moved_by(args: Any, outs: Any, params: Mapping[str, Any]) -> dict[str, Any]
     return move
 
 
-def after(state: Mapping[str, Any], move: Mapping[str, Any]) -> dict[str, Any]:
+def state_after(state: Mapping[str, Any], move: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a product after a move."""
     new = {name: state[name] + x for name, x in move.items() if name not in (HISTORY, "is_skipped")}
     if HISTORY in move:

@@ -28,7 +28,8 @@ class State(NamedTuple):
       amax: float32[3], the amaxes by which to scale lhs, rhs and the cotangent, from earlier steps.
         A 0 says: scale by the amax of the array at hand, or by `Delayed.initial`.
       probe: float32[3, BUCKETS] of zeros. Its gradient is a histogram of the amaxes of this step,
-        from which the layer updates its history; see `_instruments` for why a gradient.
+        from which the layer updates its history; see `_states` for why a histogram, and
+        `_instruments` for why a gradient.
       key: uint32[2], the words of a key for stochastic rounding.
       zeros: float32[len(ROLES), size] of zeros. Its gradient is what a tap measured.
       step: uint32, how many steps the layer has been trained, for a recipe with a warm-up.
@@ -75,7 +76,7 @@ class Plan:
     tap: Tap | None = None
 
     def axes(self, lhs: Any, rhs: Any) -> tuple[Axes, ...]:
-        """The axes of an operand in its matmul, by its role."""
+        """The axes of each operand in its matmul, in the order of `_instruments.ROLES`."""
         of_lhs, of_rhs, of_out = self.function.axes(lhs.shape, rhs.shape)
         return of_lhs, of_rhs, of_out, of_rhs.turned(), of_lhs.turned(), of_out.turned()
 

@@ -239,6 +239,9 @@ def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]
     (inputs, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
     is_tapped = state.zeros is not None and not isinstance(state_dots.zeros, SymbolicZero)
+    # `out` has no tangent of its own: it was computed behind `stop_gradient`. Second derivatives
+    # differentiate this rule, and get the tangent of the result from this call; without it they
+    # would be 0. It has no probe and no zeros, because the first derivative observes the step.
     out = _product(plan, inputs, operands, State(key=state.key), extra, out)
     sides = tuple(side for side in (0, 1) if is_differentiated(inputs[side], dots[side]))
     xs = [dots[side] for side in sides]

@@ -4,7 +4,9 @@
     step first; 0 where there was none yet; for `Delayed` scaling.
   bad: uint32[...], the steps with an infinity or a NaN, which the history skips, and those in which
     an array was more than twice as large as its history, by which it was scaled.
-  probe: float32[..., 3, buckets], zeros whose gradient is what a step observed.
+  probe: float32[..., 3, buckets], zeros whose gradient is a histogram of the largest magnitudes of
+    lhs, rhs and the cotangent in this step. JAX adds up the gradients of a layer that runs several
+    times. A sum of magnitudes would not tell the largest one, but a sum of histograms does.
   amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; for `Static` scaling.
   key: uint32[..., 2], an identity and a count of steps; for stochastic rounding.
   step: uint32[...], a count of steps; for a recipe with a warm-up.
@@ -158,14 +160,18 @@ def of_kernel(kept: Kept) -> tuple[Array | None, Array | None, Array | None]:
     return None if amax is None else amax[..., 1], kept.get(KEY), kept.get(LEARNED[2])
 
 
-def observe(kept: Kept, counts: Array | None) -> dict[str, Any]:
-    """The state after a step: histories moved by `counts`, the gradient of the probe, if any."""
-    if counts is None:
+def observe(kept: Kept, histograms: Array | None) -> dict[str, Any]:
+    """The state with the magnitudes of a step in its histories.
+
+    Args:
+      histograms: The gradient of the probe; None if there is none.
+    """
+    if histograms is None:
         return dict(kept)
     axes = untracked_axes()
     if axes:  # the shards share one history
-        counts = lax.pmax(counts, axes)
-    history, bad = rolled(kept[HISTORY], kept[BAD], counts)
+        histograms = lax.pmax(histograms, axes)
+    history, bad = rolled(kept[HISTORY], kept[BAD], histograms)
     return {**kept, HISTORY: history, BAD: bad}
 
 

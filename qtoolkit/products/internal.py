@@ -22,7 +22,7 @@ from qtoolkit.products._inputs import Batch, Constant, as_jax, with_numbers
 from qtoolkit.products._instruments import kernels_in, set_variable, without_measuring
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot
-from qtoolkit.products._lifted_state import LiftingTrace, after
+from qtoolkit.products._lifted_state import LiftingTrace, state_after
 from qtoolkit.products._matching import (
     Module,
     check_rules,
