@@ -203,7 +203,7 @@ def test_table_picture_page_and_command(found, tmp_path):
     done = CliRunner().invoke(app, ["report", str(saved), *pages])
     assert done.exit_code == 0, done.output
     assert [line.rstrip() for line in str(found).splitlines()][1].split()[0] in done.output
-    assert "not measured: trunk:0" in done.output
+    assert "depend on them: trunk:0" in done.output
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
     for content, message in (("{", "invalid JSON"), ("{}", "no report of numerics")):
         saved.write_text(content)
