@@ -44,6 +44,7 @@ from qtoolkit.scaling.internal import (
     tensor_scale_from,
 )
 
+# `map`, or that of a pool of threads.
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 _KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
 # `block_scales` gets one of these numbers of blocks, padded, so that XLA compiles it four times.

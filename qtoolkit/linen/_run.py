@@ -129,7 +129,7 @@ def run(
     rng = None
     is_stochastic = any(recipe.is_stochastic for recipe in _recipes(rules))
     if not initializing and is_stochastic and module.has_rng(COLLECTION):
-        rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
+        rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]  # of 2 or 4 words
     call = _Run(rules, cache, type(module), module.path, initializing, states, scales, rng)
     call.is_mutable = not initializing and module.is_mutable_collection(COLLECTION)
     intercepting = nn.intercept_methods(call.intercept)
