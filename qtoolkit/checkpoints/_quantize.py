@@ -1,9 +1,19 @@
-"""Quantizes weights slab by slab, with the same bits as `qtoolkit.quantize` of the whole.
+"""Quantizes weights slab by slab, with the same bits as `qtoolkit.quantize` of a whole weight.
 
-A batch is some slabs that are computed together: one large slab, or slabs of small weights, because
-calling programs for each would take longer than computing it. The units of slabs of one dtype,
-format and length lie side by side in one array, which is cut into tiles. Three programs do the
-rest: the amax of each unit; from the amaxes of blocks their scales; codes and the rounding error.
+`_slabs.py` explains how a weight is cut. In short:
+
+  slab   a part of a weight that fits into memory
+  block  the elements that share a scale
+  unit   a piece of a block, of one of a few lengths
+  tile   an array of many units, of one of a few shapes, so that XLA compiles few programs
+
+`quantize_batch` gets one large slab, or many slabs of small weights: starting programs for each
+small slab would take longer than their work. It puts the units of similar slabs side by side into
+tiles. Then three programs run:
+
+1. `unit_amax` computes the largest magnitude (amax) of each unit, hence of each block;
+2. `block_scales` computes the scale of each block from its amax;
+3. `encoded` computes codes and the rounding error.
 """
 
 import dataclasses
@@ -34,9 +44,11 @@ from qtoolkit.scaling.internal import (
     tensor_scale_from,
 )
 
+# `map`, or that of a pool of threads.
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 _KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
-_COUNTS = tuple(2**n for n in (6, 10, 14, 20))  # of scales that are computed at once
+# `block_scales` gets one of these numbers of blocks, padded, so that XLA compiles it four times.
+_BLOCK_COUNTS = tuple(2**n for n in (6, 10, 14, 20))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,10 +57,12 @@ class Weight:
 
     Attributes:
       tensor: Where its elements come from: float32, float16 or bfloat16.
-      spec: Its format; the blocks are those of `grid`.
-      grid: How it is cut.
-      tensor_scale: As stored, one for each matrix of the grid; None: the format has none.
-      amaxes: The amax of each block; None if slabs hold whole blocks and find them.
+      spec: Its format.
+      grid: The weight as matrices, and how they are cut into blocks.
+      tensor_scale: The second scale that formats such as NVFP4 have, as stored: one for each matrix
+        of the grid. None if the format has none.
+      amaxes: The amax of each block. None if every slab holds whole blocks, so that their amaxes
+        can be computed from the slab.
     """
 
     tensor: Tensor
@@ -63,12 +77,12 @@ class Weight:
 
 
 class QuantizedSlab(NamedTuple):
-    """What became of a slab.
+    """The codes and scales of a slab.
 
     Attributes:
       codes: Unsigned codes as from `encode`: [rows, columns]; later packed into bytes.
-      first: The first of the blocks that lie in the slab.
-      scale: Their scales, flat, as stored; None if the format has none.
+      first: The number of the first block that lies in the slab.
+      scale: The scales of its blocks, flat, as stored; None if the format has none.
       sums: The rounding error.
     """
 
@@ -79,74 +93,80 @@ class QuantizedSlab(NamedTuple):
 
 
 def quantize_batch(batch: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
-    """What becomes of each slab; its result does not depend on the others."""
-    alike: dict[Any, list[int]] = {}
+    """Quantize several slabs. The result for a slab does not depend on the others."""
     units = [weight.grid.units(slab) for weight, slab in batch]
-    for i, ((weight, _), one) in enumerate(zip(batch, units, strict=True)):
-        spec = unit_spec(weight.spec, one.axis)
-        key = (weight.tensor.dtype, spec, one.axis, one.length, weight.amaxes is None)
-        alike.setdefault(key, []).append(i)
+    groups: dict[Any, list[int]] = {}  # slabs whose units can lie in the same tiles
+    for i, ((weight, _), slab_units) in enumerate(zip(batch, units, strict=True)):
+        axis, length = slab_units.axis, slab_units.length
+        spec = unit_spec(weight.spec, axis)
+        key = (weight.tensor.dtype, spec, axis, length, weight.amaxes is None)
+        groups.setdefault(key, []).append(i)
     results: dict[int, QuantizedSlab] = {}
-    for (_, spec, *_), members in alike.items():
-        made = _quantize_alike([batch[i] for i in members], [units[i] for i in members], spec)
-        results |= zip(members, made, strict=True)
+    for (_, spec, *_), group in groups.items():
+        slabs = _quantize_group([batch[i] for i in group], [units[i] for i in group], spec)
+        results |= zip(group, slabs, strict=True)
     return [results[i] for i in range(len(batch))]
 
 
-def _quantize_alike(
+def _quantize_group(
     batch: Sequence[tuple[Weight, Slab]], units: Sequence[Units], spec: BlockFormat
 ) -> list[QuantizedSlab]:
-    """Quantize slabs of one dtype, format and length of units."""
+    """Quantize slabs whose units can lie in the same tiles."""
     axis = units[0].axis
-    # Units and blocks are counted on from slab to slab: slab i has the units from unit_ends[i] to
-    # unit_ends[i + 1], and the blocks of all slabs together are 0 to block_ends[-1].
-    unit_ends = [0, *itertools.accumulate(len(one.blocks) for one in units)]
-    block_ends = [0, *itertools.accumulate(one.block_count for one in units)]
-    block_of = np.concatenate(
-        [u.blocks + (start - u.first) for u, start in zip(units, block_ends, strict=False)]
+    # The units of all slabs lie in one array, and so do their blocks. Slab i has the units from
+    # unit_starts[i] to unit_starts[i + 1], and likewise its blocks. Unit u lies in block
+    # block_of_unit[u] of that array.
+    unit_starts = [0, *itertools.accumulate(len(u.blocks) for u in units)]
+    block_starts = [0, *itertools.accumulate(u.block_count for u in units)]
+    block_of_unit = np.concatenate(
+        [u.blocks - u.first + start for u, start in zip(units, block_starts, strict=False)]
     )
-    # First the amax of each block, then its scales, then codes and error sums of tiles.
-    elements = [one.laid_out(w.read(slab)) for (w, slab), one in zip(batch, units, strict=True)]
-    tiles = tiles_of(elements, axis)
+    elements = [weight.read(slab) for weight, slab in batch]
+    tiles = tiles_of([u.laid_out(x) for u, x in zip(units, elements, strict=True)], axis)
     amaxes = _known_amaxes(batch, units)
     if amaxes is None:
+        # If no code is NaN, a NaN makes its whole block NaN. So the amax of the block must be NaN.
         nan_wins = not spec.element.has_nan
-        amaxes = block_amaxes(tiles, axis, block_of, block_ends[-1], nan_wins)
-    scales, tensor_scales, rates = _scales(amaxes, _tensor_scales_of(batch, units), spec)
+        amaxes = block_amaxes(tiles, axis, block_of_unit, block_starts[-1], nan_wins)
+    tensor_scales = _tensor_scales_of(batch, units)
+    scales, tensor_scales, multipliers = _scales(amaxes, tensor_scales, spec)
     nonzero = None if spec.scale is None else amaxes != 0
-    columns = [_columns(of, block_of, tiles, axis) for of in (scales, nonzero, tensor_scales)]
-    inputs = [*zip(tiles, *columns, strict=True)]
+    columns = [
+        _columns(values, block_of_unit, tiles, axis) for values in (scales, nonzero, tensor_scales)
+    ]
     is_alone = len(batch) == 1
-    codes, stats = _encode_tiles(inputs, amaxes, block_of, spec, axis, is_alone)
-    made = []  # what belongs to each slab, cut out again
-    for i, ((weight, slab), one) in enumerate(zip(batch, units, strict=True)):
-        of_slab, blocks = slice(*unit_ends[i : i + 2]), slice(*block_ends[i : i + 2])
-        own = codes[of_slab] if axis == 1 else codes[:, of_slab]
-        own_stats = stats if is_alone else stats[:, of_slab]
-        signal, noise, nonfinite, overflowed = own_stats.sum(axis=1).tolist()
+    inputs = [*zip(tiles, *columns, strict=True)]
+    codes, stats = _encode_tiles(inputs, amaxes, block_of_unit, spec, axis, is_alone)
+
+    quantized = []
+    for i, ((_, slab), slab_units) in enumerate(zip(batch, units, strict=True)):
+        own, blocks = slice(*unit_starts[i : i + 2]), slice(*block_starts[i : i + 2])
+        unit_codes = codes[own] if axis == 1 else codes[:, own]
+        slab_stats = stats if is_alone else stats[:, own]
+        signal, noise, nonfinite, overflowed = slab_stats.sum(axis=1).tolist()
         sums = ErrorSums(signal, noise, int(nonfinite), int(overflowed))
-        if rates is not None:
-            sums.max_scale = float(np.fmax.reduce(rates[blocks], initial=0))
-            if may_be_subnormal(rates[blocks], spec):
-                of_units = np.expand_dims(rates[block_of[of_slab]], axis).astype(np.float64)
+        if multipliers is not None:
+            sums.max_scale = float(np.fmax.reduce(multipliers[blocks], initial=0))
+            if may_be_subnormal(multipliers[blocks], spec):
+                # XLA counted such values as 0. NumPy does not: compute the error again.
+                factors = np.expand_dims(multipliers[block_of_unit[own]], axis).astype(np.float64)
                 with np.errstate(under="ignore", invalid="ignore"):
-                    values = (spec.element.values()[own] * of_units).astype(np.float32)
-                    x = weight.read(slab).astype(np.float32)
-                    exact = error_sums(x, one.elements(values))
+                    values = (spec.element.values()[unit_codes] * factors).astype(np.float32)
+                    exact = error_sums(elements[i].astype(np.float32), slab_units.elements(values))
                 sums.signal, sums.noise = exact.signal, exact.noise
-        slab_codes = one.elements(own).reshape(slab.rows, slab.columns)
+        slab_codes = slab_units.elements(unit_codes).reshape(slab.rows, slab.columns)
         scale = None if scales is None else scales[blocks]
-        made.append(QuantizedSlab(slab_codes, one.first, scale, sums))
-    return made
+        quantized.append(QuantizedSlab(slab_codes, slab_units.first, scale, sums))
+    return quantized
 
 
 def _known_amaxes(
     batch: Sequence[tuple[Weight, Slab]], units: Sequence[Units]
 ) -> np.ndarray | None:
-    """The amaxes of the blocks that lie in slabs, if their weights have them."""
+    """The amaxes of all blocks of the slabs, if their weights have them; else None."""
     known = [
-        weight.amaxes[one.first : one.first + one.block_count]
-        for (weight, _), one in zip(batch, units, strict=True)
+        weight.amaxes[u.first : u.first + u.block_count]
+        for (weight, _), u in zip(batch, units, strict=True)
         if weight.amaxes is not None
     ]
     return np.concatenate(known) if known else None
@@ -155,90 +175,101 @@ def _known_amaxes(
 def _tensor_scales_of(
     batch: Sequence[tuple[Weight, Slab]], units: Sequence[Units]
 ) -> np.ndarray | None:
-    """For each block that lies in slabs its tensor scale, as stored."""
+    """For each block of the slabs the tensor scale of its matrix, as stored."""
     scales = [
-        weight.grid.of_matrices(weight.tensor_scale, one.first + np.arange(one.block_count))
-        for (weight, _), one in zip(batch, units, strict=True)
+        weight.grid.of_matrices(weight.tensor_scale, u.first + np.arange(u.block_count))
+        for (weight, _), u in zip(batch, units, strict=True)
         if weight.tensor_scale is not None
     ]
     return np.concatenate(scales) if scales else None
 
 
 def _columns(
-    of_blocks: np.ndarray | None, block_of: np.ndarray, tiles: Sequence[np.ndarray], axis: int
+    values: np.ndarray | None, block_of_unit: np.ndarray, tiles: Sequence[np.ndarray], axis: int
 ) -> Sequence[Any]:
-    """A number for each block, as columns that broadcast to the units of tiles."""
-    of_units = None if of_blocks is None else of_blocks[block_of]
+    """For each tile the values of the blocks of its units, in a shape that broadcasts to the tile.
+
+    `values` has one for each block.
+    """
+    of_units = None if values is None else values[block_of_unit]
     return columns_of(of_units, [tile.shape[1 - axis] for tile in tiles], axis)
 
 
 def _encode_tiles(
     inputs: Sequence[tuple[Any, ...]],
     amaxes: np.ndarray,
-    block_of: np.ndarray,
+    block_of_unit: np.ndarray,
     spec: BlockFormat,
     axis: int,
     is_alone: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The codes of all units, and four sums: signal, noise, how many elements are not finite, how
-    many overflow. The sums are those of each unit, or of each tile if a slab is alone: one sum over
-    2**20 elements takes 0.74 ms together with the codes, 8,192 sums over 128 take 0.88 ms.
+    """The codes of all units, and [4, units or tiles], the rows being signal, noise, how many
+    elements are not finite, how many overflow. A slab that is alone has a column for each tile.
+
+    Args:
+      inputs: For each tile its elements, and the scales, `nonzero` and tensor scales of `encoded`.
+      amaxes: The amax of each block.
+      is_alone: Whether all units are of one slab. Then sums are computed for each tile, not for
+        each unit: one sum over 2**20 elements takes less time than 8,192 sums over 128.
     """
     # Squares of the elements may leave float32's range. So elements are first multiplied by a power
-    # of two that makes the largest one of a block, or of a slab that is alone, about 1.
-    top = np.where(np.isfinite(amaxes), amaxes, 0)
-    top = top.max(initial=0, keepdims=True) if is_alone else top
-    factors = np.ldexp(np.float32(1), -np.clip(np.frexp(top)[1], -126, 126))
+    # of two, such that the largest element of the block (or of all, if a slab is alone) is about 1.
+    largest = np.where(np.isfinite(amaxes), amaxes, 0)
+    largest = largest.max(initial=0, keepdims=True) if is_alone else largest
+    factors = np.ldexp(np.float32(1), -np.clip(np.frexp(largest)[1], -126, 126))
     tiles = [tile for tile, *_ in inputs]
-    by_tile: Sequence[Any] = [factors[0]] * len(tiles)
+    tile_factors: Sequence[Any] = [factors[0]] * len(tiles)
     if not is_alone:
-        by_tile = _columns(factors, block_of, tiles, axis)
-    inputs = [(*tile, factor) for tile, factor in zip(inputs, by_tile, strict=True)]
-    done = [encoded(*tile, spec, axis, not is_alone) for tile in inputs]
+        tile_factors = _columns(factors, block_of_unit, tiles, axis)
+    arguments = [(*of_tile, factor) for of_tile, factor in zip(inputs, tile_factors, strict=True)]
+    # Start all programs before the first result is waited for.
+    results = [encoded(*of_tile, spec, axis, not is_alone) for of_tile in arguments]
     codes, stats = [], []
-    for tile, made in zip(inputs, done, strict=True):
-        codes.append(np.asarray(made.codes))
-        sums = np.zeros((4, 1 if is_alone else tile[0].shape[1 - axis]))
-        sums[0], sums[1], sums[3] = made.signal, made.noise, made.overflowed
-        if not np.isfinite(sums).all():
-            known = np.asarray(finite_sums(*tile, spec, axis), np.float64)
-            sums[:3] = known.sum(axis=1, keepdims=True) if is_alone else known
+    for of_tile, result in zip(arguments, results, strict=True):
+        codes.append(np.asarray(result.codes))
+        sums = np.zeros((4, 1 if is_alone else of_tile[0].shape[1 - axis]))
+        sums[0], sums[1], sums[3] = result.signal, result.noise, result.overflowed
+        if not np.isfinite(sums).all():  # the tile holds a NaN or an infinity: sum without these
+            finite = np.asarray(finite_sums(*of_tile, spec, axis), np.float64)
+            sums[:3] = finite.sum(axis=1, keepdims=True) if is_alone else finite
         stats.append(sums)
     all_stats = np.concatenate(stats, axis=1)
     squares = factors.astype(np.float64) ** 2
     if not is_alone:
-        all_stats, squares = all_stats[:, : len(block_of)], squares[block_of]
+        all_stats = all_stats[:, : len(block_of_unit)]  # without the padding of the last tile
+        squares = squares[block_of_unit]
     all_stats[:2] /= squares
     return np.concatenate(codes, axis=1 - axis), all_stats
 
 
-def may_be_subnormal(rates: np.ndarray, spec: BlockFormat) -> bool:
-    """Whether numbers that codes stand for may be subnormal, which XLA's CPU takes for 0."""
-    return not spec.has_powers and bool(((rates > 0) & (rates < np.float32(2.0**-100))).any())
+def may_be_subnormal(multipliers: np.ndarray, spec: BlockFormat) -> bool:
+    """Whether a code times its multiplier may be subnormal in float32; XLA on a CPU makes it 0."""
+    is_small = (multipliers > 0) & (multipliers < np.float32(2.0**-100))
+    return not spec.has_powers and bool(is_small.any())
 
 
 def block_amaxes(
-    tiles: Sequence[np.ndarray], axis: int, block_of: np.ndarray, blocks: int, nan_wins: bool
+    tiles: Sequence[np.ndarray], axis: int, block_of_unit: np.ndarray, blocks: int, nan_wins: bool
 ) -> np.ndarray:
-    """The amax of each of `blocks` blocks, from units of which each lies in one."""
+    """The amax of each of `blocks` blocks: the largest amax of its units."""
     units = np.concatenate([np.asarray(unit_amax(t, axis, nan_wins)).reshape(-1) for t in tiles])
-    units = units[: len(block_of)]
-    if len(block_of) == blocks and block_of[0] == 0 and (np.diff(block_of) == 1).all():
+    units = units[: len(block_of_unit)]  # without the padding of the last tile
+    if np.array_equal(block_of_unit, np.arange(blocks)):  # each unit is a block
         return units
     amaxes = np.zeros(blocks, np.float32)
     with np.errstate(invalid="ignore"):  # NumPy warns of a NaN, which is the largest
-        np.maximum.at(amaxes, block_of, units)
+        np.maximum.at(amaxes, block_of_unit, units)
     return amaxes
 
 
 def weight_amaxes(weight: Weight, map_: Map = map, *, nan_wins: bool) -> np.ndarray:
-    """The amax of each block of a weight, for which all of it is read."""
+    """The amax of each block of a weight. Reads the whole weight."""
 
     def slab_amaxes(slab: Slab) -> tuple[int, np.ndarray]:
         units = weight.grid.units(slab)
-        tiles, block_of = tiles_of([units.laid_out(weight.read(slab))], units.axis), units.blocks
-        own = block_of - units.first, units.block_count
-        return units.first, block_amaxes(tiles, units.axis, *own, nan_wins)
+        tiles = tiles_of([units.laid_out(weight.read(slab))], units.axis)
+        blocks = units.blocks - units.first
+        return units.first, block_amaxes(tiles, units.axis, blocks, units.block_count, nan_wins)
 
     amaxes = np.zeros(weight.grid.blocks, np.float32)
     for first, part in map_(slab_amaxes, weight.grid.slabs()):
@@ -252,8 +283,8 @@ def largest_magnitudes(tensor: Tensor, count: int = 1, map_: Map = map) -> np.nd
     """The largest finite |x| of each of `count` equal parts of a tensor; 0 where there is none."""
     if not tensor.size:
         return np.zeros(count, np.float32)
-    whole = Grid.whole(tensor.size // count, count)
-    weight = Weight(tensor, BlockFormat.tensor("e4m3fn"), whole)
+    parts = Grid.whole(tensor.size // count, count)
+    weight = Weight(tensor, BlockFormat.tensor("e4m3fn"), parts)  # its format has no effect here
     return weight_amaxes(weight, map_, nan_wins=False)
 
 
@@ -268,30 +299,38 @@ def prepared(weight: Weight, map_: Map = map) -> Weight:
 def _scales(
     amaxes: np.ndarray, tensor_scales: np.ndarray | None, spec: BlockFormat
 ) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-    """For each block its scale and tensor scale as stored, and the float32 number they are."""
+    """For each block its scale and tensor scale as stored, and their float32 multiplier.
+
+    A code stands for an element; the element times the multiplier is the weight.
+    """
     if spec.scale is None:
         return None, None, None
     parts = []
-    for start in range(0, len(amaxes), _COUNTS[-1]):
-        stop = min(start + _COUNTS[-1], len(amaxes))
+    for start in range(0, len(amaxes), _BLOCK_COUNTS[-1]):
+        stop = min(start + _BLOCK_COUNTS[-1], len(amaxes))
         count = stop - start
-        missing = (0, next(n for n in _COUNTS if n >= count) - count)
-        # Not zeros: an amax of 0 would make a scale of 2**-127, slower to divide by.
+        padding = (0, next(n for n in _BLOCK_COUNTS if n >= count) - count)
+        # Padded with 1, as the scale for an amax of 0 is 2**-127: subnormal, so slow to divide by.
         amax, tensor_scale = (
-            None if a is None else np.pad(a[start:stop], missing, constant_values=1)
+            None if a is None else np.pad(a[start:stop], padding, constant_values=1)
             for a in (amaxes, tensor_scales)
         )
         parts.append([np.asarray(a)[:count] for a in block_scales(amax, tensor_scale, spec)])
-    scale, rate = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return scale, tensor_scales, rate
+    scales, multipliers = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return scales, tensor_scales, multipliers
 
 
 # The programs: compiled once for each shape of tiles, dtype and format.
 
 
 class Encoded(NamedTuple):
-    """Codes of a tile; sums of (factor * x)^2 and (factor * (x - value))^2; how many elements
-    overflow. Sums are those of units or of the tile, and not finite if an element is not.
+    """The codes of a tile and its sums, one for each unit or one for the tile.
+
+    Attributes:
+      codes: Unsigned codes.
+      signal, noise: The sums of (factor * x)^2 and of (factor * (x - value))^2, where `value` is
+        what the code of x stands for. Not finite if an element is not.
+      overflowed: How many finite elements exceed the largest value of the format.
     """
 
     codes: jax.Array
@@ -302,7 +341,7 @@ class Encoded(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def unit_amax(x: jax.Array, axis: int, nan_wins: bool) -> jax.Array:
-    """The largest finite |x| of each unit, float32; a NaN wins if `nan_wins`."""
+    """The largest finite |x| of each unit, float32; NaN if `nan_wins` and the unit has a NaN."""
     return exact_float32(magnitude_max(x, (axis,), nan_wins=nan_wins))
 
 
@@ -315,7 +354,7 @@ def tensor_scales_from(amaxes: jax.Array, spec: BlockFormat) -> jax.Array:
 def block_scales(
     amaxes: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat
 ) -> tuple[jax.Array, jax.Array]:
-    """The scale of each block as stored, and the float32 number that a code is multiplied by."""
+    """The scale of each block as stored, and its float32 multiplier, see `_scales`."""
     scale = scale_from(amaxes, spec, tensor_scale)
     return scale, effective(scale, tensor_scale, spec)
 
@@ -334,22 +373,22 @@ def encoded(
     """Encodes a tile and measures the rounding error.
 
     Args:
-      scale, nonzero, tensor_scale: For each unit the scales of its block, and whether the amax of
-        the block is above 0; None where the format has none.
-      factor: Powers of two that keep squares in range: one, or one for each unit.
-      by_unit: Whether sums are those of each unit, not of the tile.
+      scale, nonzero, tensor_scale: For each unit the scale of its block, whether the amax of the
+        block is above 0, and the tensor scale; None if the format has none.
+      factor: A power of two that keeps squares in range: one number, or one for each unit.
+      by_unit: Whether to sum each unit instead of the whole tile.
     """
     codes = block_codes(x, spec, _projection(spec), Scales(scale, tensor_scale), nonzero)
-    wide, error = _errors(x, scale, tensor_scale, factor, spec)
-    over = jnp.zeros(())
+    scaled, error = _errors(x, scale, tensor_scale, factor, spec)
+    overflowed = jnp.zeros(())
     summed = axis if by_unit else None
     if _is_cast(spec):
-        size = jnp.abs(exact_float32(x))
-        exceeds = (size > np.float32(float(spec.element.max_finite))) & jnp.isfinite(size)
-        over = jnp.sum(exceeds.astype(jnp.float32), axis=summed)
-    return Encoded(
-        codes, jnp.sum(wide * wide, axis=summed), jnp.sum(error * error, axis=summed), over
-    )
+        magnitude = jnp.abs(exact_float32(x))
+        largest = np.float32(float(spec.element.max_finite))
+        exceeds = (magnitude > largest) & jnp.isfinite(magnitude)
+        overflowed = jnp.sum(exceeds.astype(jnp.float32), axis=summed)
+    signal, noise = (jnp.sum(part * part, axis=summed) for part in (scaled, error))
+    return Encoded(codes, signal, noise, overflowed)
 
 
 def _errors(
@@ -359,12 +398,14 @@ def _errors(
     factor: jax.Array,
     spec: BlockFormat,
 ) -> tuple[jax.Array, jax.Array]:
-    """(factor * x, factor * (x - value)) for the elements of a tile."""
-    rate = factor if scale is None else effective(scale, tensor_scale, spec) * factor
-    u = scaled_values(x, spec, Scales(scale, tensor_scale))
-    wide = exact_float32(x) * factor
-    # `product` is rounded, as what `dequantize` gives; fused with the difference it would not be.
-    return wide, wide - product(element_values(u, spec, _projection(spec), None), rate)
+    """(factor * x, factor * (x - value)) for the elements of a tile; see `Encoded`."""
+    multiplier = factor if scale is None else effective(scale, tensor_scale, spec) * factor
+    quotients = scaled_values(x, spec, Scales(scale, tensor_scale))
+    elements = element_values(quotients, spec, _projection(spec), None)
+    scaled = exact_float32(x) * factor
+    # `product` is always rounded to float32, as in `dequantize`. With `*` XLA may fuse product and
+    # difference into one operation that does not round the product.
+    return scaled, scaled - product(elements, multiplier)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
@@ -377,18 +418,20 @@ def finite_sums(
     spec: BlockFormat,
     axis: int,
 ) -> jax.Array:
-    """For each unit the sums of `encoded` over elements where both are finite, and how many are
-    NaN or infinite: for the few tiles with such elements.
+    """[3, units]: signal, noise and how many elements are NaN or infinite.
+
+    For the few tiles that have such elements, which signal and noise do not count here.
     """
-    wide, error = _errors(x, scale, tensor_scale, factor, spec)
-    known = jnp.isfinite(wide) & jnp.isfinite(error)
-    bad = (~jnp.isfinite(exact_float32(x))).astype(jnp.float32)
-    parts = (jnp.where(known, part * part, np.float32(0)) for part in (wide, error))
-    return jnp.stack([jnp.sum(part, axis=axis) for part in (*parts, bad)])
+    scaled, error = _errors(x, scale, tensor_scale, factor, spec)
+    is_counted = jnp.isfinite(scaled) & jnp.isfinite(error)
+    nonfinite = (~jnp.isfinite(exact_float32(x))).astype(jnp.float32)
+    squares = (jnp.where(is_counted, part * part, np.float32(0)) for part in (scaled, error))
+    return jnp.stack([jnp.sum(part, axis=axis) for part in (*squares, nonfinite)])
 
 
 @functools.cache
 def unit_spec(spec: BlockFormat, axis: int) -> BlockFormat:
+    """The format with one block for each unit, where the elements of a unit lie along `axis`."""
     return dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
 
 

@@ -1,4 +1,4 @@
-"""`fake_convert`: an affine map, a rounding, and the way back."""
+"""`fake_convert`: scale, shift, round to a format, then undo shift and scale."""
 
 import dataclasses
 import functools
@@ -60,19 +60,20 @@ def fake_convert(
     index_offset: ArrayLike = 0,
     gradient: str | Estimator = "clipped",
 ) -> jax.Array:
-    """`(conv(x * scale - shift) + shift) / scale`, each step rounded once to the dtype of `x`.
+    """`(conv(x * scale - shift) + shift) / scale`, where `conv` rounds to the format `fmt`.
 
-    Here, as in the published operator, the scale multiplies before the conversion `conv`. No step
-    is fused with another, and the division is IEEE's: the same bits eager, under `jit` and inside
-    any fusion, for data and scales that are not float32 subnormals.
+    As in OpenVINO's FakeConvert, the scale multiplies before the rounding; in `quantize` it
+    divides. The result of each step is rounded once to the dtype of `x`, and division is IEEE's.
+    So the bits are the same without `jit`, under `jit`, and however XLA fuses the steps. This does
+    not hold for data and scales that are subnormal in float32.
 
     Args:
-      x: float32, float16, bfloat16 or float64, any shape. Where JAX has 64-bit types off, NumPy's
-        float64 and Python's floats are rounded to float32 first, inexact ones to the neighbour with
-        an odd pattern: without a shift, and with a scale that is a power of two, `conv` rounds
-        their exact values.
+      x: float32, float16, bfloat16 or float64, any shape. If JAX's 64-bit types are off, NumPy's
+        float64 and Python's floats are converted to float32 first. A number that float32 cannot
+        hold becomes the neighbour whose last bit is 1 ("round to odd"). Without a shift, and with
+        a scale that is a power of two, the result is then that of the exact number.
       scale: A finite number other than zero, or an array of the dtype of `x` that broadcasts to its
-        shape. Arrays are not checked: zeros, infinities and NaNs follow IEEE.
+        shape. The elements of an array are not checked: dividing by 0 gives an infinity or a NaN.
       shift: None, a finite number, or an array as for `scale`. With None nothing is added, so
         that -0 keeps its sign.
       fmt: A format or any spelling of one, see `qtoolkit.format`.
@@ -86,21 +87,22 @@ def fake_convert(
       ValueError: As `fake_cast`; shapes do not broadcast to that of `x`; a number given as `scale`
         is zero, infinite or NaN in the dtype of `x`; one given as `shift` is infinite or NaN.
 
-    Gradient: with u = x * scale - shift, y the result and D the estimator's slope at u:
-    dy/dx = D, dy/dscale = (D * x - y) / scale, dy/dshift = (1 - D) / scale. Those of scale and
-    shift are computed and summed in float32, for float64 in float64. Where a cotangent is 0, as
-    under a masked loss, a NaN or infinite element adds 0 to them.
+    Gradient: Let y be the result and u = x * scale - shift. The slope of `conv` at u is D, as
+    `gradient` says: for "clipped" 1 if u is in the range of `fmt`, else 0. Then dy/dx = D,
+    dy/dscale = (D * x - y) / scale, and dy/dshift = (1 - D) / scale. The last two are computed and
+    summed in float32, or in float64 if x is float64. An element whose cotangent is 0, as under a
+    masked loss, adds 0 to these sums, even if the element is a NaN or infinite.
 
-    Data, scales and values of `fmt` that are subnormal in float32 (the least of E8M0 is) may count
-    as zero.
+    Numbers that are subnormal in float32 may count as zero: data, scales, and values of `fmt`, such
+    as the least of E8M0, 2**-127.
 
-    Source: OpenVINO FakeConvert-13, exactly rounded (its own arithmetic goes through float16).
+    Source: OpenVINO FakeConvert-13. (OpenVINO itself rounds to float16 on the way to `fmt`.)
 
     Examples:
       >>> x, scale = jnp.asarray([0.3, 1.0, 500.0]), jnp.float32(2.0)
       >>> qt.fake_convert(x, scale, fmt="e4m3fn")  # 0.6 becomes 0.625, 1000 becomes 448
       Array([  0.3125,   1.    , 224.    ], dtype=float32)
-      >>> jax.grad(lambda s: qt.fake_convert(x, s, fmt="e4m3fn")[2])(scale)  # of 448 / s
+      >>> jax.grad(lambda s: qt.fake_convert(x, s, fmt="e4m3fn")[2])(scale)  # -448 / s**2
       Array(-112., dtype=float32)
     """
     source = check_unnarrowed("fake_convert", x)
@@ -117,16 +119,17 @@ def fake_convert(
 
 
 def _in_float32(x: np.ndarray, fmt: Format) -> jax.Array:
-    """float64 as float32, such that a later rounding to `fmt` equals that of the exact number."""
-    # To odd: two more bits than `fmt` has tell on which side of a tie the number lies.
+    """float64 as float32. Rounding this to `fmt` gives the same as rounding the exact number."""
+    # Round to nearest could move a number onto a tie of `fmt`. Round to odd cannot: the last bit of
+    # an inexact result is 1, that of a tie is 0, if float32 has two bits more than `fmt`.
     to_odd = fmt.mantissa_bits + 2 <= FLOAT32.mantissa_bits
     projection = Projection("to_odd" if to_odd else "nearest_even", "propagate")
     return cast_for("fake_convert", x, FLOAT32, projection)
 
 
 @jax.custom_jvp
-def _argument(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
-    """`x * scale - shift`, rounded to the dtype of `x` after each step."""
+def _shifted(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
+    """`u = x * scale - shift`, rounded to the dtype of `x` after each step."""
     # float32 has at least 2p + 2 significand bits for the p bits of float16 and bfloat16. So a
     # result that is rounded to float32 first and then to p bits equals the exact result rounded
     # once (Figueroa, 1995).
@@ -136,16 +139,16 @@ def _argument(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Ar
     return in_dtype(u, x.dtype)
 
 
-@_argument.defjvp
-def _argument_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@_shifted.defjvp
+def _shifted_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     x, scale, _ = primals
-    return _argument(*primals), _argument_dot(x, scale, *tangents)
+    return _shifted(*primals), _shifted_tangent(x, scale, *tangents)
 
 
-def _argument_dot(
+def _shifted_tangent(
     x: jax.Array, scale: jax.Array, x_dot: Any, scale_dot: Any, shift_dot: Any
 ) -> jax.Array:
-    """The tangent of `_argument`, in the dtype of `x`."""
+    """The tangent of u in the dtype of `x`; `x_dot` is the tangent of `x`, and so on."""
     u_dot = linear_product(spread(scale, x), x_dot)
     u_dot += _broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
     if shift_dot is not None:
@@ -154,15 +157,16 @@ def _argument_dot(
 
 
 def _broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`coefficient * x`, rounded to `dtype`; linear in `x`, a parameter that broadcasts.
+    """`coefficient * x`, rounded to `dtype`, where `x` is the tangent of a scale or a shift.
 
-    Its transpose sums in the dtype of the coefficient. Where the cotangent is 0, it adds 0 even if
-    the coefficient is a NaN or an infinity, for which 0 * coefficient would be NaN.
+    Its transpose sums over the axes that are broadcast, in the dtype of the coefficient. JAX's own
+    would multiply a cotangent of 0 by a NaN or an infinity, which gives NaN; here the term is 0.
 
     Args:
       coefficient: float32 or float64.
-      x: The same or a narrower float dtype, of the rank of `coefficient`.
+      x: The same or a narrower float dtype; of the rank of `coefficient`, to which it broadcasts.
     """
+    # The transpose must know the sharding of `x` if its mesh has explicit axes.
     sharding = jax.typeof(x).sharding
     explicit = sharding if sharding.mesh.explicit_axes else None
     transpose = _ProductTransposed(x.shape, x.dtype, explicit)
@@ -171,6 +175,8 @@ def _broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
+    """`coefficient * x`, as a function of (coefficient,) and x."""
+
     dtype: DTypeLike
 
     def __call__(self, residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
@@ -180,6 +186,8 @@ class _Product:
 
 @dataclasses.dataclass(frozen=True)
 class _ProductTransposed:
+    """The transpose of `_Product`: a cotangent of the shape, dtype and sharding of x."""
+
     shape: tuple[int, ...]
     dtype: DTypeLike
     sharding: jax.sharding.Sharding | None
@@ -188,12 +196,9 @@ class _ProductTransposed:
         wide = widened(cotangent)
         zero = jnp.zeros_like(wide)
         terms = jnp.where(wide == 0, zero, differentiable_product(residuals[0], wide))
-        summed = [
-            i
-            for i, (n, wide_n) in enumerate(zip(self.shape, terms.shape, strict=True))
-            if n != wide_n
-        ]
-        total = in_dtype(jnp.sum(terms, axis=summed, keepdims=True), self.dtype)
+        sizes = zip(self.shape, terms.shape, strict=True)
+        broadcast_axes = [axis for axis, (n, size) in enumerate(sizes) if n != size]
+        total = in_dtype(jnp.sum(terms, axis=broadcast_axes, keepdims=True), self.dtype)
         return total if self.sharding is None else jax.sharding.reshard(total, self.sharding)
 
 
@@ -206,7 +211,7 @@ def _fake_convert(
     fmt: Format,
     rule: Estimator,
 ) -> jax.Array:
-    u = _argument(x, scale, shift)
+    u = _shifted(x, scale, shift)
     q = widened(round_values(u, fmt, projection.drawn(x.shape)))
     if shift is not None:
         q = rounded_to(q + widened(shift), x.dtype)
@@ -221,9 +226,9 @@ def _fake_convert_jvp(
     y = _fake_convert(x, scale, shift, projection, fmt, rule)
     wide_y, wide_scale = differentiable_widened(y), differentiable_widened(scale)
     if isinstance(rule, CotangentEstimator):
-        # The estimator acts on the cotangent of the rounding itself, so all terms go through it in
-        # one sum, of float32 or float64: the gradient by the scale is a small difference of two
-        # large sums.
+        # This estimator changes the cotangent of `conv`. So the tangents of x, scale and shift must
+        # be added to that of u before `conv`. Add them in float32 or float64, because the gradient
+        # by the scale is a small difference of two large sums.
         def widened_dot(primal: jax.Array, dot: Any) -> jax.Array:
             dot = jnp.zeros_like(primal) if isinstance(dot, SymbolicZero) else dot
             return linear_in_dtype(dot, wide_y.dtype)
@@ -231,23 +236,24 @@ def _fake_convert_jvp(
         x_dot, scale_dot = widened_dot(x, x_dot), widened_dot(scale, scale_dot)
         if shift is not None:
             shift_dot = widened_dot(shift, shift_dot)
-        u = differentiable_widened(_argument(x, scale, shift))
+        u = differentiable_widened(_shifted(x, scale, shift))
         q = round_values(lax.stop_gradient(u), fmt, projection.drawn(x.shape))
-        u_dot = _argument_dot(differentiable_widened(x), scale, x_dot, scale_dot, shift_dot)
+        u_dot = _shifted_tangent(differentiable_widened(x), scale, x_dot, scale_dot, shift_dot)
         y_dot = linear_quotient(tangent(rule, u, q, u_dot, fmt), wide_scale)
         y_dot -= _broadcast_product(differentiable_quotient(wide_y, wide_scale), scale_dot, u.dtype)
         if shift is not None:
             inverse = differentiable_quotient(jnp.ones_like(wide_y), wide_scale)
             y_dot += _broadcast_product(inverse, shift_dot, u.dtype)
         return y, linear_in_dtype(y_dot, y.dtype)
-    d = slope(rule, _argument(x, scale, shift), fmt)
+    # The other estimators are a slope D: add the terms in the docstring of `fake_convert`.
+    d = slope(rule, _shifted(x, scale, shift), fmt)
     wide_d = differentiable_widened(d)
     y_dot = jnp.zeros_like(y)
     if not isinstance(x_dot, SymbolicZero):
         y_dot += slope_times_tangent(rule, d, x_dot)
     if not isinstance(scale_dot, SymbolicZero):
-        by_x = linear_product(wide_d, differentiable_widened(x))
-        by_scale = differentiable_quotient(by_x - wide_y, wide_scale)
+        d_times_x = linear_product(wide_d, differentiable_widened(x))
+        by_scale = differentiable_quotient(d_times_x - wide_y, wide_scale)
         y_dot += _broadcast_product(by_scale, scale_dot, y.dtype)
     if shift is not None and not isinstance(shift_dot, SymbolicZero):
         by_shift = differentiable_quotient(jnp.broadcast_to(1 - wide_d, x.shape), wide_scale)

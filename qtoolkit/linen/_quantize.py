@@ -12,7 +12,7 @@ from flax.core import DenyList
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.linen._kernels import Kernel, noting_kernels
 from qtoolkit.linen._post_training import plain_model, with_params
-from qtoolkit.linen._run import moves_state
+from qtoolkit.linen._run import needs_state
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, with_part
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
@@ -180,5 +180,5 @@ def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
 
 def _are_alike(use: Kernel, other: Kernel) -> bool:
     """Whether two uses of a parameter round it in the same way."""
-    has_state = any(moves_state(one.recipe) for one in (use, other))
+    has_state = any(needs_state(one.recipe) for one in (use, other))
     return use == other or (use[:3] == other[:3] and not has_state)

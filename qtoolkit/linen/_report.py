@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.core import DenyList
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
-from qtoolkit.linen._run import path_of, visiting
+from qtoolkit.linen._run import path_of, recording_modules
 from qtoolkit.linen._state import COLLECTION, check_arguments
 from qtoolkit.products import Report
 from qtoolkit.products.internal import (
@@ -104,7 +104,7 @@ def report(
         for key, products in kept.items()
         if lacks_history(state["history"] for state in products.values() if "history" in state)
     }
-    with visiting() as visited:
+    with recording_modules() as recorded:
         try:
             found = traced(mutable)
         except ScopeCollectionNotFound as error:
@@ -118,8 +118,8 @@ def report(
                 raise error from None
     unused = tuple(
         f"rule {key if isinstance(key, str) else key.__name__}"
-        for rules in visited
-        for key in unused_rules(rules, visited.modules(rules))
+        for rules in recorded
+        for key in unused_rules(rules, recorded.modules(rules))
     )
     return dataclasses.replace(found, unreached=unused)
 

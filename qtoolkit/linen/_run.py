@@ -1,4 +1,4 @@
-"""One call of a wrapped module: an interceptor quantizes the matmuls of each layer in it."""
+"""One call of a wrapped module: Flax's interceptor quantizes the matmuls of each layer in it."""
 
 import contextvars
 import dataclasses
@@ -66,19 +66,19 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.MultiHeadDotProductAttention: "__call__",
     nn.OptimizedLSTMCell: "__call__",
 }
-_CACHING = nn.MultiHeadDotProductAttention
+_ATTENTION = nn.MultiHeadDotProductAttention
 _ROOT = "self"  # the wrapped module
 
 
-class Visited(dict[Rules[Recipe], dict[str, Module]]):
-    """The modules that ran, for each of the rules by which they ran, by path."""
+class Recorded(dict[Rules[Recipe], dict[str, Module]]):
+    """The modules that ran inside of wrapped ones: {rules of the wrapped one: {path: module}}."""
 
-    def add(self, rules: Rules[Recipe], this: Module) -> None:
-        (path,) = this.paths
-        known = self.setdefault(rules, {}).get(path, this)
-        kinds = tuple(dict.fromkeys((*known.kinds, *this.kinds)))
-        has_products = known.has_products or this.has_products
-        self[rules][path] = this._replace(kinds=kinds, has_products=has_products)
+    def add(self, rules: Rules[Recipe], module: Module) -> None:
+        (path,) = module.paths
+        known = self.setdefault(rules, {}).get(path, module)
+        kinds = tuple(dict.fromkeys((*known.kinds, *module.kinds)))
+        has_products = known.has_products or module.has_products
+        self[rules][path] = module._replace(kinds=kinds, has_products=has_products)
 
     def modules(self, rules: Rules[Recipe]) -> list[Module]:
         return list(self.get(rules, {}).values())
@@ -86,18 +86,18 @@ class Visited(dict[Rules[Recipe], dict[str, Module]]):
 
 # jax.jit caches traces. This value is part of the cache key, so that `nn.jit` does not reuse the
 # trace of a call with other rules.
-_traced_for = jax.make_user_context(None)
-_visited: contextvars.ContextVar[Visited | None] = contextvars.ContextVar("visited", default=None)
+_trace_key = jax.make_user_context(None)
+_record: contextvars.ContextVar[Recorded | None] = contextvars.ContextVar("record", default=None)
 _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
 
 
-def visiting() -> AbstractContextManager[Visited]:
+def recording_modules() -> AbstractContextManager[Recorded]:
     """In this context the modules that run inside of wrapped ones are recorded."""
-    return set_variable(_visited, Visited())
+    return set_variable(_record, Recorded())
 
 
-def is_visited() -> bool:
-    return _visited.get() is not None
+def is_recording_modules() -> bool:
+    return _record.get() is not None
 
 
 def run(
@@ -108,53 +108,57 @@ def run(
     kwargs: Any,
     cache: BlockFormat | None = None,
 ) -> Any:
-    """`method(module, *args, **kwargs)` with the matmuls that `rules` give to its layers.
+    """`method(module, *args, **kwargs)`, with the matmuls of its layers quantized by `rules`.
 
-    Attention's cache is kept in the format `cache`. While the module is initialized no matmul is
-    quantized; its state is put into the collection "qtoolkit", if that can be written.
+    The keys and values that attention caches are stored in the format `cache`. While the module is
+    initialized no matmul is quantized; the first state of its matmuls is put into the collections
+    "qtoolkit" and "qtoolkit_scales", if these can be written.
     """
     active = _active.get()
     if module.scope is None or (active is not None and active.is_of(module, rules)):
-        # Not bound, then Flax raises; or called by another method of this module.
+        # The module is not bound, so Flax raises; or one of its methods calls another.
         return method(module, *args, **kwargs)
-    starting, visited = module.is_initializing(), _visited.get()
-    keeps = cache is not None or any(map(moves_state, _recipes(rules)))
+    initializing, record = module.is_initializing(), _record.get()
+    has_state = cache is not None or any(map(needs_state, _recipes(rules)))
     args, kwargs = arguments_of(method, module, args, kwargs)
-    if starting and not keeps and visited is None:
+    if initializing and not has_state and record is None:
         return method(module, *args, **kwargs)
-    kept, scales = (
-        {} if starting else module.variables.get(name, {}) for name in (COLLECTION, SCALES)
+    states, scales = (
+        {} if initializing else module.variables.get(name, {}) for name in (COLLECTION, SCALES)
     )
     rng = None
     is_stochastic = any(recipe.is_stochastic for recipe in _recipes(rules))
-    if not starting and is_stochastic and module.has_rng(COLLECTION):
-        rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
-    this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
-    this.is_mutable = not starting and module.is_mutable_collection(COLLECTION)
-    intercepting = nn.intercept_methods(this.intercept)
-    # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
-    observed = None if visited is None and noted_kernels() is None else object()
+    if not initializing and is_stochastic and module.has_rng(COLLECTION):
+        rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]  # of 2 or 4 words
+    call = _Run(rules, cache, type(module), module.path, initializing, states, scales, rng)
+    call.is_mutable = not initializing and module.is_mutable_collection(COLLECTION)
+    intercepting = nn.intercept_methods(call.intercept)
+    # Modules and kernels are recorded while Python runs. With a cached trace it would not run, so a
+    # recording needs a key that no trace has.
+    unique = None if record is None and noted_kernels() is None else object()
+    # A matmul in `lax.scan`, `cond` or `remat` cannot write a collection. `moves` gets its change.
     moves: dict[Any, Any] = {}
-    lifting = set_current_trace(LiftingTrace(moves)) if this.is_mutable and keeps else nullcontext()
-    key = rules, cache, starting, observed
-    with set_variable(_active, this), intercepting, _traced_for(key), lifting:
+    lifts = call.is_mutable and has_state
+    lifting = set_current_trace(LiftingTrace(moves)) if lifts else nullcontext()
+    key = rules, cache, initializing, unique
+    with set_variable(_active, call), intercepting, _trace_key(key), lifting:
         try:
             out = method(module, *args, **kwargs)
         except TypeError as error:
             explain_reserved_name(error)
             raise
     for (path, product), move in moves.items():
-        before = {**kept[key_of(path)][product], **this.moved[path, product]}
-        this.moved[path, product] = state_after(before, move)
-    for (path, product), moved in this.moved.items():
-        if moved:
+        before = {**states[key_of(path)][product], **call.changes[path, product]}
+        call.changes[path, product] = state_after(before, move)
+    for (path, product), change in call.changes.items():
+        if change:
             of_layer = module.variables[COLLECTION][key_of(path)]
-            new = {**of_layer, product: {**of_layer[product], **moved}}
+            new = {**of_layer, product: {**of_layer[product], **change}}
             module.put_variable(COLLECTION, key_of(path), new)
-    # Only now, after the call: state made inside of a nested trace would leak out of it.
-    for (path, recipe), products in this.counts.items():
-        states = {name: started(recipe, f"{path}:{name}") for name in products}
-        _put(module, COLLECTION, path, states)
+    # Create new state here, outside of all inner traces: arrays of an inner trace would leak.
+    for (path, recipe), products in call.new_states.items():
+        first = {name: started(recipe, f"{path}:{name}") for name in products}
+        _put(module, COLLECTION, path, first)
         _put(module, SCALES, path, {name: unstarted(own) for name, own in products.items()})
     return out
 
@@ -170,8 +174,8 @@ def _put(module: nn.Module, collection: str, path: str, states: dict[str, Any]) 
 def key_of(path: str) -> str:
     """The key of a layer in the collections: "self.mlp.Dense_0", or "self" for the wrapped module.
 
-    It is no name of a submodule. Under the key "Dense_0" the state would be in the scope of that
-    layer, and a `nn.vmap` around it that maps the collection would cut it into slices.
+    A key must not be the name of a submodule. Flax would treat state with the key "Dense_0" as that
+    layer's own variables, and an `nn.vmap` around the layer would slice it.
     """
     return f"{_ROOT}/{path}".strip("/").replace("/", ".")
 
@@ -186,18 +190,19 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
     return [value for value in values if value is not None]
 
 
-def moves_state(recipe: Recipe) -> bool:
-    """Whether matmuls keep something for it that training moves."""
-    is_moved = recipe.is_delayed or recipe.is_stochastic or recipe.warm_up > 0
-    return is_moved or any(recipe.learned)
+def needs_state(recipe: Recipe) -> bool:
+    """Whether matmuls have state that training changes: a history, key, count or learned scale."""
+    is_updated = recipe.is_delayed or recipe.is_stochastic or recipe.warm_up > 0
+    return is_updated or any(recipe.learned)
 
 
-def _is_apart(module: nn.Module, recipe: Recipe) -> bool:
-    """Whether a module runs in a trace that must not close over the state of its matmuls.
+def _is_without_state(module: nn.Module, recipe: Recipe) -> bool:
+    """Whether the state of a module's matmuls cannot reach them, because of a transformation.
 
-    That of `nn.jit` is cached and outlives the call. Where Flax differentiates inside of the model,
-    no gradient reaches the probes of delayed scales, so histories would stay empty. `nn.custom_vjp`
-    cannot differentiate by what it closes over, learned scales for instance.
+    The state comes from the wrapped module, so a method would close over it. Under `nn.jit` it must
+    not, because the trace is cached and outlives the call. If Flax differentiates inside of the
+    model, no gradient reaches the probes of delayed scales, and histories would stay empty.
+    `nn.custom_vjp` cannot differentiate by arrays that a method closes over, as learned scales are.
     """
     transforms = ["jit("]
     if recipe.is_delayed:
@@ -218,182 +223,181 @@ class _Run:
     """A call of a wrapped module.
 
     Attributes:
-      rules, cache, kind, root: Of the wrapped module: its rules, the format of attention's cache,
-        its type and path.
-      starting: Whether it is being initialized.
-      kept, scales: Its part of the collections "qtoolkit" and "qtoolkit_scales".
-      rng: uint32[2], words of a key of this call.
-      kinds: The types that were seen at each path.
-      counts: While starting, the matmuls of each layer whose recipe keeps state, and the recipe
-        of each, which is another one for two activations.
+      rules: The rules of the wrapped module.
+      cache: The format of attention's cache; None: unchanged.
+      kind, root: The type and the path of the wrapped module.
+      initializing: Whether it is being initialized.
+      states, scales: Its part of the collections "qtoolkit" and "qtoolkit_scales".
+      rng: uint32[2], words of a random key for this call.
+      kinds: The types of the modules that ran at each path.
+      new_states: Filled while initializing: {(path of the layer, recipe): {matmul: its recipe}} for
+        matmuls with state. The recipe of a matmul without a kernel differs from the layer's.
       is_mutable, trace: Whether the collection "qtoolkit" may be written, and in which trace.
-      moved: What matmuls have changed of their state, by path and name.
+      changes: The state that matmuls have changed: {(path of the layer, matmul): {name: array}}.
     """
 
     rules: Rules[Recipe]
     cache: BlockFormat | None
     kind: type
     root: tuple[str, ...]
-    starting: bool
-    kept: Kept
+    initializing: bool
+    states: Kept
     scales: Kept
     rng: jax.Array | None
     kinds: dict[str, list[type]] = dataclasses.field(default_factory=dict)
-    counts: dict[tuple[str, Recipe], dict[str, Recipe]] = dataclasses.field(default_factory=dict)
+    new_states: dict[tuple[str, Recipe], dict[str, Recipe]] = dataclasses.field(
+        default_factory=dict
+    )
     is_mutable: bool = False
     trace: Any = dataclasses.field(default_factory=present_trace)
-    moved: dict[tuple[str, str], dict[str, Any]] = dataclasses.field(default_factory=dict)
+    changes: dict[tuple[str, str], dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
         return same and self.rules == rules
 
     def intercept(
-        self, run: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+        self, unchanged: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
-        """For `nn.intercept_methods`: a call of any method while the wrapped module runs."""
+        """For `nn.intercept_methods`: called for each method that runs in the wrapped module.
+
+        `unchanged` is the method as Flax would run it.
+        """
         module, name = context.module, context.method_name
         # Flax passes `functools.partial(method, module)`; `method` has the code to look at.
         method = getattr(context.orig_method, "func", None)
         is_foreign = _active.get() is not self or module.scope is None
         if is_foreign or name in ("setup", STORED) or _is_in(method, _MODULE):
-            return run(*args, **kwargs)
+            return unchanged(*args, **kwargs)
         path = "/".join(module.path[len(self.root) :])
         kinds = self._kinds(path, type(module))
-        call = MethodCall(module, name, method, run, args, kwargs, path, kinds, [])
-        cache = self.cache if name == "__call__" and isinstance(module, _CACHING) else None
-        # Twice: first, so that a module is recorded before those in it; and after its run, because
-        # only then are its matmuls known and, in `init`, its parameters.
-        self._visit(call, ())
+        call = MethodCall(module, name, method, unchanged, args, kwargs, path, kinds, [])
+        cache = self.cache if name == "__call__" and isinstance(module, _ATTENTION) else None
+        self._add_to_record(call, ())  # first, so that a module precedes those inside of it
         try:
             with nullcontext() if cache is None else narrow_cache(module, cache):
-                return self._called(call)
-        finally:
-            self._visit(call, kernels_of(module))
+                return self._run_by_rules(call)
+        finally:  # now its kernels exist, and `call.seen` has its matmuls
+            self._add_to_record(call, kernels_of(module))
 
-    def _visit(self, call: MethodCall, kernels: Sequence[str]) -> None:
-        visited = _visited.get()
-        if visited is not None:
+    def _add_to_record(self, call: MethodCall, kernels: Sequence[str]) -> None:
+        record = _record.get()
+        if record is not None:
             name = type(call.module).__name__
-            this = Module([call.path], call.kinds, name, bool(call.seen))
-            for module in (this, *kernels_as_modules(this, kernels)):
-                visited.add(self.rules, module)
+            layer = Module([call.path], call.kinds, name, bool(call.seen))
+            for module in (layer, *kernels_as_modules(layer, kernels)):
+                record.add(self.rules, module)
 
-    def _called(self, call: MethodCall) -> Any:
-        """The call as the rules have it for this module."""
+    def _run_by_rules(self, call: MethodCall) -> Any:
         names = kernels_of(call.module)
         recipe, kernels = recipes_of(self.rules, [call.path], call.kinds, names)
         if recipe is None:
-            excluded = functools.partial(in_high_precision, self.shown(call.path), call.seen)
+            excluded = functools.partial(in_high_precision, self.full_path(call.path), call.seen)
             return run_in(excluded, call.run, *call.args, **call.kwargs)
         if _is_in(call.method, _FLAX) and not _is_layer(type(call.module), call.name):
             if noted := noted_kernels():  # an `Embed` that looks up, for instance
                 noted.other_uses.update(own_parameters(call.module).values())
             if not isinstance(call.module, nn.SpectralNorm):
                 return call.run(*call.args, **call.kwargs)
-            # It estimates by matmuls with the kernel, in high precision: the trace of the module
-            # around it would replace them.
-            mark = LayerRecipe(recipe, self.shown(call.path)).mark
-            unchanged = functools.partial(MatmulTrace, None, {}, mark=mark)
-            return run_in(
-                lambda: replacing_matmuls(unchanged()), call.run, *call.args, **call.kwargs
-            )
-        if self.starting:
-            return self._counted(call, recipe)
-        return self._quantized(call, LayerRecipe(recipe, self.shown(call.path), kernels))
+            # It multiplies by the kernel to estimate a norm, and needs high precision for that. The
+            # trace of the module around it would quantize these matmuls; this one changes nothing.
+            mark = LayerRecipe(recipe, self.full_path(call.path)).mark
+            passing = functools.partial(MatmulTrace, None, {}, mark=mark)
+            return run_in(lambda: replacing_matmuls(passing()), call.run, *call.args, **call.kwargs)
+        if self.initializing:
+            return self._run_initializing(call, recipe)
+        return self._run_quantized(call, LayerRecipe(recipe, self.full_path(call.path), kernels))
 
-    def _counted(self, call: MethodCall, recipe: Recipe) -> Any:
-        """A call while the wrapped module is initialized: no matmul is replaced.
+    def _run_initializing(self, call: MethodCall, recipe: Recipe) -> Any:
+        """Runs a method unquantized, and lists its matmuls that need state in `new_states`."""
+        names: dict[Any, str] = {}  # of parameters, by the ids of their arrays
+        matmul_name = MatmulNames()
+        has_state = needs_state(recipe) and not _is_without_state(call.module, recipe)
 
-        Those that keep state are counted, each with its recipe.
-        """
-        names: dict[Any, str] = {}
-        numbered = MatmulNames()
-        is_kept = moves_state(recipe) and not _is_apart(call.module, recipe)
-
-        def count(found: Matmul) -> None:
-            product, kernel = f"{call.name}.{numbered(found)}", found.kernel_name
-            given = [kernel] if kernel else []
-            _, kernels = recipes_of(self.rules, [call.path], call.kinds, given)
+        def add(matmul: Matmul) -> None:
+            product, kernel = f"{call.name}.{matmul_name(matmul)}", matmul.kernel_name
+            kernel_names = [kernel] if kernel else []
+            _, kernels = recipes_of(self.rules, [call.path], call.kinds, kernel_names)
             own = dict(kernels).get(kernel, recipe)
-            if is_kept and own is not None and moves_state(own):
-                products = self.counts.setdefault((call.path, own), {})
+            if has_state and own is not None and needs_state(own):
+                products = self.new_states.setdefault((call.path, own), {})
                 products[product] = own if kernel else own.of_activations()
 
-        look = functools.partial(know_parameters, call.module, names)
-        mark = Mark(Place(self.shown(call.path), ""), is_excluded=True)
-        trace = MatmulTrace(count, names, mark=mark, look=look, seen=call.seen)
+        look = functools.partial(know_parameters, call.module, names)  # at parameters just created
+        mark = Mark(Place(self.full_path(call.path), ""), is_excluded=True)
+        trace = MatmulTrace(add, names, mark=mark, look=look, seen=call.seen)
         trace.know_arguments(jax.tree.leaves((call.args, call.kwargs)))
         return run_in(lambda: replacing_matmuls(trace.again()), call.run, *call.args, **call.kwargs)
 
-    def _quantized(self, call: MethodCall, layer: LayerRecipe) -> Any:
-        """A call with its matmuls computed by a recipe."""
+    def _run_quantized(self, call: MethodCall, layer: LayerRecipe) -> Any:
+        """Runs a method with its matmuls computed by a recipe."""
         _check_kernels(call.module, call.path)
         kernels = noted_kernels()
-        paths: dict[int, Any] = {}
+        paths: dict[int, Any] = {}  # of the module's own parameters, by the ids of their arrays
         other_uses: set[Any] | None = None if kernels is None else set()
         multiply = self._multiply(call, layer, paths)
         trace = MatmulTrace(multiply, {}, mark=layer.mark, other_uses=other_uses, seen=call.seen)
         is_measured = not _is_under(call.module, ["custom_vjp("])
-        dots = LayerRecipe(layer.recipe.without_state(), layer.path)
+        for_dot = LayerRecipe(layer.recipe.without_state(), layer.path)  # calls of `qtoolkit.dot`
 
         @contextmanager
         def quantizing() -> Iterator[None]:
             measured = nullcontext() if is_measured else without_measuring()
-            with quantizing_dot(dots), measured, replacing_matmuls(trace.again()):
+            with quantizing_dot(for_dot), measured, replacing_matmuls(trace.again()):
                 yield
 
         out = run_in(quantizing, run_with_arrays, call, trace, paths)
         if kernels is not None and other_uses is not None:
-            returned = (trace.known_of(x).source for x in jax.tree.leaves(out))
-            uses = {*other_uses, *(x.parameter for x in returned if x.order is not None)}
+            # A parameter that the method returns may be used elsewhere, too.
+            sources = (trace.known_of(x).source for x in jax.tree.leaves(out))
+            uses = {*other_uses, *(x.parameter for x in sources if x.order is not None)}
             kernels.other_uses |= {paths[key] for key in uses if key in paths}
         return out
 
     def _multiply(self, call: MethodCall, layer: LayerRecipe, paths: Mapping[int, Any]) -> Multiply:
-        """A `multiply` for the matmuls of a method.
+        """The function that computes a matmul of the method in place of JAX.
 
-        It passes each matmul its state, checks dtypes, and records the kernel if somebody asked.
+        It passes each matmul its state, checks dtypes, and records the kernel in `noting_kernels`.
         """
         recipe, path = layer.recipe, call.path
-        is_apart = _is_apart(call.module, recipe)
-        if is_apart and any(recipe.learned):
+        is_without_state = _is_without_state(call.module, recipe)
+        if is_without_state and any(recipe.learned):
             raise ValueError(
                 f"wrap: {path or MODEL}: the layer is under nn.jit or nn.custom_vjp, so that "
                 "learned scales do not reach it, expected one that is not; compile the whole step "
                 "by jax.jit in place of nn.jit, or exclude the layer by a rule with None"
             )
-        rng = None if is_apart else self.rng
-        kept, scales = (
-            {} if is_apart else part.get(key_of(path), {}) for part in (self.kept, self.scales)
-        )
+        rng, states, scales = None, {}, {}
+        if not is_without_state:
+            rng = self.rng
+            states, scales = (part.get(key_of(path), {}) for part in (self.states, self.scales))
         kernels = noted_kernels()
 
-        def note(found: Matmul, product: str) -> None:
-            own = layer.recipe_of(found.kernel_name)
+        def note(matmul: Matmul, product: str) -> None:
+            own = layer.recipe_of(matmul.kernel_name)
             if kernels is not None and own is not None:
-                kernels.note(found, paths, own, (*self.root, key_of(path)), product)
-            for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
-                operand = f"{side} of a {found.name} in {type(call.module).__name__}.{call.name}"
+                kernels.note(matmul, paths, own, (*self.root, key_of(path)), product)
+            for side, x in (("lhs", matmul.lhs), ("rhs", matmul.rhs)):
+                operand = f"{side} of a {matmul.name} in {type(call.module).__name__}.{call.name}"
                 _check_dtype(x, operand, path, "convert it first")
 
         def state_of(product: str) -> ForwardState | None:
-            state = {**kept.get(product, {}), **scales.get(product, {})}
+            state = {**states.get(product, {}), **scales.get(product, {})}
             if not state and rng is None:
                 return None
-            kernel = product.split(".", 1)[1].split("#")[0]  # "kernel" of "__call__.kernel#2"
+            kernel = product.split(".", 1)[1].split("#")[0]  # of "__call__.kernel#2"
             own = layer.recipe_of(kernel) or recipe
-            moved = self.moved.setdefault((path, product), {})
-            # What moves in an inner trace reaches the collection through a `LiftingTrace`.
-            is_carried = self.is_mutable and self.trace == present_trace()
-            write = moved.update if is_carried else None
+            change = self.changes.setdefault((path, product), {})
+            # In an inner trace, write nothing: there `LiftingTrace` gets the change, by `home`.
+            may_write = self.is_mutable and self.trace == present_trace()
+            write = change.update if may_write else None
             home = (path, product) if self.is_mutable else None
-            return ForwardState(own, f"{path}:{product}", {**state, **moved}, write, rng, home)
+            return ForwardState(own, f"{path}:{product}", {**state, **change}, write, rng, home)
 
         return layer.multiply(state_of, lambda product: f"{call.name}.{product}", note)
 
-    def shown(self, path: str) -> str:
-        """The path from the model around it, where the wrapped module is a part of one."""
+    def full_path(self, path: str) -> str:
+        """A path in the wrapped module, as a path in the model that contains the wrapped module."""
         return "/".join(filter(None, (*self.root, path)))
 
     def _kinds(self, path: str, kind: type | None = None) -> tuple[type, ...]:
@@ -413,7 +417,7 @@ def kernels_of(module: nn.Module) -> list[str]:
 
 
 def _check_kernels(module: nn.Module, path: str) -> None:
-    """Checks the dtypes of a module's own parameters: Flax cannot multiply 8-bit ones, either."""
+    """Checks the dtypes of a module's own parameters. Flax cannot multiply 8-bit ones."""
     for name, value in module.variables.get("params", {}).items():
         if not isinstance(value, Mapping):
             for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, QArray)):
@@ -441,5 +445,6 @@ def _is_in(function: Any, place: str) -> bool:
     return code is not None and code.co_filename.startswith(place)
 
 
-_MODULE = inspect.getfile(nn.module)  # calls a function of its own on copies without a path
+# Flax's own methods of all modules. It calls one of them on copies of modules, which have no path.
+_MODULE = inspect.getfile(nn.module)
 _FLAX = inspect.getfile(nn).removesuffix("__init__.py")

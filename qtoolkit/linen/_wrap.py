@@ -12,7 +12,7 @@ from flax import linen as nn
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.linen._arguments import converting
 from qtoolkit.linen._report import check_strict, kernels_of
-from qtoolkit.linen._run import is_visited, run, visiting
+from qtoolkit.linen._run import is_recording_modules, recording_modules, run
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     FirstLast,
@@ -250,12 +250,12 @@ def _checking(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def checking(self: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        if method is not None or getattr(self, _CHECKED) or is_visited():
+        if method is not None or getattr(self, _CHECKED) or is_recording_modules():
             return call(self, *args, method=method, **kwargs)
-        with visiting() as visited:
+        with recording_modules() as recorded:
             out = call(self, *args, **kwargs)
         rules = self.qtoolkit_rules
-        ran = visited.modules(rules)
+        ran = recorded.modules(rules)
         idle = _idle(args[0] if args else kwargs.get("variables"), ran)
         if idle:  # their types are not known
             rules = Rules([(key, value) for key, value in rules.rules if isinstance(key, str)])

@@ -23,7 +23,7 @@ from qtoolkit.products._forward_state import without_forward_updates
 from qtoolkit.products._inputs import Batch, Constant
 from qtoolkit.products._instruments import explained
 from qtoolkit.products._learned import first_scales
-from qtoolkit.products._numerics import Numerics, Sums, sums_of
+from qtoolkit.products._numerics import Measurements, Numerics, measure
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._post_training import PlainModel, Settings, tuned
@@ -166,8 +166,8 @@ def frozen_amaxes(
 def numerics(adapter: Adapter, arrays: Any, batch: Any, loss_fn: Any, given: str) -> Numerics:
     _check_loss("numerics", loss_fn, given)
     with explained("numerics"):
-        found: Sums = _of_loss(sums_of, adapter, Constant(loss_fn), arrays, batch)
-    return found.numerics()
+        measured: Measurements = _of_loss(measure, adapter, Constant(loss_fn), arrays, batch)
+    return measured.numerics()
 
 
 def sensitivity(

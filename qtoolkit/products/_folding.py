@@ -21,7 +21,7 @@ from qtoolkit.products._operand import Operand
 from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._tracking import Use
 from qtoolkit.scaling import Hessian, smoothing_factors
-from qtoolkit.scaling.internal import Contraction, InputTransform, check_inputs, searched
+from qtoolkit.scaling.internal import Contraction, InputTransform, check_inputs, search_factors
 
 Array = jax.Array
 Params = dict[str, Array]
@@ -128,7 +128,7 @@ def _searched(
             (spec_of(kernels[key[0]], use.how, use.kernel.shape), use.how)
             for key, use in uses.items()
         ]
-        return searched(where, arrays, hessian, hows, power_of_two=is_half)
+        return search_factors(where, arrays, hessian, hows, power_of_two=is_half)
     amaxes = []
     for array, use in zip(arrays, uses.values(), strict=True):
         check_inputs(where, array, hessian, use.how)

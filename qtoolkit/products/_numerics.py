@@ -35,14 +35,17 @@ HEADER = (
     *("underflow %", "cosine"),
 )
 _VERSION = 1
-# For each role of `_instruments.ROLES` the operand that it is, and below the product that uses it.
-_OPERANDS = ("lhs", "rhs", "cotangent", "rhs", "lhs", "cotangent")
-_PARTS = ("forward", "forward", "dgrad", "dgrad", "wgrad", "wgrad")
+# A role is one of six uses of an operand, see `_instruments.ROLES`. For each role: which operand it
+# is, and which matmul uses it.
+_OPERAND_OF_ROLE = ("lhs", "rhs", "cotangent", "rhs", "lhs", "cotangent")
+_MATMUL_OF_ROLE = ("forward", "forward", "dgrad", "dgrad", "wgrad", "wgrad")
 _STATIC: Any = {"static": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class _TallyTap:
+    """Measures an operand: its `Tally` as one vector, which leaves the program as a gradient."""
+
     roles: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     size: int = TALLY_SIZE
 
@@ -57,13 +60,13 @@ class Row:
 
     Attributes:
       path: The path of the layer, "blocks/0/mlp"; empty for the model itself.
-      product: The name of the matmul in the layer.
+      product: The name of the matmul in the layer. It stands for three matmuls: forward, dgrad and
+        wgrad.
       operand: "lhs", "rhs" or "cotangent".
-      parts: The matmuls in which it is rounded like this: "forward", "forward, wgrad".
+      parts: Which of the three round the operand to this format: "forward" or "forward, wgrad".
       fmt: The format to which it is rounded, as text; "unquantized" if it is not rounded, "e4m3fn
         by tensor, stored" for a kernel that is stored as codes.
-      limits: The least positive and the largest value of the element format; None if it is not
-        rounded.
+      limits: The smallest positive and the largest value of the format; None if it is not rounded.
       tally: The measurements.
     """
 
@@ -77,11 +80,15 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
+        """Identifies the operand: equal in the reports of two steps."""
         return tuple(getattr(self, name) for name in _ROW_FIELDS)
 
     @property
     def histogram(self) -> dict[int, float]:
-        """How many elements lie in each binade: {-3: n} for 2**-3 <= |x| < 2**-2. Without zeros."""
+        """How many elements lie between two powers of two: {-3: n} for 2**-3 <= |x| < 2**-2.
+
+        Zeros are not counted.
+        """
         counts = np.asarray(self.tally.exponents)[1:]
         return {LOWEST_EXPONENT + int(i): float(counts[i]) for i in np.nonzero(counts)[0]}
 
@@ -89,12 +96,12 @@ class Row:
         """As text, under `HEADER`."""
         names = (self.path or MODEL, self.product, self.operand, self.parts, self.fmt)
         tally = self.tally
-        if not float(tally.uses):
+        if not float(tally.uses):  # nothing was measured
             return (*names, *("-",) * 6)
-        least, largest = float(tally.least_scale), float(tally.largest_scale)
-        scale = "-" if not largest else f"{least:.3g}"
-        if f"{largest:.3g}" != scale and largest:
-            scale += f" .. {largest:.3g}"
+        scale = "-"
+        if float(tally.largest_scale):  # 0: the operand has no scale
+            ends = (f"{float(end):.3g}" for end in (tally.least_scale, tally.largest_scale))
+            scale = " .. ".join(dict.fromkeys(ends))
         return (
             *names,
             f"{float(tally.amax):.4g}",
@@ -113,12 +120,12 @@ class Numerics:
 
         print(a + b)  # of two steps, or of two devices' batches
 
-    The numbers are those that `qtoolkit.metrics` gives for the operand, with the scales that the
-    step used. A layer that runs several times in a step, in a scan, under vmap or because it is
-    shared, has one row for all runs: sums and counts add up, and amax and scales are the extremes
-    over the runs. If several runs come within 12.5 % of the largest amax (or within a factor of 2
-    of the extreme scale), the extreme is a bound instead of the exact value: an amax may be
-    reported too large, never too small. Kernels that are stored as codes are not rounded in the
+    The numbers are those that `qtoolkit.metrics` would return for the operand, if it used the
+    scales of the step. A layer may run several times in a step: in a scan, under vmap, or because
+    it is shared. Then one row describes all runs: sums and counts add up, amax is the largest of
+    all runs, and scales are the smallest and the largest. These extremes are exact for a single
+    run. For several runs, amax may be reported up to 12.5 % too large, and the range of scales too
+    wide by up to a factor of 2 at each end. Kernels that are stored as codes are not rounded in the
     step: their rows show "stored" and no numbers.
 
     Attributes:
@@ -161,7 +168,7 @@ class Numerics:
         for row in self.rows:
             place = Place(row.path, row.product)
             uses[place] = max(uses.get(place, 0.0), float(row.tally.uses))
-        return tuple(str(place) for place, most in uses.items() if not most)
+        return tuple(str(place) for place, count in uses.items() if not count)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -172,16 +179,17 @@ class Numerics:
             count = sum(float(row.tally.nonfinite) for row in broken)
             where = f"{Place(broken[0].path, broken[0].product)} {broken[0].operand}"
             notes.append(
-                f"{count:.0f} elements are NaN or infinite, in {len(broken)} operands, first "
-                f"{where}; the other numbers do not count them, except saturated infinities"
+                f"{count:.0f} elements are NaN or infinite, in {len(broken)} operands, the first "
+                f"is {where}; the other numbers do not count them, except saturated infinities"
             )
         if self.unreached:
-            notes.append(f"no gradient reached, hence not measured: {', '.join(self.unreached)}")
+            names = ", ".join(self.unreached)
+            notes.append(f"not measured, because the loss does not depend on them: {names}")
         if self.left:
             count = sum(product.count for product in self.left)
             first = self.left[0]
             what = f"{first.operands} ({first.reason}{first.where and ', ' + first.where})"
-            notes.append(f"{count} forward matmuls are not quantized, first {what}")
+            notes.append(f"{count} forward matmuls are not quantized, the first is {what}")
         return tuple(notes)
 
     def __str__(self) -> str:
@@ -206,13 +214,14 @@ class Numerics:
         for row in self.rows:
             layer, product, operand, parts, fmt, *numbers = row.cells()
             cells = (f"{layer}:{product} {operand} ({parts})", fmt, *numbers)
-            colour = colour_of(row)
-            # Text, not markup: paths may hold square brackets.
-            drawn.add_row(*map(Text, cells), style=_STYLES.get(colour))
+            # `Text`, because rich would read square brackets in a path as markup.
+            drawn.add_row(*map(Text, cells), style=_STYLES.get(severity_of(row)))
         return drawn
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Writes a PNG: SQNR, elements that saturate or become zero, layers by operands.
+        """Writes a PNG: SQNR, and the shares of elements that saturate and that become zero.
+
+        A row for each matmul, a column for each operand.
 
         Raises:
           ImportError: matplotlib is missing; pip install matplotlib.
@@ -223,7 +232,7 @@ class Numerics:
         numerics_map(self, path)
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page that needs nothing else, with the histogram of every operand.
+        """Writes an HTML page with the histogram of every operand. It loads no other files.
 
         Raises:
           OSError: The file cannot be written.
@@ -234,13 +243,13 @@ class Numerics:
             file.write(page(self))
 
     def to_json(self) -> str:
-        """As text: `Numerics.from_json` gives the same sums."""
+        """The report as JSON. `Numerics.from_json` makes an equal report from it."""
         data = {"type": "Numerics", "version": _VERSION, **dataclasses.asdict(self)}
         return json.dumps(data, default=_as_json)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Numerics":
-        """What `to_json` wrote.
+        """Read a report that `to_json` wrote.
 
         Raises:
           ValueError: The text is something else; the message says what is missing.
@@ -267,7 +276,7 @@ _STYLES = {"bad": "red", "poor": "yellow"}
 _ROW_FIELDS = ("path", "product", "operand", "parts", "fmt")
 
 
-def colour_of(row: Row) -> str:
+def severity_of(row: Row) -> str:
     """How urgently somebody should look at a row: "bad", "poor", or "".
 
     A row is bad if its SQNR is below 10 dB, more than 1 % of the elements saturate, more than 25 %
@@ -278,16 +287,19 @@ def colour_of(row: Row) -> str:
         return "bad"
     if not float(tally.uses) or row.limits is None:
         return ""
-    lost = (tally.sqnr_db, tally.saturated_fraction, tally.flushed_fraction)
-    if lost[0] < 10 or lost[1] > 0.01 or lost[2] > 0.25:
+    sqnr, saturated, zeros = tally.sqnr_db, tally.saturated_fraction, tally.flushed_fraction
+    if sqnr < 10 or saturated > 0.01 or zeros > 0.25:
         return "bad"
-    return "poor" if lost[0] < 20 or lost[1] > 0.001 or lost[2] > 0.05 else ""
+    return "poor" if sqnr < 20 or saturated > 0.001 or zeros > 0.05 else ""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sums:
-    """What the tap measured in one step, and the matmuls that are not quantized. A pytree."""
+class Measurements:
+    """What was measured in one step, and the matmuls that are not quantized.
+
+    A pytree, which a jitted step can return. `numerics` makes the report of it, outside of `jit`.
+    """
 
     measured: Tapped
     left: tuple[Product, ...] = dataclasses.field(metadata=_STATIC)
@@ -295,43 +307,43 @@ class Sums:
     def numerics(self) -> Numerics:
         measured = self.measured
         products = zip(measured.places, measured.recipes, measured.stored, strict=True)
-        labelled = [
-            (number, role, twin, label)
-            for number, product in enumerate(products)
+        row_labels = [
+            (matmul, role, twin, label)
+            for matmul, product in enumerate(products)
             for role, twin, label in labels(*product)
         ]
-        number, role, twin, _ = zip(*labelled, strict=True)
-        tallies = _tallies(measured.rows, *map(np.array, (number, role, twin)))
+        *indices, _ = zip(*row_labels, strict=True)
+        tallies = _tallies(measured.rows, *map(np.array, indices))
         rows = (
             Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
-            for i, (*_, label) in enumerate(labelled)
+            for i, (*_, label) in enumerate(row_labels)
         )
         return Numerics(rows=tuple(rows), left=self.left)
 
 
 @jax.jit
 def _tallies(
-    rows: tuple[jax.Array, ...], number: jax.Array, role: jax.Array, twin: jax.Array
+    measured: tuple[jax.Array, ...], matmul: jax.Array, role: jax.Array, twin: jax.Array
 ) -> Tally:
-    """The tallies of all rows, computed by one program.
+    """The tallies of all rows of the report, computed by one program.
 
     Args:
-      rows: For each matmul float32[roles, TALLY_SIZE]: what the tap measured.
-      number, role: int[rows]: which matmul and which operand each row describes.
-      twin: The role of the same operand in another matmul, `role` itself where there is none. The
-        tap measures the operand in one of the two, and the other has zeros, so both are added.
-        Where the kernel is lhs, for instance, the cotangent is measured in wgrad.
+      measured: For each matmul float32[roles, TALLY_SIZE]: what the tap measured.
+      matmul, role, twin: int[rows]: for each row of the report the index of its matmul, the role of
+        its operand, and the twin of that role, see `labels`.
     """
-    vectors = jnp.stack(rows)
-    other = jnp.where((role == twin)[:, None], np.float32(0), vectors[number, twin])
-    return jax.vmap(tally_of)(vectors[number, role] + other)
+    vectors = jnp.stack(measured)
+    # An operand with a twin was measured in one of the two roles; the vector of the other is zeros.
+    # Which one depends on the matmul. So add both, unless they are the same vector.
+    of_twin = jnp.where((role == twin)[:, None], np.float32(0), vectors[matmul, twin])
+    return jax.vmap(tally_of)(vectors[matmul, role] + of_twin)
 
 
-def sums_of(function: Callable[..., Any], *arguments: Any) -> Sums:
+def measure(function: Callable[..., Any], *arguments: Any) -> Measurements:
     """Measures all matmuls in one step of a pure function that returns `loss` or `(loss, aux)`."""
     measured, closed = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
     check_ran("numerics", measured.places)
-    return Sums(measured, left_of(closed))
+    return Measurements(measured, left_of(closed))
 
 
 def check_ran(where: str, products: Collection[Any]) -> None:
@@ -343,7 +355,7 @@ def check_ran(where: str, products: Collection[Any]) -> None:
 
 
 def loss_of(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that returns the loss alone where `function` returns `loss` or `(loss, aux)`."""
+    """Wraps a function that returns `loss` or `(loss, aux)`, so that it returns only the loss."""
 
     def loss(*arguments: Any) -> Any:
         out = function(*arguments)
@@ -352,7 +364,7 @@ def loss_of(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"{where}: loss_fn gave {dtype}{list(shape)}, expected a float scalar, or a tuple "
-                "with one first"
+                "that begins with one"
             )
         return value
 
@@ -362,25 +374,31 @@ def loss_of(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def labels(
     place: Place, recipe: Recipe, stored: Stored
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """For each row of a product its role, the role of its twin (else its own), and its texts."""
+    """The rows of the report of a matmul: for each its role, twin, and the other fields of `Row`.
+
+    Two roles are twins if they round the same array in the same way, as forward and dgrad often
+    round the kernel. Twins have one row, that of the earlier role. A role without a twin is its
+    own twin here.
+    """
+    twins = {earlier: later for later, earlier in recipe.twins.items()}
     for role, operand in enumerate(recipe.operands):
         if role in recipe.twins:
             continue
-        twin = next((other for other, of in recipe.twins.items() if of == role), role)
-        side = _OPERANDS[role]
+        twin = twins.get(role, role)
+        side = _OPERAND_OF_ROLE[role]
         if operand is not None:
             fmt, element = str(operand), operand.spec.element
             least = getattr(element, "min_subnormal", None)
             least = element.min_positive if least is None else least
             limits = float(least), float(element.max_finite)
         else:
-            label = "" if side == "cotangent" else stored[side == "rhs"]
+            label = {"lhs": stored[0], "rhs": stored[1]}.get(side)
             fmt, limits = label or UNQUANTIZED, None
         names = {
             "path": place.path,
             "product": place.name,
             "operand": side,
-            "parts": ", ".join(_PARTS[one] for one in dict.fromkeys((role, twin))),
+            "parts": ", ".join(_MATMUL_OF_ROLE[one] for one in dict.fromkeys((role, twin))),
             "fmt": fmt,
             "limits": limits,
         }
@@ -388,6 +406,7 @@ def labels(
 
 
 def _as_json(x: Any) -> Any:
+    # JSON has no infinity, so null stands for it: for the least scale of an operand without scales.
     array = np.asarray(x)
     if array.ndim:
         return array.tolist()

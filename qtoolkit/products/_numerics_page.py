@@ -24,7 +24,7 @@ _NUMBERS = 5  # where the columns of numbers begin
 
 def page(numerics: "Numerics") -> str:
     """The page; paths and formats are escaped."""
-    from qtoolkit.products._numerics import HEADER, colour_of
+    from qtoolkit.products._numerics import HEADER, severity_of
 
     head = "".join(f"<th>{html.escape(name)}</th>" for name in (*HEADER, "log2 |x|"))
     body = []
@@ -33,8 +33,8 @@ def page(numerics: "Numerics") -> str:
             f"<td{' class=n' if i >= _NUMBERS else ''}>{html.escape(cell)}</td>"
             for i, cell in enumerate(row.cells())
         )
-        colour = colour_of(row)
-        opening = f'<tr class="{colour}">' if colour else "<tr>"
+        severity = severity_of(row)
+        opening = f'<tr class="{severity}">' if severity else "<tr>"
         body.append(f"{opening}{cells}<td>{_histogram(row)}</td></tr>")
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in numerics.notes)
     return (

@@ -1,4 +1,4 @@
-"""AWQ: factors for the channels of a matmul, searched on the error of its result."""
+"""AWQ (activation-aware weight quantization): factors for the input channels of a kernel."""
 
 import functools
 from collections.abc import Sequence
@@ -35,19 +35,22 @@ def awq_factors(
     grid: int = 20,
     power_of_two: bool = False,
 ) -> Array:
-    """Search AWQ's factors: channels with large inputs are multiplied before they are rounded.
+    """Search AWQ's factors, by which the input channels of a kernel are multiplied before rounding.
 
-    The factors are mean |x| to a power between 0 and 1, centred on 1. The power is the one with the
-    least squared error of `(x / factors) @ rounded(factors * w)`, found from H, so that no inputs
-    need be stored. `equalize` applies them: `x, w = equalize(x, w, factors)`.
+    The rounding error of a channel counts more if its inputs x are large. So these channels get
+    large factors, and x is divided by them: `(x / factors) @ rounded(factors * w)`. The factor of a
+    channel is its mean |x| to a power between 0 and 1; then all are scaled, so that the largest
+    times the smallest is 1. Of several powers, take the one with the least squared error of the
+    result. `hessian` suffices to compute this error, so inputs need not be stored.
+    `x, w = equalize(x, w, factors)` applies the factors.
 
     Args:
       w: The kernel, float32, float16 or bfloat16; or several that share their inputs, such as those
         of queries, keys and values, for which the errors are added.
       spec, axis: As in `gptq`.
-      hessian: Of the inputs.
-      grid: How many powers are tried; the first is 0, factors of 1.
-      power_of_two: Whether to round factors to powers of two. Then `equalize` rounds nothing.
+      hessian: The sums over the inputs x, as `Hessian.observe` collects them.
+      grid: How many powers to try, evenly spaced. The first is 0: all factors are 1.
+      power_of_two: Whether to round factors to powers of two. Then multiplying by them is exact.
 
     Returns:
       [channels], float32, positive. 1 for channels whose inputs were all zeros.
@@ -71,59 +74,60 @@ def awq_factors(
     if isinstance(grid, bool) or not isinstance(grid, int) or grid < 2:
         raise ValueError(f"awq_factors: grid={grid!r}, expected an integer of 2 or more")
     resolved = formats.spec(spec)
-    arrays, hows = [], []
+    arrays, layouts = [], []
     for kernel in kernels:
         array = lax.stop_gradient(check_differentiable("awq_factors", kernel, wide=False))
-        how = Contraction.of("awq_factors", array.shape, axis)
-        hows.append((how.along(resolved, array.shape), how))
+        contraction = Contraction.of("awq_factors", array.shape, axis)
+        layouts.append((contraction.along(resolved, array.shape), contraction))
         arrays.append(array)
-    return searched("awq_factors", arrays, hessian, hows, grid, power_of_two)
+    return search_factors("awq_factors", arrays, hessian, layouts, grid, power_of_two)
 
 
-def searched(
+def search_factors(
     where: str,
     kernels: Sequence[Array],
     hessian: Hessian,
-    hows: Sequence[tuple[BlockFormat, Contraction]],
+    layouts: Sequence[tuple[BlockFormat, Contraction]],
     grid: int = 20,
     power_of_two: bool = False,
 ) -> Array:
-    """`awq_factors` for kernels whose axes are known, each with its format."""
-    for w, (spec, how) in zip(kernels, hows, strict=True):
+    """`awq_factors`, where each kernel has a format and a contraction of its own (`layouts`)."""
+    for w, (spec, contraction) in zip(kernels, layouts, strict=True):
         scale_shape(where, spec, w.shape)
-        check_inputs(where, w, hessian, how)
-    return _searched(tuple(kernels), hessian, tuple(hows), grid, bool(power_of_two))
+        check_inputs(where, w, hessian, contraction)
+    return _search(tuple(kernels), hessian, tuple(layouts), grid, bool(power_of_two))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _searched(
+def _search(
     kernels: tuple[Array, ...],
     hessian: Hessian,
-    hows: tuple[tuple[BlockFormat, Contraction], ...],
+    layouts: tuple[tuple[BlockFormat, Contraction], ...],
     grid: int,
     power_of_two: bool,
 ) -> Array:
-    how, shape = hows[0][1], kernels[0].shape
-    sums = how.pooled(exact_float32(hessian.magnitude), shape)
-    mean = sums / jnp.maximum(jnp.sum(hessian.rows), 1).astype(jnp.float32)
-    total = hessian.total.reshape(-1, *hessian.total.shape[-2:])
+    # All kernels read the same inputs, so any of them says which channels share a factor.
+    contraction, shape = layouts[0][1], kernels[0].shape
+    magnitudes = contraction.pooled(exact_float32(hessian.magnitude), shape)
+    mean = magnitudes / jnp.maximum(jnp.sum(hessian.rows), 1).astype(jnp.float32)
+    hessians = hessian.total.reshape(-1, *hessian.total.shape[-2:])  # one for each expert or group
 
     def factors_of(power: Array) -> Array:
-        # In logarithms, so that neither the power nor the centre overflows.
-        logs = jnp.where(mean > 0, power * jnp.log2(jnp.where(mean > 0, mean, 1)), 0)
-        is_live = mean > 0
-        top = jnp.max(logs, -1, keepdims=True, where=is_live, initial=-np.inf)
-        low = jnp.min(logs, -1, keepdims=True, where=is_live, initial=np.inf)
-        centre = jnp.where(top >= low, (top + low) / 2, 0)
+        # Compute with logarithms, because the largest times the smallest mean may overflow.
+        has_inputs = mean > 0
+        logs = jnp.where(has_inputs, power * jnp.log2(jnp.where(has_inputs, mean, 1)), 0)
+        largest = jnp.max(logs, -1, keepdims=True, where=has_inputs, initial=-np.inf)
+        smallest = jnp.min(logs, -1, keepdims=True, where=has_inputs, initial=np.inf)
+        centre = jnp.where(largest >= smallest, (largest + smallest) / 2, 0)
         factors = jnp.clip(jnp.exp2(logs - centre), 1 / _LIMIT, _LIMIT)
-        factors = jnp.where(is_live & (power > 0), factors, 1)
+        factors = jnp.where(has_inputs & (power > 0), factors, 1)
         return nearest_power_of_two(factors) if power_of_two else factors
 
     def loss_of(power: Array) -> Array:
         factors = factors_of(power)
         return sum(
-            (_loss(w, factors, total, *how) for w, how in zip(kernels, hows, strict=True)),
-            jnp.zeros((), total.dtype),
+            (_loss(w, factors, hessians, *of_w) for w, of_w in zip(kernels, layouts, strict=True)),
+            jnp.zeros((), hessians.dtype),
         )
 
     powers = jnp.linspace(0, 1, grid, dtype=jnp.float32)
@@ -131,9 +135,12 @@ def _searched(
     return factors_of(powers[jnp.argmin(losses)])
 
 
-def _loss(w: Array, factors: Array, total: Array, spec: BlockFormat, how: Contraction) -> Array:
-    wide, factors = exact_float32(w), how.factors(factors, w.shape)
-    scaled = wide * factors
-    scales, nonzero = find_scales(scaled, spec)
-    values = block_values(scaled, spec, NEAREST, scales, nonzero)
-    return squared_error(how.matrices(values / factors - wide), total)
+def _loss(
+    w: Array, factors: Array, hessians: Array, spec: BlockFormat, contraction: Contraction
+) -> Array:
+    """The squared error of the result of a matmul whose kernel is rounded with these factors."""
+    w, factors = exact_float32(w), contraction.factors(factors, w.shape)
+    multiplied = w * factors
+    scales, nonzero = find_scales(multiplied, spec)
+    rounded = block_values(multiplied, spec, NEAREST, scales, nonzero)
+    return squared_error(contraction.matrices(rounded / factors - w), hessians)

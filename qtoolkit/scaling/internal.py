@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
-from qtoolkit.scaling._awq import searched
+from qtoolkit.scaling._awq import search_factors
 from qtoolkit.scaling._blocks import (
     Blocks,
     TornBlocksError,

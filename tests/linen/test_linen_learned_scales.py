@@ -383,7 +383,7 @@ def test_what_cannot_be(variables):
     with pytest.raises(ValueError, match="quantize: recipe is None for Net, which is not wrapped"):
         qt.linen.quantize(Net(), plain, None, X)
     jitted = qt.linen.wrap(nn.jit(nn.Dense)(4), LSQ)
-    with pytest.raises(ValueError, match=r"itself\): .* under nn\.jit .*scales do not reach it"):
+    with pytest.raises(ValueError, match=r"\(model\): .* under nn\.jit .*scales do not reach it"):
         jitted.apply(jitted.init(KEY, X), X)
 
 

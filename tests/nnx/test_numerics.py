@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import qtoolkit as qt
 from qtoolkit.cli._app import app
 from qtoolkit.products import Numerics
-from qtoolkit.products._numerics import colour_of
+from qtoolkit.products._numerics import severity_of
 
 BLOCKS = qt.BlockFormat(element=qt.format("int8"), block=(16,))
 INT8 = qt.Recipe(qt.BlockFormat.tensor("int8"), gradient=None)
@@ -127,8 +127,8 @@ def test_what_is_not_measured_is_said(found):
     (left,) = found.left
     assert (left.path, left.reason) == ("head", "excluded by a rule")
     text = str(found)
-    assert "no gradient reached, hence not measured: trunk:0" in text
-    assert "1 forward matmuls are not quantized, first float32[8, 32] x float32[32, 4]" in text
+    assert "not measured, because the loss does not depend on them: trunk:0" in text
+    assert "1 forward matmuls are not quantized, the first is float32[8, 32] x " in text
 
 
 def test_reports_add_and_are_saved(found, wrapped):
@@ -203,7 +203,7 @@ def test_table_picture_page_and_command(found, tmp_path):
     done = CliRunner().invoke(app, ["report", str(saved), *pages])
     assert done.exit_code == 0, done.output
     assert [line.rstrip() for line in str(found).splitlines()][1].split()[0] in done.output
-    assert "not measured: trunk:0" in done.output
+    assert "depend on them: trunk:0" in done.output
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
     for content, message in (("{", "invalid JSON"), ("{}", "no report of numerics")):
         saved.write_text(content)
@@ -313,7 +313,7 @@ def test_what_is_not_finite_is_said(wrapped):
     found = qt.nnx.numerics(wrapped, X.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf), loss_fn)
     row = row_of(found, "a", "lhs", "forward")
     assert float(row.tally.nonfinite) > 0
-    assert colour_of(row) == "bad"
+    assert severity_of(row) == "bad"
     assert "are NaN or infinite" in str(found)
     assert "are NaN or infinite" not in str(qt.nnx.numerics(wrapped, X, loss_fn))
 
