@@ -146,7 +146,7 @@ def test_dequantize_and_quantize_anew(source, tmp_path):
     run("convert", source, tmp_path / "dst", *CT, "--format", "nvfp4")
     result = run("dequantize", tmp_path / "dst", tmp_path / "back")
     assert result.exit_code == 0, result.output
-    assert ": 2 tensors, those in layout compressed-tensors dequantized" in result.stdout
+    assert ": 2 tensors, dequantized from layout compressed-tensors" in result.stdout
     assert load(tmp_path / "back" / "model.safetensors")[WEIGHT].dtype.name == "bfloat16"
     wide = run("dequantize", tmp_path / "dst", tmp_path / "wide", "--dtype", "float32")
     assert wide.exit_code == 0
@@ -423,7 +423,7 @@ def test_the_line_that_loads_a_folder_names_its_class(tmp_path, names, expected)
     out = run("convert", folder, tmp_path / "dst").stdout
     assert f"load it: transformers.{expected}.from_pretrained" in out
     out = run("dequantize", tmp_path / "dst", tmp_path / "wide").stdout
-    assert "1 tensor, those in layout compressed-tensors dequantized" in out
+    assert "1 tensor, dequantized from layout compressed-tensors" in out
 
 
 @pytest.mark.parametrize("name", ['a "quoted" \\ name', os.fsdecode(b"no utf-8 \xff")])
