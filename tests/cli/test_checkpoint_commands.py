@@ -171,7 +171,7 @@ def test_a_dry_run_of_a_dequantization(source, tmp_path):
     rows = [line.split()[:3] for line in planned.stdout.splitlines()[1:3]]
     assert rows == [["model.norm.weight", "BF16", "BF16"], [WEIGHT, "F8_E4M3", "BF16"]]
     title, size = planned.stdout.splitlines()[3:]
-    assert title.endswith("compressed-tensors dequantized; a dry run, nothing was written")
+    assert title.endswith("dequantized from layout compressed-tensors; a dry run, nothing was written")
     plan = json.loads(run(*line, "--dry-run", "--json").stdout)
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
     done = json.loads(run(*line, "--workers", "1", "--json").stdout)
@@ -378,7 +378,7 @@ RULES = {
         (("--input-scales", "scales"), "--input-scales: nothing in layout plain"),
         (("--json", "--report", "md"), "--json and --report md exclude each other"),
         (("-q", "-v"), "--quiet and --verbose exclude each other"),
-        (("-v", "--json"), "--verbose: --json and --report name every tensor already; leave it"),
+        (("-v", "--json"), "--verbose: --json and --report name every tensor already; omit it"),
         (("-v", "--report", "json"), "--verbose: --json and --report name every tensor already"),
     ],
 )
