@@ -171,7 +171,9 @@ def test_a_dry_run_of_a_dequantization(source, tmp_path):
     rows = [line.split()[:3] for line in planned.stdout.splitlines()[1:3]]
     assert rows == [["model.norm.weight", "BF16", "BF16"], [WEIGHT, "F8_E4M3", "BF16"]]
     title, size = planned.stdout.splitlines()[3:]
-    assert title.endswith("dequantized from layout compressed-tensors; a dry run, nothing was written")
+    assert title.endswith(
+        "dequantized from layout compressed-tensors; a dry run, nothing was written"
+    )
     plan = json.loads(run(*line, "--dry-run", "--json").stdout)
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
     done = json.loads(run(*line, "--workers", "1", "--json").stdout)
