@@ -40,8 +40,8 @@ _AUXILIARY_SUFFIXES = (
 _WITHOUT_METHOD = ("config_groups", "sparsity_config", "format")
 # ComfyUI describes the quantization of each layer in JSON, in a tensor or in the metadata.
 _COMFY_MARK, _COMFY_METADATA = ".comfy_quant", "_quantization_metadata"
-# The formats of ComfyUI in which a value is a code multiplied by its scale, and keys of its JSON that
-# do not change this.
+# The formats of ComfyUI in which a value is a code multiplied by its scale, and keys of its JSON
+# that do not change this.
 _COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
 _COMFY_HARMLESS_KEYS = {"format", "per_row", "full_precision_matrix_mult"}
 

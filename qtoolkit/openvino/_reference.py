@@ -49,6 +49,7 @@ def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     if fmt == BFLOAT16:
         y = _to_bfloat16(_float(_bits_with_payloads(x, y)))
     elif fmt == E4M3FN:
+        # The core rounds twice: here to float16, and in `to_stored` to f8e4m3.
         y = round_values(y, FLOAT16, UNCLAMPED)
     elif fmt == E5M2:
         # The core keeps the sign, the exponent and the upper two mantissa bits of a NaN. If these
@@ -120,7 +121,7 @@ def _to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def _to_f8e4m3(h: jax.Array, nan_is_negative: jax.Array) -> jax.Array:
-    """Round float16 values to f8e4m3 as FakeConvert does; Convert rounds to nearest even."""
+    """Round float16 values to f8e4m3 as FakeConvert does, in two steps, and clamp NaNs."""
     with_three_bits = round_values(h, _E5M3, NEAREST)
     q = round_values(with_three_bits, E4M3FN, Projection("toward_zero"))
     q = jnp.where(jnp.abs(h) < np.float32(2**-9), jnp.zeros_like(q), q)
