@@ -37,7 +37,7 @@ _AUXILIARY_SUFFIXES = (
 )
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
-_WITHOUT_METHOD = ("config_groups", "sparsity_config", "format")
+_COMPRESSED_TENSORS_KEYS = ("config_groups", "sparsity_config", "format")
 # ComfyUI describes the quantization of each layer in JSON, in a tensor or in the metadata.
 _COMFY_MARK, _COMFY_METADATA = ".comfy_quant", "_quantization_metadata"
 # The formats of ComfyUI in which a value is a code multiplied by its scale, and keys of its JSON
@@ -76,8 +76,8 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
                 "loaders read the first and some the second; write the checkpoint without one"
             )
     _check_stated_shapes(checkpoint, encodings)
-    dropped = comfy_marks(checkpoint, encodings) | _zero_offsets(checkpoint, encodings)
-    return _opened_as_float32(checkpoint, layout, encodings, dropped)
+    unread_names = comfy_marks(checkpoint, encodings) | _zero_offsets(checkpoint, encodings)
+    return _opened_as_float32(checkpoint, layout, encodings, unread_names)
 
 
 def _decoded_without_config(
@@ -100,13 +100,13 @@ def _decoded_without_config(
 
 
 def _opened_as_float32(
-    checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding], dropped: set[str]
+    checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding], unread_names: set[str]
 ) -> Checkpoint:
-    """The checkpoint with a float32 tensor for each encoding, and without the `dropped` tensors."""
+    """The checkpoint with a float32 tensor for each encoding; `unread_names` become auxiliary."""
     read = _reader_of(encodings, checkpoint.tensors)
     stored_in = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     encoding_of_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
-    auxiliary_names = dropped | (set() if layout == "plain" else _auxiliary_names(encodings))
+    auxiliary_names = unread_names | (set() if layout == "plain" else _auxiliary_names(encodings))
     metadata = {k: v for k, v in checkpoint.metadata.items() if k != _COMFY_METADATA}
     tensors: dict[str, Tensor] = {}
     auxiliary: dict[str, Tensor] = {}
@@ -119,7 +119,7 @@ def _opened_as_float32(
                 encoding.name, "F32", encoding.shape, read_into, *stored
             )
         elif name not in stored_in:
-            is_cache = layout != "plain" and _is_of_cache(name, checkpoint.tensors)
+            is_cache = layout != "plain" and _is_cache_scale(name, checkpoint.tensors)
             (auxiliary if name in auxiliary_names or is_cache else tensors)[name] = tensor
     changes: Any = {"tensors": tensors, "auxiliary": auxiliary, "stored": checkpoint.tensors}
     return dataclasses.replace(checkpoint, layout=layout, metadata=metadata, **changes)
@@ -144,7 +144,7 @@ def _reader_of(
     lock = threading.Lock()
 
     def read(name: str, start: int, buffer: memoryview) -> None:
-        with lock:
+        with lock:  # or two threads could prepare the same weight at the same time
             weight = values(name)
         weight.read_into(start, buffer)
 
@@ -160,7 +160,7 @@ def _auxiliary_names(weights: Collection[str]) -> set[str]:
     return names | {f"{parent}.{scale}" for parent in parents if parent for scale in _CACHE_SCALES}
 
 
-def _is_of_cache(name: str, tensors: Mapping[str, Any]) -> bool:
+def _is_cache_scale(name: str, tensors: Mapping[str, Any]) -> bool:
     """Whether a tensor is a scale of a KV cache, even if the projections are not quantized."""
     module, _, suffix = name.rpartition(".")
     if suffix not in _CACHE_SCALES:
@@ -178,23 +178,25 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
     folder = checkpoint.folder
     if folder is None:
         return {}
+    keys = {"quant_method", *_COMPRESSED_TENSORS_KEYS}
     for part in configs_in(checkpoint.config):
         for key in ("quantization_config", "compression_config"):
-            about = part.get(key)
-            if isinstance(about, dict) and {"quant_method", *_WITHOUT_METHOD} & about.keys():
-                return about
+            config = part.get(key)
+            if isinstance(config, dict) and keys & config.keys():
+                return config
     if not folder.modelopt_config:
         return {}
-    about = folder.modelopt_config.get("quantization")
-    if isinstance(about, dict) and "quant_algo" in about:
-        return {"quant_method": "modelopt", "ignore": about.get("exclude_modules"), **about}
+    config = folder.modelopt_config.get("quantization")
+    if isinstance(config, dict) and "quant_algo" in config:
+        return {"quant_method": "modelopt", "ignore": config.get("exclude_modules"), **config}
     # If the weights are not quantized, the config may describe only the KV cache. Then it has no
     # "quant_algo".
     if not any(tensor.dtype in ("F8_E4M3", "U8") for tensor in checkpoint.tensors.values()):
         return {}
+    where = join(checkpoint.path, MODELOPT_CONFIG)
     raise CheckpointError(
-        f"{join(checkpoint.path, MODELOPT_CONFIG)}: {shown(str(about)[:80])} under 'quantization', "
-        'expected {"quant_algo": "FP8", ...}; dequantize the checkpoint with modelopt'
+        f"{where}: {shown(str(config)[:80])} under 'quantization', expected "
+        '{"quant_algo": "FP8", ...}; dequantize the checkpoint with modelopt'
     )
 
 
@@ -248,12 +250,12 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     layers: Any = {module: json_object(text) for module, text in texts.items()}
     of_all = json_object(checkpoint.metadata.get(_COMFY_METADATA, "{}")).get("layers")
     layers |= of_all if isinstance(of_all, dict) else {}
-    for module, about in layers.items():
-        weight, about = f"{module}.weight", about if isinstance(about, dict) else {}
-        others = {key for key, value in about.items() if value} - _COMFY_HARMLESS_KEYS
-        if weight in weights and (others or about.get("format") not in _COMFY_FORMATS):
+    for module, layer in layers.items():
+        weight, settings = f"{module}.weight", layer if isinstance(layer, dict) else {}
+        others = {key for key, value in settings.items() if value} - _COMFY_HARMLESS_KEYS
+        if weight in weights and (others or settings.get("format") not in _COMFY_FORMATS):
             formats = ", ".join(_COMFY_FORMATS)
-            what = f"ComfyUI describes it by {shown(str(about)[:80])}, expected only {formats}"
+            what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only {formats}"
             raise unread(str(checkpoint.path), weight, what, "ComfyUI")
     return marks
 
