@@ -22,7 +22,7 @@ class ErrorSums:
       signal: The sum of x^2 over the finite elements.
       noise: The sum of (x - y)^2 over the finite elements.
       nonfinite: The number of elements that are NaN or infinite in x or in y.
-      overflowed: The number of elements that a cast without scales clamped.
+      overflowed: The number of finite elements that a cast without scales clamped.
       max_scale: The largest scale; 0 without scales.
       max_error: The largest |x - y| of the finite elements.
       size: The number of elements.
@@ -45,7 +45,7 @@ class ErrorSums:
     differing: int = 0
 
     def add(self, other: "ErrorSums") -> None:
-        """Adds the sums of another part of the array."""
+        """Add the sums of another part of the array."""
         for field in dataclasses.fields(self):
             a, b = getattr(self, field.name), getattr(other, field.name)
             setattr(self, field.name, max(a, b) if field.name.startswith("max_") else a + b)
