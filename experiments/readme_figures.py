@@ -39,8 +39,8 @@ PLAIN, WRAPPED = "plain float32", "wrapped, E4M3 / E5M2"
 STEP = "training step, nnx, 2 blocks, d = 512"
 QUOTED = (
     Ratios(
-        "A training step of a transformer of width 512 takes {} times as long in emulated FP8 as in"
-        " float32, and {} times as long as with qwix.",
+        "A training step of a transformer of width 512 in emulated FP8 takes {} times as long as in"
+        " float32, and {} times as long as in the same formats with qwix.",
         *("training", STEP, WRAPPED, (PLAIN, "qwix")),
     ),
     Ratios(
@@ -81,14 +81,14 @@ def _codes(stored: Stored) -> str:
         return ""
     return (
         "`encode` was compared with a C program on every float32 number, in 13 formats, 6 rounding"
-        f" modes and 3 saturation rules: {' and '.join(counts)} differ."
+        f" modes and 3 saturation rules. Codes that differ: {', '.join(counts)}."
     )
 
 
 def _differing(rows: Sequence[Row]) -> str:
     codes = sum(row["compared"] * len(row["differ"]) for row in rows[1:])
     differ = sum(sum(row["differ"].values()) for row in rows[1:])
-    return f"{differ:,} of {codes:,} codes"
+    return f"{differ:,} of {codes:,}"
 
 
 def _ratios(stored: Stored, quoted: Ratios) -> list[str]:

@@ -1,7 +1,7 @@
-"""Opens a quantized checkpoint as the float32 weights that it stands for, whatever the layout.
+"""Open a quantized checkpoint so that its quantized weights can be read as float32 tensors.
 
-A layout says how each weight is stored, as an `Encoding`; here its bytes become a `QArray`, or,
-slab by slab, float32 numbers (`_values.py`). Finding out how needs no JAX.
+First a layout finds out how each weight is stored, and describes this by an `Encoding`. This needs
+no JAX. Then `_values.py` reads the bytes of a weight and dequantizes them, one part after another.
 """
 
 import dataclasses
@@ -27,26 +27,30 @@ from qtoolkit.checkpoints.layouts._layout import unread
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
-# The scales of a KV cache may belong to the attention module, above its projections.
-_OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
-# Suffixes of entries that loaders have for a quantized weight. Without codes they mean nothing.
-_AUXILIARY = (
+# Scales of a KV cache. Some programs store them in the attention module, others in its projections.
+_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
+# Entries that loaders need for a quantized weight. A dequantized checkpoint does not need them.
+_AUXILIARY_SUFFIXES = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
     *("input_zero_point", "output_zero_point", "input_scale_ub"),
-    *_OF_CACHE,
+    *_CACHE_SCALES,
 )
-# A config without a method is of compressed-tensors where it has one of these. MLX's has none.
-_WITHOUT_METHOD = ("config_groups", "sparsity_config", "format")
-# What ComfyUI says of each layer, in JSON: in a tensor of its own, or in the metadata.
+# A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
+# also writes a config without `quant_method`, but with none of these keys.
+_COMPRESSED_TENSORS_KEYS = ("config_groups", "sparsity_config", "format")
+# ComfyUI describes the quantization of each layer in JSON, in a tensor or in the metadata.
 _COMFY_MARK, _COMFY_METADATA = ".comfy_quant", "_quantization_metadata"
-_COMFY_READ = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # a code times its scale
-_COMFY_ASIDE = {"format", "per_row", "full_precision_matrix_mult"}
+# The formats of ComfyUI in which a value is a code multiplied by its scale, and keys of its JSON
+# that do not change this.
+_COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+_COMFY_HARMLESS_KEYS = {"format", "per_row", "full_precision_matrix_mult"}
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with float32 weights for quantized ones; itself if nothing is quantized.
+    """The checkpoint with a float32 tensor for each quantized weight, read when it is needed.
 
-    Raises where it is quantized in a way that is not read, or not as its config says.
+    Returns `checkpoint` itself if nothing is quantized. Raises if the way of quantization is
+    unknown, or if the tensors contradict the config.
     """
     config = quantization_config(checkpoint)
     headers = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
@@ -55,36 +59,39 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         method = str(config.get("quant_method", "compressed-tensors"))
         if method not in LAYOUT_OF:
             raise CheckpointError(
-                f"{where}: quantized by {shown(method)}, expected "
-                f"{', '.join(LAYOUT_OF)} or a checkpoint that is not quantized; dequantize it "
-                "with the program that made it"
+                f"{where}: quant_method {shown(method)} in its config, expected one of "
+                f"{', '.join(LAYOUT_OF)}; dequantize the checkpoint with the program that made it"
             )
         layout = LAYOUT_OF[method].name
         encodings = LAYOUTS[layout].decode(config, headers, where)
     else:
-        layout, encodings = _decoded_by_names(checkpoint, headers)
+        layout, encodings = _decoded_without_config(checkpoint, headers)
     if not encodings:
         return checkpoint
     for encoding in encodings.values():
         if encoding.codes.name != encoding.name and encoding.name in headers:
             raise CheckpointError(
-                f"{where}: tensor {shown(encoding.name)}: it is there in addition to its codes, "
-                f"{shown(encoding.codes.name)}, expected one of them: loaders differ in which they "
-                "take; write the checkpoint again without the other"
+                f"{where}: tensor {shown(encoding.name)}: the weight is also stored as codes, in "
+                f"{shown(encoding.codes.name)}, expected only one of these tensors, because some "
+                "loaders read the first and some the second; write the checkpoint without one"
             )
-    _check_constants(checkpoint, encodings)
-    dropped = comfy_marks(checkpoint, encodings) | _zero_parts(checkpoint, encodings)
-    return _opened_as_float32(checkpoint, layout, encodings, dropped)
+    _check_stated_shapes(checkpoint, encodings)
+    unread_names = comfy_marks(checkpoint, encodings) | _zero_offsets(checkpoint, encodings)
+    return _opened_as_float32(checkpoint, layout, encodings, unread_names)
 
 
-def _decoded_by_names(
+def _decoded_without_config(
     checkpoint: Checkpoint, headers: Mapping[str, Entry]
 ) -> tuple[str, dict[str, Encoding]]:
-    """What is quantized without a config that says so: by metadata of `save`, or by names."""
+    """The layout and the encodings of a checkpoint without a quantization config.
+
+    They follow from the metadata that `save` writes, and from the names of the tensors.
+    """
     where = str(checkpoint.path)
     encodings, own = saved_arrays(checkpoint.metadata, headers, where)
     others = {name: entry for name, entry in headers.items() if name not in own}
     layouts = ["plain"] if encodings else []
+    # Several layouts may accept the same names. The one that `convert` recorded comes first.
     for name in sorted(LAYOUTS, key=lambda name: name != own_layout(checkpoint)):
         decoded = LAYOUTS[name].decode({}, others, where)
         layouts += [name] if any(weight not in encodings for weight in decoded) else []
@@ -93,27 +100,27 @@ def _decoded_by_names(
 
 
 def _opened_as_float32(
-    checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding], dropped: set[str]
+    checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding], unread_names: set[str]
 ) -> Checkpoint:
-    """The checkpoint with a tensor for each encoding; the tensors in `dropped` are auxiliary."""
+    """The checkpoint with a float32 tensor for each encoding; `unread_names` become auxiliary."""
     read = _reader_of(encodings, checkpoint.tensors)
     stored_in = {entry.name for encoding in encodings.values() for entry in encoding.entries}
-    by_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
-    names = dropped | (set() if layout == "plain" else _auxiliary_names(encodings))
+    encoding_of_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
+    auxiliary_names = unread_names | (set() if layout == "plain" else _auxiliary_names(encodings))
     metadata = {k: v for k, v in checkpoint.metadata.items() if k != _COMFY_METADATA}
     tensors: dict[str, Tensor] = {}
     auxiliary: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        if name in by_codes:
-            encoding = by_codes[name]
+        if name in encoding_of_codes:
+            encoding = encoding_of_codes[name]
             read_into = functools.partial(read, encoding.name)
             stored = (encoding, encoding.codes.dtype, encoding.nbytes)
             tensors[encoding.name] = Tensor(
                 encoding.name, "F32", encoding.shape, read_into, *stored
             )
         elif name not in stored_in:
-            is_cache = layout != "plain" and _is_of_cache(name, checkpoint.tensors)
-            (auxiliary if name in names or is_cache else tensors)[name] = tensor
+            is_cache = layout != "plain" and _is_cache_scale(name, checkpoint.tensors)
+            (auxiliary if name in auxiliary_names or is_cache else tensors)[name] = tensor
     changes: Any = {"tensors": tensors, "auxiliary": auxiliary, "stored": checkpoint.tensors}
     return dataclasses.replace(checkpoint, layout=layout, metadata=metadata, **changes)
 
@@ -121,10 +128,13 @@ def _opened_as_float32(
 def _reader_of(
     encodings: Mapping[str, Encoding], stored: Mapping[str, Tensor]
 ) -> Callable[[str, int, memoryview], None]:
-    """Reads the float32 values of a weight by its name. JAX loads when the first one is read."""
+    """A function that reads float32 values of the weight with a name into a buffer.
 
-    # Two weights, with their scales: a thread may begin with the next one while another is still at
-    # the end of this one.
+    It imports JAX when it reads the first weight.
+    """
+
+    # Two weights are cached, because one thread may start with the next weight while another thread
+    # still reads the last values of this one.
     @functools.lru_cache(maxsize=2)
     def values(name: str) -> Any:
         from qtoolkit.checkpoints._values import Values
@@ -134,7 +144,7 @@ def _reader_of(
     lock = threading.Lock()
 
     def read(name: str, start: int, buffer: memoryview) -> None:
-        with lock:
+        with lock:  # or two threads could prepare the same weight at the same time
             weight = values(name)
         weight.read_into(start, buffer)
 
@@ -142,51 +152,56 @@ def _reader_of(
 
 
 def _auxiliary_names(weights: Collection[str]) -> set[str]:
+    suffixes = _AUXILIARY_SUFFIXES
     modules = {name.rpartition(".")[0] for name in weights}
-    names = {f"{module}.{last}".lstrip(".") for module in modules for last in _AUXILIARY}
-    names |= {f"{weight}_{last}" for weight in weights for last in _AUXILIARY}  # fused experts
-    above = {module.rpartition(".")[0] for module in modules}
-    return names | {f"{module}.{last}" for module in above if module for last in _OF_CACHE}
+    names = {f"{module}.{suffix}".lstrip(".") for module in modules for suffix in suffixes}
+    names |= {f"{weight}_{suffix}" for weight in weights for suffix in suffixes}  # fused experts
+    parents = {module.rpartition(".")[0] for module in modules}
+    return names | {f"{parent}.{scale}" for parent in parents if parent for scale in _CACHE_SCALES}
 
 
-def _is_of_cache(name: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether this is a scale of an attention cache: its projections may be unquantized."""
-    module, _, last = name.rpartition(".")
-    if last not in _OF_CACHE:
+def _is_cache_scale(name: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a tensor is a scale of a KV cache, even if the projections are not quantized."""
+    module, _, suffix = name.rpartition(".")
+    if suffix not in _CACHE_SCALES:
         return False
-    above = (f"{module}.{last[0]}_proj.weight", f"{module}.qkv_proj.weight")
-    return any(other in tensors for other in (f"{module}.weight", *above))
+    projections = (f"{module}.{suffix[0]}_proj.weight", f"{module}.qkv_proj.weight")
+    return any(weight in tensors for weight in (f"{module}.weight", *projections))
 
 
 def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The quantization config of a folder; empty if there is none.
 
-    It is in config.json, or, in many folders of NVIDIA's modelopt, only in hf_quant_config.json.
+    Usually config.json contains it. In many folders of NVIDIA's modelopt, only hf_quant_config.json
+    contains it.
     """
     folder = checkpoint.folder
     if folder is None:
         return {}
+    keys = {"quant_method", *_COMPRESSED_TENSORS_KEYS}
     for part in configs_in(checkpoint.config):
         for key in ("quantization_config", "compression_config"):
-            about = part.get(key)
-            if isinstance(about, dict) and {"quant_method", *_WITHOUT_METHOD} & about.keys():
-                return about
+            config = part.get(key)
+            if isinstance(config, dict) and keys & config.keys():
+                return config
     if not folder.modelopt_config:
         return {}
-    about = folder.modelopt_config.get("quantization")
-    if isinstance(about, dict) and "quant_algo" in about:
-        return {"quant_method": "modelopt", "ignore": about.get("exclude_modules"), **about}
-    # Of unquantized weights it may name no algorithm, but be about the attention cache alone.
+    config = folder.modelopt_config.get("quantization")
+    if isinstance(config, dict) and "quant_algo" in config:
+        return {"quant_method": "modelopt", "ignore": config.get("exclude_modules"), **config}
+    # If the weights are not quantized, the config may describe only the KV cache. Then it has no
+    # "quant_algo".
     if not any(tensor.dtype in ("F8_E4M3", "U8") for tensor in checkpoint.tensors.values()):
         return {}
+    where = join(checkpoint.path, MODELOPT_CONFIG)
     raise CheckpointError(
-        f"{join(checkpoint.path, MODELOPT_CONFIG)}: {shown(str(about)[:80])} under 'quantization', "
-        'expected {"quant_algo": "FP8", ...}; dequantize the checkpoint with modelopt'
+        f"{where}: {shown(str(config)[:80])} under 'quantization', expected "
+        '{"quant_algo": "FP8", ...}; dequantize the checkpoint with modelopt'
     )
 
 
-def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> None:
-    """Raises if an entry that states a weight's shape contradicts the shapes of the entries."""
+def _check_stated_shapes(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> None:
+    """Raise if a tensor that states a weight's shape contradicts the shape of the codes."""
     remedy = "give the folder with its config.json, which tells bits and groups"
     if quantization_config(checkpoint):
         remedy = "dequantize the checkpoint with the program that made it"
@@ -196,57 +211,60 @@ def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) 
             if stated.tobytes() != expected:
                 raise CheckpointError(
                     f"{checkpoint.path}: tensor {shown(entry.name)}: it says that the weight is "
-                    f"{stated.tolist()}, and {encoding.spec.name} of that many words is "
+                    f"{stated.tolist()}, but its codes, read as {encoding.spec.name}, are "
                     f"{list(encoding.shape)}; {remedy}"
                 )
 
 
-def _zero_parts(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> set[str]:
-    """The entries NAME.weight_* of quantized weights that the layout lacks, if all are 0: offsets.
+def _zero_offsets(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> set[str]:
+    """The names of the tensors NAME.weight_* that the layout does not read and that are all 0.
 
-    Raises where one is not 0, so that the numbers are others than those that are read.
+    Such a tensor may be an offset of a quantized weight, and an offset of 0 changes nothing. Raises
+    if an element is not 0, because then the weight would be read with wrong values.
     """
     known = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     known |= encodings.keys() | _auxiliary_names(encodings)
     zeros = set()
     for name, tensor in checkpoint.tensors.items():
-        module, dot, last = name.rpartition(".")
+        module, dot, suffix = name.rpartition(".")
         if name in known or f"{module}{dot}weight" not in encodings:
             continue
-        if last.startswith("weight_") and statistics(tensor).zeros == tensor.size:
+        if suffix.startswith("weight_") and statistics(tensor).zeros == tensor.size:
             zeros.add(name)
-        elif last.startswith("weight_") or last == "quant_bias":
-            what = f"{tensor.entry} of a quantized weight, expected no such entry: it changes what "
-            what += "is read"
+        elif suffix.startswith("weight_") or suffix == "quant_bias":
+            what = f"{tensor.entry} of a quantized weight, expected no such entry, because it "
+            what += "changes the weight"
             raise unread(str(checkpoint.path), name, what)
     return zeros
 
 
 def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
-    """The tensors in which ComfyUI says how layers are quantized, those of `weights` among them.
+    """The names of the tensors in which ComfyUI describes how it quantized layers.
 
-    Raises for the ways that have the entries of other programs and not the numbers: weights are
-    rotated, or, in NVFP4, scales lie in tiles and the first code is the high one.
+    Raises if ComfyUI stored one of `weights` in a way that looks like another program's, but has
+    other values: ComfyUI can rotate weights, and its NVFP4 has scales in tiles and the first code
+    of each byte in the high bits.
     """
     marks = {name for name in checkpoint.tensors if name.endswith(_COMFY_MARK)}
     texts = {n.removesuffix(_COMFY_MARK): checkpoint.read(n).tobytes() for n in marks}
     layers: Any = {module: json_object(text) for module, text in texts.items()}
     of_all = json_object(checkpoint.metadata.get(_COMFY_METADATA, "{}")).get("layers")
     layers |= of_all if isinstance(of_all, dict) else {}
-    for module, about in layers.items():
-        weight, about = f"{module}.weight", about if isinstance(about, dict) else {}
-        others = {key for key, value in about.items() if value} - _COMFY_ASIDE
-        if weight in weights and (others or about.get("format") not in _COMFY_READ):
-            what = f"{shown(str(about)[:80])} by ComfyUI, expected {', '.join(_COMFY_READ)} alone"
+    for module, layer in layers.items():
+        weight, settings = f"{module}.weight", layer if isinstance(layer, dict) else {}
+        others = {key for key, value in settings.items() if value} - _COMFY_HARMLESS_KEYS
+        if weight in weights and (others or settings.get("format") not in _COMFY_FORMATS):
+            formats = ", ".join(_COMFY_FORMATS)
+            what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only {formats}"
             raise unread(str(checkpoint.path), weight, what, "ComfyUI")
     return marks
 
 
 def own_layout(checkpoint: Checkpoint) -> str:
-    """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
+    """The layout that `convert` recorded in the metadata of a file; empty if there is none."""
     return str(own_metadata(checkpoint).get("layout", ""))
 
 
 def own_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `convert` has written under "qtoolkit" in the metadata of a file."""
+    """The record of `convert` in the metadata of a file; empty if there is none."""
     return json_object(checkpoint.metadata.get("qtoolkit", "{}"))

@@ -17,7 +17,7 @@ from qtoolkit.cli._options import JSON
 from qtoolkit.cli._summaries import counted
 from qtoolkit.cli._tables import progress, table
 
-_HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "became zero", "NaN, Inf")
+_HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "underflowed", "NaN, Inf")
 _IMAGES = (".png", ".svg", ".pdf")
 
 
@@ -48,7 +48,7 @@ def compare(
     """Compare the numbers of two checkpoints, quantized weights with their scales.
 
     For each tensor: signal to noise, the largest |a - b|, the shares of elements that were clamped
-    and that became zero, and how many are NaN or infinite in A or B.
+    and that underflowed to zero, and how many are NaN or infinite in A or B.
     """
     checkpoints.compare  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):
@@ -120,7 +120,7 @@ def _summary(comparison: Comparison) -> list[str]:
     if known := _lossy(comparison):
         lowest = min(known, key=known.__getitem__)
         lines.append(f"  mean SQNR  {sum(known.values()) / len(known):.2f} dB")
-        lines.append(f"  lowest     {known[lowest]:.2f} dB, {shown(lowest)}")
+        lines.append(f"  min SQNR   {known[lowest]:.2f} dB, {shown(lowest)}")
     for path, names in ((comparison.a, comparison.only_a), (comparison.b, comparison.only_b)):
         if names:
             some = f"{counted(len(names), 'tensor')}: {listed(map(shown, names), 3)}"

@@ -15,6 +15,7 @@ from qtoolkit.formats import (
     FloatFormat,
     Format,
     IntFormat,
+    Overflow,
     TableFormat,
 )
 from qtoolkit.formats.internal import binade
@@ -51,11 +52,11 @@ _BLOCKS = {
     "of": lambda fmt: "x".join(map(str, fmt.block)),
     "scale": lambda fmt: fmt.scale.name,
     "rule": lambda fmt: str(fmt.rule),
-    "second scale": lambda fmt: "none" if fmt.tensor_scale is None else fmt.tensor_scale.name,
+    "tensor scale": lambda fmt: "none" if fmt.tensor_scale is None else fmt.tensor_scale.name,
     "bits each": lambda fmt: f"{fmt.element.bits + fmt.scale.bits / math.prod(fmt.block):g}",
 }
 _ALIGNED_LEFT = {"floats", "tables", "integers", "inf", "NaN codes"}
-_ALIGNED_LEFT |= {"blocks", "element", "scale", "rule", "second scale"}
+_ALIGNED_LEFT |= {"blocks", "element", "scale", "rule", "tensor scale"}
 FOOTNOTE = (
     "Also: int and uint of 1 to 64 bits (int5), IEEE P3109 of 3 to 16 bits (binary8p3se).\n"
     "`qtoolkit formats NAME` shows one format, in any spelling, and the values of small ones."
@@ -76,7 +77,7 @@ def block_page(fmt: BlockFormat, width: int) -> Iterator[str]:
     row = {column: cell(fmt) for column, cell in _BLOCKS.items()}
     yield f"{fmt.name}: blocks of {row['of']} {row['element']} with scales in {row['scale']}"
     yield f"  scale rule    {row['rule']}"
-    yield f"  second scale  {row['second scale']}"
+    yield f"  tensor scale  {row['tensor scale']}"
     if fmt.element_exponent:
         yield f"  elements      count 2^{fmt.element_exponent}"
     yield f"  bits each     {row['bits each']}"
@@ -134,8 +135,8 @@ def _properties(fmt: Format) -> Iterator[tuple[str, str]]:
         yield "infinity", _infinities(fmt)
         yield "NaN", f"{_nan_codes(fmt)} ({_nan_count(fmt)})" if fmt.has_nan else "none"
         yield "overflow", _overflow(fmt)
-    own = f", or its own dtype {fmt.dtype}" if fmt.dtype else ""
-    yield "stored as", f"{fmt.code_dtype}{own}"
+    own = f", or values of dtype {fmt.dtype}" if fmt.dtype else ""
+    yield "stored as", f"codes of dtype {fmt.code_dtype}{own}"
     if fmt.spellings:
         names = [] if fmt.dtype is None else [fmt.dtype.name]
         yield "spelled", "  ".join(dict.fromkeys((fmt.name, *names, *fmt.spellings)))
@@ -159,10 +160,12 @@ def _infinities(fmt: FloatFormat | TableFormat) -> str:
 
 
 def _overflow(fmt: FloatFormat | TableFormat) -> str:
-    what = {"INF": "infinity", "NAN": "NaN", "MAX": "the largest value"}[fmt.overflow.name]
+    what = "infinity" if fmt.overflow is Overflow.INF else "NaN"
     if isinstance(fmt, TableFormat) and fmt.beyond is None:
-        return f"numbers saturate; infinity becomes {what}, unless it is clamped"
-    return f"becomes {what}, unless it is clamped"
+        rule = f'; infinity becomes {what} with saturation="propagate" or "none"'
+    else:
+        rule = f'; becomes {what} with saturation="none"'
+    return "clamped to the largest value" + ("" if fmt.overflow is Overflow.MAX else rule)
 
 
 def _nan_count(fmt: FloatFormat | TableFormat) -> str:
@@ -222,7 +225,7 @@ def _number_line(
         binades.setdefault(_binade(fmt, value), []).append(value)
     grouped = len(values) > 16 and len(values) > 2 * len(binades)
     yield from textwrap.wrap(
-        "number line: codes in hexadecimal, each before its value"
+        "number line: hexadecimal codes, each followed by its value"
         + (", a row for each power of two" if grouped else "")
         + negatives,
         width,

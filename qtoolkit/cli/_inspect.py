@@ -134,7 +134,7 @@ def _summary(source: Checkpoint) -> list[str]:
         if count := sum(tensor.is_dequantized for tensor in opened.tensors.values()):
             lines.append(
                 f"layout {opened.layout}: {counted(count, 'tensor')} quantized; "
-                "`qtoolkit dequantize` writes what they stand for"
+                "`qtoolkit dequantize` writes unquantized weights"
             )
     return lines + [f"metadata {shown(k)}: {shown(v)}" for k, v in source.metadata.items()]
 

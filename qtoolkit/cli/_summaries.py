@@ -90,7 +90,7 @@ def _outcome(report: Report) -> list[str]:
     size = f"  bytes      {before:,} -> {after:,} ({100 * after / max(before, 1):.1f} %)"
     excluded = counted(len(report.kept), "tensor")
     if report.format == "nothing" and report.dequantized:
-        return [f"{excluded}, those in layout {report.dequantized} dequantized", size]
+        return [f"{excluded}, dequantized from layout {report.dequantized}", size]
     words = [word for word in report.scaling.split(", ") if word != "none"]
     own = ", or the format's own" if words and "none" in report.scaling else ""
     scales = f", a scale per {' or '.join(words)}{own}" if words else ""
@@ -115,7 +115,7 @@ def _errors(report: Report) -> list[str]:
     lowest, name = min(measured, key=operator.itemgetter(0))
     return [
         f"  mean SQNR  {_decibels(report.mean_sqnr_db)}",
-        f"  lowest     {_decibels(lowest)}, {shown(name)}",
+        f"  min SQNR   {_decibels(lowest)}, {shown(name)}",
     ]
 
 
@@ -183,7 +183,7 @@ def _loading_plain(report: Report) -> str:
     if report.container == "orbax":
         return (
             f"load it: qtoolkit.checkpoints.load({literal}), with like=nnx.state(model) or "
-            "linen variables for a model; orbax restores it with scales next to the codes"
+            "linen variables for a model; orbax itself restores codes and scales"
         )
     return f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"
 

@@ -63,21 +63,21 @@ class Results:
         return [
             ("float32, last five evaluations", _loss(self.wide)),
             (
-                f"trained in {self.format} / {self.gradient}, last five",
+                f"{self.format} / {self.gradient}, last five evaluations",
                 f"{_loss(self.quantized)} ({self.quantized / self.wide - 1:+.2%})",
             ),
             ("float32, final weights", _loss(self.wide_final)),
             (
-                f"the same, converted to {self.format}",
+                f"final weights, converted to {self.format}",
                 f"{_loss(self.converted)} ({self.converted / self.wide_final - 1:+.2%})",
             ),
             (
-                "step, float32 and quantized",
+                "time of a step, float32 and quantized",
                 f"{float32_ms:.1f} and {quantized_ms:.1f} ms "
                 f"(ratio {quantized_ms / float32_ms:.2f})",
             ),
             (
-                f"checkpoint, float32 and {self.format}",
+                f"size of the checkpoint, float32 and {self.format}",
                 f"{float32_size:,} and {size:,} bytes (ratio {size / float32_size:.2f})",
             ),
             ("mean SQNR of the converted weights", f"{self.sqnr_db:.1f} dB"),

@@ -63,8 +63,8 @@ def load_corpus() -> Corpus:
         np.frombuffer("\n\n".join(parts).encode(), np.uint8) for parts in (disjoint, held_out)
     )
     digest = hashlib.sha256(training.tobytes() + validation.tobytes()).hexdigest()[:12]
-    size = f"{training.size:,} + {validation.size:,} bytes"
-    return Corpus(training, validation, f"pydoc_data.topics, {size}, sha256 {digest}")
+    sizes = f"{training.size:,} bytes for training, {validation.size:,} for validation"
+    return Corpus(training, validation, f"text of pydoc_data.topics: {sizes}, sha256 {digest}")
 
 
 def _paragraphs(texts: list[str]) -> list[str]:

@@ -1,4 +1,7 @@
-"""The parameters of a bound module, as the trace that replaces matmuls knows them."""
+"""Tell the trace that quantizes matmuls which arrays are parameters, and which kernels are stored.
+
+A stored kernel is a parameter that is a `QArray`: codes and scales instead of a float array.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,14 +14,13 @@ from flax.linen.transforms import decorator_lift_transform
 from qtoolkit.products.internal import MatmulTrace
 from qtoolkit.scaling import QArray
 
-STORED = "qtoolkit_stored"  # the name under which interceptors see a method with stored kernels
+# The name of the function that replaces a method of a module with stored kernels. By this name the
+# interceptor of `wrap` knows that it must run the function as it is.
+STORED = "qtoolkit_stored"
 
 
 def know_parameters(module: nn.Module, names: dict[int, str], trace: MatmulTrace) -> None:
-    """Tells a trace which arrays are parameters of a module and those in it, and their names.
-
-    Does nothing if all are known.
-    """
+    """Tell a trace the parameters of a module and its submodules, and add them to `names`."""
     params = module.variables.get("params", {})
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_stored)
     if all(id(array) in names for _, array in leaves if not isinstance(array, QArray)):
@@ -30,7 +32,7 @@ def know_parameters(module: nn.Module, names: dict[int, str], trace: MatmulTrace
 
 
 def own_parameters(module: nn.Module) -> dict[int, tuple[str, ...]]:
-    """The paths of a module's own parameters, by the ids of their arrays."""
+    """The path of each parameter of a module, without those of submodules; keys are array ids."""
     return {
         _identity(array): (*module.path, name)
         for name, value in module.variables.get("params", {}).items()
@@ -40,14 +42,14 @@ def own_parameters(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 class MethodCall(NamedTuple):
-    """A call of a method of a module, as an interceptor of Flax gets it.
+    """A call of a module's method, which an interceptor of Flax runs.
 
     Attributes:
-      module, name, method: The module, the method's name, and its plain function.
-      run: Calls it with `args` and `kwargs` as Flax would.
-      path: The path of the module from the wrapped one: "blocks_0/Dense_0".
-      kinds: The types of the module and of those around it.
-      seen: Filled with the names of the primitives of the matmuls that it computes.
+      module, name, method: The module, the name of its method, and the method as a function.
+      run: Flax's own way to call the method: `run(*args, **kwargs)`.
+      path: The path of the module, relative to the wrapped module: "blocks_0/Dense_0".
+      kinds: The type of the module, and the types of the modules that contain it.
+      seen: While the method runs, the trace adds the primitive's name of each matmul to this list.
     """
 
     module: nn.Module
@@ -62,10 +64,10 @@ class MethodCall(NamedTuple):
 
 
 def run_with_arrays(call: MethodCall, trace: MatmulTrace, paths: dict[int, Any]) -> Any:
-    """Runs a method under a trace that knows the parameters; `paths` gets the module's own.
+    """Run a method under a trace that knows the parameters; stored kernels become float arrays.
 
-    The method gets the module's own stored kernels as ordinary arrays. Those of modules in it stay
-    as they are, since their own calls treat them.
+    Only the kernels of the module itself are dequantized. Those of a submodule are dequantized when
+    its own method is called. The paths of the module's own parameters are added to `paths`.
     """
     module, names = call.module, trace.names
     collections = {name: x for name, x in module.variables.items() if name != "params"}
@@ -81,39 +83,40 @@ def run_with_arrays(call: MethodCall, trace: MatmulTrace, paths: dict[int, Any])
         know_parameters(module, names, trace)
         return call.run(*call.args, **call.kwargs)
 
-    def dequantized(params: Any) -> Any:
-        def array_of(path: Any, x: Any) -> Any:
+    def with_float_kernels(params: Any) -> Any:
+        def dequantize(path: Any, x: Any) -> Any:
             if not isinstance(x, QArray) or _identity(x) not in own:
                 return x
             array = x.dequantize()
-            names[id(array)] = _name(path[1:])  # the first key is that of the scope
+            names[id(array)] = _name(path[1:])  # without Flax's scope, the first key
             paths[id(array)] = own[_identity(x)]
             trace.know_parameter(array, x)
             return array
 
-        return jax.tree_util.tree_map_with_path(array_of, params, is_leaf=_is_stored)
+        return jax.tree_util.tree_map_with_path(dequantize, params, is_leaf=_is_stored)
 
-    def inside(copy: nn.Module, args: Any, kwargs: Any) -> Any:
-        know_parameters(copy, names, trace)
-        return call.method(copy, *args, **kwargs)
+    def run_method(dequantized_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        know_parameters(dequantized_module, names, trace)
+        return call.method(dequantized_module, *args, **kwargs)
 
-    # With `capture_intermediates` Flax stores the result of every method named "__call__".
-    inside.__name__ = inside.__qualname__ = STORED
+    # With `capture_intermediates` Flax stores the result of every method named "__call__". Another
+    # name prevents a second entry for the same call.
+    run_method.__name__ = run_method.__qualname__ = STORED
     if hasattr(call.method, "compact"):
-        inside.compact = True  # type: ignore[attr-defined]
-    lifted = decorator_lift_transform(lift.map_variables, inside, "params", dequantized)
+        run_method.compact = True  # type: ignore[attr-defined]
+    lifted = decorator_lift_transform(lift.map_variables, run_method, "params", with_float_kernels)
     return lifted(module, call.args, call.kwargs)
 
 
 def _name(path: Any) -> str:
-    # Other kinds of keys belong to boxes with metadata, such as `nn.Partitioned`.
+    # Keys of other kinds are not names: they belong to boxes such as `nn.Partitioned`.
     kinds = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path if isinstance(key, kinds)]
     return ".".join(keys)
 
 
 def _identity(x: Any) -> int:
-    """Identifies an array of the variables: Flax copies their trees, but not the leaves."""
+    """An id that survives Flax's copies of variables, which copy the trees but not the arrays."""
     return id(x.codes if isinstance(x, QArray) else x)
 
 

@@ -1,7 +1,8 @@
-"""Convert and FakeConvert, bit for bit as OpenVINO's core, also where its documentation differs.
+"""Convert and FakeConvert with the bits of OpenVINO's core (wheel 2026.4.1).
 
-The core's classes of narrow floats do not all round to nearest even; this module has the same
-defects. It holds values of narrow types in float32. The core is that of OpenVINO's wheel 2026.4.1.
+The core is the C++ code that runs these operators. In some cases it rounds otherwise than its
+documentation says. The functions below repeat these defects. They hold float16, bfloat16 and float8
+values in float32 arrays.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Overflow, Specials
 
-# For f8e4m3 the core first rounds to three mantissa bits, in every binade of float16. Only then it
-# truncates subnormals.
+# FakeConvert rounds float16 to f8e4m3 in two steps. The first step rounds to this format, which has
+# three mantissa bits and the exponents of float16. The second step truncates subnormals of E4M3FN.
 _E5M3 = FloatFormat(
     name="e5m3",
     exponent_bits=5,
@@ -40,7 +41,7 @@ _E5M3 = FloatFormat(
 
 
 def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """Convert-1 of float16, bfloat16 or float32 to the dtype of `fmt`."""
+    """Convert float16, bfloat16 or float32 to the dtype of `fmt`: operator Convert, version 1."""
     assert fmt.dtype is not None
     if x.dtype == fmt.dtype:
         return x
@@ -48,6 +49,7 @@ def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     if fmt == BFLOAT16:
         y = _to_bfloat16(_float(_bits_with_payloads(x, y)))
     elif fmt == E4M3FN:
+        # The core rounds twice: here to float16, and in `to_stored` to f8e4m3.
         y = round_values(y, FLOAT16, UNCLAMPED)
     elif fmt == E5M2:
         # The core keeps the sign, the exponent and the upper two mantissa bits of a NaN. If these
@@ -60,42 +62,47 @@ def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
 def fake_convert(
     data: jax.Array, scale: jax.Array, shift: jax.Array | None, fmt: FloatFormat
 ) -> jax.Array:
-    """FakeConvert-13, each operation on float32 and then rounded to the type of `data`."""
+    """Round `data * scale - shift` to `fmt` and undo scale and shift: FakeConvert, version 13.
+
+    As in the core, each operation computes in float32 and is then rounded to the type of `data`.
+    """
     rounded = _rounding_to(data.dtype)
     x, s = exact_float32(data), ranked(exact_float32(scale), data.ndim)
-    # Without `settled`, a product that makes the shift in the same jit would be fused with the
-    # subtraction.
+    # If a multiplication in the same jit computes the shift, XLA would fuse it with the subtraction
+    # below, and the result would have other bits. `settled` prevents this.
     z = None if shift is None else settled(ranked(exact_float32(shift), data.ndim))
-    p = rounded(product(x, s))
-    p = p if z is None else rounded(p - z)
-    h = p if data.dtype == jnp.float16 else _to_float16(p)
-    q = round_values(h, E5M2) if fmt == E5M2 else _to_f8e4m3(h, _nan_is_negative(x, s, z))
-    # Without a shift the core adds zeros, so -0 becomes 0. XLA may remove q + 0, so select.
+    scaled = rounded(product(x, s))
+    scaled = scaled if z is None else rounded(scaled - z)
+    half = scaled if data.dtype == jnp.float16 else _to_float16(scaled)
+    q = round_values(half, E5M2) if fmt == E5M2 else _to_f8e4m3(half, _nan_is_negative(x, s, z))
+    # Without a shift the core adds 0, so -0 becomes 0. XLA may remove `q + 0`, but not this select.
     q = jnp.where(q == 0, jnp.zeros_like(q), q) if z is None else rounded(q + z)
     return rounded(quotient(q, s)).astype(data.dtype)
 
 
 def _rounding_to(dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
-    """How the core rounds the float32 result of an operation to `dtype`."""
+    """The function by which the core rounds a float32 result to `dtype`."""
     if dtype == jnp.float32:
         return lambda x: x
     if dtype == jnp.float16:
         return _to_float16
-    # The core's rule would change a NaN with arbitrary bits. Its own NaNs end in zeros and stay.
+    # NaNs are excluded. The low bits of the core's own NaNs are 0, so its rounding does not change
+    # them. The NaNs here may have other low bits, and the same rounding would change them.
     return lambda x: jnp.where(x == x, _to_bfloat16(x), x)
 
 
 def _to_float16(x: jax.Array) -> jax.Array:
-    """Rounded by the core's class `float16`.
+    """Round as the core's class `float16` does.
 
-    To nearest even, overflow to infinity. A number below 2**-15 comes out doubled if it is just
-    below a power of two p, from p * (1 - 2**-12) on. The core rounds its significand, which carries
-    into the exponent, and then makes the subnormal from the new exponent and the old significand.
+    It rounds to nearest even, and overflow becomes infinity. One defect: a number below 2**-15
+    becomes twice as large if it is at least p * (1 - 2**-12) and below p, for a power of two p. The
+    core rounds the significand up to 2 and adds 1 to the exponent, but then it computes the
+    subnormal from the new exponent and the significand before rounding.
     """
     bits = _bits(x)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    # From the least normal float32, exponent field 1, to just below 2**-15, field 112. What is
-    # smaller wraps around to a large number.
+    # `tiny`: normal float32 numbers below 2**-15, with exponent fields 1 to 111. Subnormals have
+    # field 0: the unsigned subtraction wraps around and makes them large, so they are not `tiny`.
     tiny = magnitude - np.uint32(1 << 23) < np.uint32(111 << 23)
     carries = (magnitude & np.uint32(0x007FF000)) == np.uint32(0x007FF000)
     doubled = jnp.where(tiny & carries, bits + np.uint32(1 << 23), bits)
@@ -103,28 +110,33 @@ def _to_float16(x: jax.Array) -> jax.Array:
 
 
 def _to_bfloat16(x: jax.Array) -> jax.Array:
-    """Rounded by the core's class `bfloat16`.
+    """Round as the core's class `bfloat16` does.
 
-    It truncates if the last bit that it keeps is 0, else it rounds half up. Patterns of NaNs are
-    treated as those of numbers are.
+    If bit 16, the lowest bit of the result, is 0, it truncates. If bit 16 is 1, it rounds half up.
+    It does the same with the bits of a NaN.
     """
     bits = _bits(x)
-    bits = bits + ((bits & np.uint32(0x10000)) >> np.uint32(1))  # half of a step where it is 1
+    bits = bits + ((bits & np.uint32(0x10000)) >> np.uint32(1))  # adds half a step if bit 16 is 1
     return _float(bits & np.uint32(0xFFFF0000))
 
 
 def _to_f8e4m3(h: jax.Array, nan_is_negative: jax.Array) -> jax.Array:
-    """Rounds float16 values to f8e4m3 as FakeConvert does."""
-    binade = round_values(h, _E5M3, NEAREST)
-    q = round_values(binade, E4M3FN, Projection("toward_zero"))
+    """Round float16 values to f8e4m3 as FakeConvert does, in two steps, and clamp NaNs."""
+    with_three_bits = round_values(h, _E5M3, NEAREST)
+    q = round_values(with_three_bits, E4M3FN, Projection("toward_zero"))
     q = jnp.where(jnp.abs(h) < np.float32(2**-9), jnp.zeros_like(q), q)
     largest = np.float32(E4M3FN.max_finite)
     return jnp.where(h == h, q, jnp.where(nan_is_negative, -largest, largest))
 
 
 def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
-    """The sign of the NaN that x86 arithmetic yields: its first NaN operand's, else negative."""
+    """Whether FakeConvert's NaN is negative on x86, where the core runs.
+
+    An operation returns its first NaN operand with its sign. If no operand is NaN (Inf - Inf), the
+    new NaN is negative.
+    """
     negative: jax.Array = jnp.ones_like(x, bool)
+    # The operations read x first, then scale, then shift. The last one here overrides the others.
     for operand in (shift, scale, x):
         if operand is not None:
             negative = jnp.where(operand == operand, negative, jnp.signbit(unfolded(operand)))
@@ -132,12 +144,12 @@ def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) ->
 
 
 def _bits_with_payloads(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The bit pattern of `y`, which is `x` as float32; its NaNs have the payloads of `x`."""
+    """The bits of `y`, which is `x` converted to float32; NaNs get the mantissa bits of `x`."""
     if x.dtype != jnp.float16:
         return _bits(y)
     # XLA makes NaNs of float16 quiet when it converts them to float32.
-    half = lax.bitcast_convert_type(unfolded(x), jnp.uint16).astype(jnp.uint32)
-    payload = (half & np.uint32(0x03FF)) << np.uint32(13)
+    half_bits = lax.bitcast_convert_type(unfolded(x), jnp.uint16).astype(jnp.uint32)
+    payload = (half_bits & np.uint32(0x03FF)) << np.uint32(13)
     return jnp.where(y == y, _bits(y), (_bits(y) & np.uint32(0xFF800000)) | payload)
 
 

@@ -146,7 +146,7 @@ def test_dequantize_and_quantize_anew(source, tmp_path):
     run("convert", source, tmp_path / "dst", *CT, "--format", "nvfp4")
     result = run("dequantize", tmp_path / "dst", tmp_path / "back")
     assert result.exit_code == 0, result.output
-    assert ": 2 tensors, those in layout compressed-tensors dequantized" in result.stdout
+    assert ": 2 tensors, dequantized from layout compressed-tensors" in result.stdout
     assert load(tmp_path / "back" / "model.safetensors")[WEIGHT].dtype.name == "bfloat16"
     wide = run("dequantize", tmp_path / "dst", tmp_path / "wide", "--dtype", "float32")
     assert wide.exit_code == 0
@@ -171,7 +171,9 @@ def test_a_dry_run_of_a_dequantization(source, tmp_path):
     rows = [line.split()[:3] for line in planned.stdout.splitlines()[1:3]]
     assert rows == [["model.norm.weight", "BF16", "BF16"], [WEIGHT, "F8_E4M3", "BF16"]]
     title, size = planned.stdout.splitlines()[3:]
-    assert title.endswith("compressed-tensors dequantized; a dry run, nothing was written")
+    assert title.endswith(
+        "dequantized from layout compressed-tensors; a dry run, nothing was written"
+    )
     plan = json.loads(run(*line, "--dry-run", "--json").stdout)
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
     done = json.loads(run(*line, "--workers", "1", "--json").stdout)
@@ -378,7 +380,7 @@ RULES = {
         (("--input-scales", "scales"), "--input-scales: nothing in layout plain"),
         (("--json", "--report", "md"), "--json and --report md exclude each other"),
         (("-q", "-v"), "--quiet and --verbose exclude each other"),
-        (("-v", "--json"), "--verbose: --json and --report name every tensor already; leave it"),
+        (("-v", "--json"), "--verbose: --json and --report name every tensor already; omit it"),
         (("-v", "--report", "json"), "--verbose: --json and --report name every tensor already"),
     ],
 )
@@ -423,7 +425,7 @@ def test_the_line_that_loads_a_folder_names_its_class(tmp_path, names, expected)
     out = run("convert", folder, tmp_path / "dst").stdout
     assert f"load it: transformers.{expected}.from_pretrained" in out
     out = run("dequantize", tmp_path / "dst", tmp_path / "wide").stdout
-    assert "1 tensor, those in layout compressed-tensors dequantized" in out
+    assert "1 tensor, dequantized from layout compressed-tensors" in out
 
 
 @pytest.mark.parametrize("name", ['a "quoted" \\ name', os.fsdecode(b"no utf-8 \xff")])

@@ -20,6 +20,8 @@ FEW = [
     *("hifloat8", "posit8", "nf4", "int8", "int4", "uint4", "bool", "int5", "uint7"),
     *("binary8p1se", "binary8p3se", "binary7p4ue", "binary3p1ue", "binary4p4uf", "binary6p2sf"),
 ]
+CLAMPED = "clamped to the largest value"
+POSIT_INFINITY = '; infinity becomes NaN with saturation="propagate" or "none"'
 
 
 def run(*arguments, columns=80):
@@ -153,8 +155,7 @@ def test_the_page_of_e4m3fn():
     assert "  zero           0x00, -0 is 0x80" in lines
     assert "  infinity       none" in lines
     assert "  NaN            0x7F, FF (2)" in lines
-    assert "  overflow       becomes NaN, unless it is clamped" in lines
-    assert "  stored as      uint8, or its own dtype float8_e4m3fn" in lines
+    assert "  stored as      codes of dtype uint8, or values of dtype float8_e4m3fn" in lines
     assert "  subnormal  01 2^-9     02 2*2^-9   03 3*2^-9   04 4*2^-9" in lines
     assert "  1          38 1        39 1.125    3A 1.25     3B 1.375" in lines
     assert lines[-1] == "             7C 384      7D 416      7E 448"
@@ -169,10 +170,11 @@ def test_the_page_of_e4m3fn():
         ("binary8p3se", {"zero": "0x00", "infinity": "0x7F, -Inf is 0xFF", "NaN": "0x80 (1)"}),
         ("binary8p3ue", {"infinity": "0xFE", "NaN": "0xFF (1)"}),
         ("hifloat8", {"infinity": "0x6F, -Inf is 0xEF", "NaN": "0x80 (1)"}),
-        ("posit8", {"infinity": "none", "zero": "0x00"}),
+        ("posit8", {"infinity": "none", "zero": "0x00", "overflow": CLAMPED + POSIT_INFINITY}),
         ("nf4", {"NaN": "none", "zero": "0x7", "smallest": "0.0795803"}),
-        ("e2m1", {"overflow": "becomes the largest value, unless it is clamped"}),
-        ("bool", {"stored as": "uint8, or its own dtype bool"}),
+        ("e4m3fn", {"overflow": CLAMPED + '; becomes NaN with saturation="none"'}),
+        ("e2m1", {"overflow": CLAMPED}),
+        ("bool", {"stored as": "codes of dtype uint8, or values of dtype bool"}),
     ],
 )
 def test_special_values(name, expected):

@@ -64,17 +64,17 @@ def test_the_figures_are_those_of_the_files(finished, corpus):
     windows = demo.validation_windows(corpus)
     for name, row in (
         ("float32", "float32, final weights"),
-        ("e5m2", "the same, converted to e5m2"),
+        ("e5m2", "final weights, converted to e5m2"),
     ):
         tensors = checkpoints.dequantize(checkpoints.load(folder / f"{name}.safetensors"))
         loss = float(demo.evaluate(demo.restore(model, tensors), windows))
         assert table[row].startswith(f"{loss:.4f} bits/byte")
         assert (
             f"{(folder / f'{name}.safetensors').stat().st_size:,}"
-            in (table["checkpoint, float32 and e5m2"])
+            in (table["size of the checkpoint, float32 and e5m2"])
         )
     assert 15 < float(table["mean SQNR of the converted weights"].split()[0]) < 40
-    assert "trained in e5m2 / e5m2, last five" in table
+    assert "e5m2 / e5m2, last five evaluations" in table
 
 
 def test_validation_text_is_not_in_the_training_text(corpus):

@@ -40,11 +40,11 @@ def test_the_quickstart_has_the_rows_of_the_demo():
 def test_figures_as_they_are_printed():
     assert dict(RESULTS.rows()) == {
         "float32, last five evaluations": "2.0000 bits/byte",
-        "trained in e4m3fn / e5m2, last five": "2.0100 bits/byte (+0.50%)",
+        "e4m3fn / e5m2, last five evaluations": "2.0100 bits/byte (+0.50%)",
         "float32, final weights": "1.5000 bits/byte",
-        "the same, converted to e4m3fn": "1.5300 bits/byte (+2.00%)",
-        "step, float32 and quantized": "50.0 and 60.0 ms (ratio 1.20)",
-        "checkpoint, float32 and e4m3fn": "4,000 and 1,200 bytes (ratio 0.30)",
+        "final weights, converted to e4m3fn": "1.5300 bits/byte (+2.00%)",
+        "time of a step, float32 and quantized": "50.0 and 60.0 ms (ratio 1.20)",
+        "size of the checkpoint, float32 and e4m3fn": "4,000 and 1,200 bytes (ratio 0.30)",
         "mean SQNR of the converted weights": "31.5 dB",
     }
 

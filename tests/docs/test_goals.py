@@ -62,7 +62,7 @@ def test_an_own_model_trains_in_fp8_with_report_and_plot(minutes, tmp_path, monk
         @nnx.jit
         def step(model, optimizer, x, y):
             loss, grads = qt.nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-            optimizer.update(model, grads)  # value_and_grad has updated the scales
+            optimizer.update(model, grads)  # qt.nnx.value_and_grad updated the scales
             return loss
 
 
@@ -103,10 +103,10 @@ def test_e4m3fn_against_an_oracle_of_ones_own(minutes):
         assert eval(expression, names)
     # Every float16 number to its code, by another oracle than the page's: ml_dtypes, which does not
     # saturate, of numbers cut off where they would.
-    names["halves"] = halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    names["x"] = x = np.arange(2**16, dtype=np.uint16).view(np.float16)
     with np.errstate(invalid="ignore"):
-        cut = np.clip(halves.astype(np.float32), -448, 448)
+        cut = np.clip(x.astype(np.float32), -448, 448)
         names["code"] = cut.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    expression = 'np.array_equal(code, qt.encode(halves, "e4m3fn"))'
+    expression = 'np.array_equal(code, qt.encode(x, "e4m3fn"))'
     assert expression in (ROOT / page).read_text(encoding="utf-8")
     assert eval(expression, names)

@@ -94,7 +94,7 @@ def test_sizes_are_those_of_the_file(tmp_path, source):
     assert f"{total:,} bytes\nlayout GGUF: 2 tensors quantized; " in listed
     for command, title in (
         ("convert", f"{out}: e4m3fn, a scale per tensor"),
-        ("dequantize", f"{out}: 5 tensors, those in layout GGUF dequantized"),
+        ("dequantize", f"{out}: 5 tensors, dequantized from layout GGUF"),
     ):
         planned = run(command, path, out, "--dry-run", "--overwrite")
         assert f"\n{title}; a dry run, nothing was written\n" in planned
