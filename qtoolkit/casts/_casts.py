@@ -332,7 +332,7 @@ def _cast(x: jax.Array, projection: Projection, fmt: Format) -> jax.Array:
 
 @_cast.defjvp
 def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # Floats to floats of 16 bits and more: `_cast_to` refuses the derivatives of all other casts.
+    # Floats to floats of 16 bits and more: `cast_for` refuses the derivatives of all other casts.
     (x, projection), (x_dot, _) = primals, tangents
     y = _cast(x, projection, fmt)
     numbers = x.astype(jnp.float64) if fmt.dtype == jnp.float64 else widened(x)

@@ -20,7 +20,7 @@ from qtoolkit.checkpoints._containers import array_checkpoint, container_of, ope
 from qtoolkit.checkpoints._decode import comfy_marks, dequantized
 from qtoolkit.checkpoints._pytrees import differs, filled, is_qarray, named_arrays
 from qtoolkit.checkpoints._safetensors import write_arrays
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._tensors import (
     DTYPE_OF,
     FLOATS,
@@ -78,6 +78,7 @@ def save(
       >>> qt.checkpoints.load("model.safetensors")["kernel"]
       QArray(mxfp8_e4m3, float32[64,32]: codes uint8[64,32], scale float8_e8m0fnu[64,1])
     """
+    check_path(path, "path")  # before errors that name it: it may be the tensors
     arrays: dict[str, np.ndarray] = {}
     quantized: dict[str, Any] = {}
     for name, leaf in named_arrays(path, tensors):

@@ -26,7 +26,8 @@ def know_parameters(module: nn.Module, names: dict[int, str], trace: MatmulTrace
     if all(id(array) in names for _, array in leaves if not isinstance(array, QArray)):
         return
     for path, array in leaves:
-        if not isinstance(array, QArray):
+        # Of a dequantized kernel the trace knows the codes, by which its matmul is computed.
+        if not isinstance(array, QArray) and trace.stored(array) is array:
             names[id(array)] = _name(path)
             trace.know_parameter(array)
 

@@ -70,7 +70,7 @@ def stored_kernel(
       x: One kernel, or a stack of them.
       axes: The axes of one kernel in its matmul.
       stacked: The number of leading axes of `x` along which kernels are stacked.
-      amax, key: What the layer keeps for the kernel, as in `Cut.rounded`, stacked likewise.
+      amax, key: What the layer keeps for the kernel, see `of_kernel`, stacked likewise.
       scale: The scale that the layer has learned, stacked likewise.
 
     Raises:

@@ -40,7 +40,6 @@ from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import unclamped_range
 
 _DECIBELS = 10 / math.log(10)  # of a power ratio, for one natural logarithm
-_LARGEST = float(np.finfo(np.float32).max)
 _LIFT = 60  # arrays below 2**60 are measured in units of 2**-60, in which nothing is subnormal
 _LEAST_NORMAL = np.finfo(np.float32).tiny
 

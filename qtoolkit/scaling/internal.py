@@ -40,7 +40,7 @@ from qtoolkit.scaling._history import (
 )
 from qtoolkit.scaling._input_transform import InputTransform
 from qtoolkit.scaling._metrics import occurrences
-from qtoolkit.scaling._observer import Observer, observed_summary
+from qtoolkit.scaling._observer import observed_summary
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import (
     effective,

@@ -54,6 +54,7 @@ FUNCTIONS = {
         lambda path, good, new: checkpoints.open_source(path),
         lambda path, good, new: checkpoints.load(path),
         lambda path, good, new: save(path, {}),
+        lambda path, good, new: save(path, "tensors and path in the wrong order"),
         lambda path, good, new: SafetensorsFile(path),
     ],
 }

@@ -227,3 +227,49 @@ def test_an_operand_that_calibration_never_saw_gives_nan():
     variables = jax.jit(dense.init)(jax.random.key(0), x)
     frozen, variables = qt.linen.freeze(both, variables, qt.linen.calibrate(one, variables, [x]))
     assert np.isnan(frozen.apply(variables, x)).all()
+
+
+class Layers(nn.Module):
+    """Two dense layers with biases, in one of Flax's transformations."""
+
+    transform: str = ""
+
+    @nn.compact
+    def __call__(self, x):
+        if self.transform == "scan":
+            stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True})
+            return stack()(x, jnp.zeros((2, 1)))[0]
+        kind = nn.remat(Layer) if self.transform == "remat" else Layer
+        for number in range(2):
+            x, _ = kind(name=f"layer{number}")(x, None)
+        return x
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        bias = self.param("shift", nn.initializers.normal(), (32,))
+        return nn.Dense(32, bias_init=nn.initializers.normal())(x) + bias, None
+
+
+@pytest.mark.parametrize("transform", ["", "remat", "scan"])
+@pytest.mark.parametrize("method", ["gptq", "smoothquant", "hadamard"])
+def test_codes_are_multiplied_as_they_are_stored(method, transform):
+    """Rounding GPTQ's kernel or a rotated one anew gives another. Oracle: NumPy."""
+    module, x = Layers(transform), jax.random.normal(jax.random.key(1), (64, 32))
+    variables, fmt = module.init(jax.random.key(0), x), "int4_group32"
+    served, weights = qt.linen.quantize(module, variables, fmt, x, [x], algorithm=method)
+    params = weights["params"]
+    if transform == "scan":
+        (layers,) = params.values()
+        parts, structure = jax.tree.flatten(layers, is_leaf=lambda leaf: isinstance(leaf, QArray))
+        params = {i: structure.unflatten([part[i] for part in parts]) for i in range(2)}
+    expected = np.asarray(x, np.float64)
+    for layer in params.values():
+        (dense,) = (part for name, part in layer.items() if name != "shift")
+        kernel = dense["kernel"]
+        assert isinstance(kernel, QArray)
+        expected = expected @ np.asarray(kernel.dequantize(), np.float64)
+        expected = expected + np.asarray(dense["bias"]) + np.asarray(layer["shift"])
+    got = served.apply(weights, x)
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
