@@ -1,4 +1,4 @@
-"""Low-precision numbers for JAX, exact to the bit and differentiable.
+"""Low-precision number formats for JAX: exact casts, and gradients for training.
 
 A low-precision number format is data, and every conversion is one exact, jitted, differentiable
 rounding of it. Names load on first use, so that `import qtoolkit` costs nothing and the command's
