@@ -233,6 +233,10 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
                 )  # so that the trace of a module around it passes by its matmuls, too
         elif rules is not None and is_left(node):  # by an earlier wrap
             detach(node)
+        if isinstance(node, nnx.SpectralNorm):
+            # It estimates by matmuls with the kernel, in high precision: the trace of a module
+            # around it would replace them. The layer in it has a trace of its own.
+            leave(node, shown)
         start = f"{shown}/".lstrip("/")  # "" for the model itself, which is around all modules
         if not is_left(node) and any(f"{one}/".startswith(start) for one in of_user):
             follow(node)

@@ -14,6 +14,7 @@ returns the state unchanged, and whose derivative rule returns the updated one. 
 
 import contextvars
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.core import Primitive, get_opaque_trace_state, take_current_trace
 from jax.interpreters import ad, batching, mlir
 
 from qtoolkit.products._instruments import instrument, set_variable
@@ -58,9 +59,16 @@ STALE = (
 )
 COTANGENTS = (
     "differentiated without qtoolkit.{nnx,linen}.value_and_grad: the delayed scales of lhs and rhs "
-    "follow the forward pass, if the state after it is kept (that of a model which nnx.merge makes "
-    "inside of jax.checkpoint is lost: scales are current ones), those of cotangents are current "
-    "ones; differentiate by value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
+    "follow the forward pass, those of cotangents are current ones; differentiate by "
+    "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
+)
+DROPPED = (
+    "differentiated without qtoolkit.nnx.value_and_grad: a model that nnx.merge makes inside of "
+    "jax.checkpoint, jax.lax.scan or another transform is dropped with its new histories of "
+    "delayed scales and keys of stochastic rounding, so the state stays as it is: if no step has "
+    "moved it, scales are current ones; differentiate by qtoolkit.nnx.value_and_grad, use the "
+    "transform of nnx, such as nnx.remat, or return nnx.state(model, qtoolkit.nnx.ScalingState) "
+    "and write nnx.update(original, state)"
 )
 
 # The state by which a matmul is computed depends on who differentiates it. The primitive returns
@@ -237,7 +245,36 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
     if has_history:
         state[HISTORY], state[BAD] = _updated_history(state, arrays, params)
     after = advance(state)
+    _warn_if_dropped(after[params["names"][0]])
     return [*used, *(after[name] for name in params["names"])]
+
+
+_watched: dict[int, Any] = {}  # the references live until their tracers are freed
+
+
+def _warn_if_dropped(state: Any) -> None:
+    """Warns if the new state of a matmul is lost, because a function drops the model it has made.
+
+    Who returns or uses the state holds its tracer until JAX has made a jaxpr. So a tracer that is
+    freed while JAX still traces the function is in nobody's hands.
+    """
+    if not isinstance(state, jax.core.Tracer):
+        return
+    with take_current_trace() as trace:
+        pass
+    traced_in = weakref.ref(trace)
+
+    def freed(reference: Any) -> None:
+        del _watched[id(reference)]
+        with take_current_trace() as now:
+            pass
+        while now is not None and now is not traced_in():  # that of a derivative lies on top
+            now = getattr(now, "parent_trace", None)
+        if now is not None:
+            warnings.warn(DROPPED, RuntimeWarning, stacklevel=2)
+
+    reference = weakref.ref(state, freed)
+    _watched[id(reference)] = reference
 
 
 def _updated_history(state: Kept, arrays: Any, params: Mapping[str, Any]) -> tuple[Array, Array]:

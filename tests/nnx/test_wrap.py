@@ -422,3 +422,28 @@ def test_the_report_of_an_unwrapped_model_blames_no_rule():
     qt.nnx.wrap(model)
     left = qt.nnx.report(model, jnp.ones((1, 4))).left
     assert {product.reason for product in left} == {"no layer of the model is wrapped"}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_spectral_norm_estimates_in_high_precision(remat):
+    """Its statistics are those of the module that is not wrapped, bit for bit."""
+
+    class Normed(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.norm = nnx.SpectralNorm(nnx.Linear(8, 6, rngs=rngs), rngs=rngs)
+            self.kernel = nnx.Param(jax.random.normal(rngs.params(), (6, 5)))
+
+        def __call__(self, x):
+            run = lambda norm, x: norm(x, update_stats=True)  # noqa: E731
+            return (nnx.remat(run) if remat else run)(self.norm, x) @ self.kernel
+
+    x = jax.random.normal(jax.random.key(1), (3, 8))
+    plain, wrapped = Normed(), qt.nnx.wrap(Normed(), qt.Recipe("int4"))
+    report = qt.nnx.report(wrapped, x)
+    assert {p.path for p in report.left} == ({"(model)"} if remat else {"norm"})
+    assert {p.path for p in report.quantized} == {"norm/layer_instance", "(model)"}
+    assert not np.allclose(wrapped(x), plain(x))
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m.norm) for m in (wrapped, plain)))
+    again = qt.nnx.report(qt.nnx.wrap(wrapped, qt.Recipe("int8")), x)
+    assert {p.path for p in again.left} == {p.path for p in report.left}
