@@ -56,7 +56,8 @@ def quantize(
     module with `inputs`; nothing is computed. A parameter is stored as codes if only matmuls use
     it, and always along the same axes. Under `nn.scan` and `nn.vmap` each kernel of a stack along
     the first axis is stored by itself. Tables of embeddings that are looked up, biases, norms, and
-    kernels that are reshaped or joined before they are multiplied stay as they are. Afterwards call
+    kernels that are reshaped or joined before they are multiplied stay as they are; so do those of
+    equal layers under `nn.jit`, but for the first, since these share one trace. Afterwards call
     only methods that were traced: one that looks up a stored table raises.
 
     Args:
