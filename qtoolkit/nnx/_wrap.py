@@ -22,6 +22,7 @@ from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     adapters,
     become,
+    carry,
     follow,
     is_left,
     layer_of,
@@ -216,6 +217,7 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     recipes = {} if rules is None else _recipes(where, model, rules, layers, modules)
     # Layers of Flax take no parameters as arguments; others may get one from a module around them.
     own = [path for path, (f, recipe) in recipes.items() if recipe and not is_of_flax(f.module)]
+    stateful = [path for path, (_, recipe) in recipes.items() if recipe and recipe.keeps_state]
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         shown = "/".join(map(str, path))
@@ -238,6 +240,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
             leave(node, shown)
         if not is_left(node) and any(f"{one}/".startswith(f"{shown}/".lstrip("/")) for one in own):
             follow(node)
+        if not is_left(node) and any(f"{x}/".startswith(f"{shown}/".lstrip("/")) for x in stateful):
+            carry(node)
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
@@ -377,7 +381,7 @@ def detach(layer: Any) -> None:
     for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
         if name in vars(layer):
             delattr(layer, name)
-    become(layer, methods=(), left=None)
+    become(layer, methods=(), left=None, carries=False)
 
 
 def needs_no_scale(layer: Any) -> bool:
