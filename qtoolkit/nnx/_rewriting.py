@@ -6,6 +6,7 @@ faster, neither eager nor traced, and they see the kernel only after its cast to
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.extend.core import set_current_trace
 
 from qtoolkit.formats import BlockFormat
 from qtoolkit.nnx._cache import caching
@@ -22,16 +24,20 @@ from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     ForwardState,
     LayerRecipe,
+    LiftingTrace,
     MatmulTrace,
+    after,
     as_jax,
     computes_matmul,
     in_high_precision,
     is_watched,
     matmul_attributes,
+    moves_forward,
     overridden,
     quantizing_dot,
     replacing_matmuls,
     run_in,
+    set_variable,
     with_numbers,
 )
 from qtoolkit.scaling import QArray
@@ -129,12 +135,14 @@ class Made(NamedTuple):
       left: The path of a module that a rule leaves in high precision; None for others. The class
         has it, not its object: `nnx.bridge.ToNNX` takes every attribute for a variable.
       cache: The format of attention's KV cache.
+      carries: Whether its methods, if it is the outermost module, carry state out of loops.
     """
 
     kind: Any
     methods: tuple[str, ...] = ()
     left: str | None = None
     cache: BlockFormat | None = None
+    carries: bool = False
 
 
 def made_of(module: Any) -> Made:
@@ -163,6 +171,9 @@ def _class_of(made: Made) -> type:
     if made.left is not None:
         methods = _public_methods(kind).items()
         body = {name: _left(method, made.left) for name, method in methods}
+    if made.carries:
+        methods = _public_methods(kind).items()
+        body |= {name: _carrying(body.get(name, method)) for name, method in methods}
     if made.cache is not None:
         body |= caching(kind, body.get("__call__", kind.__call__), made.cache)
     body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -213,6 +224,47 @@ def follow(module: Any) -> None:
     if kind.__module__.split(".")[0] != "flax":
         methods = (*made_of(module).methods, *_public_methods(kind))
         become(module, methods=tuple(dict.fromkeys(methods)))
+
+
+def carry(module: Any) -> None:
+    """Lets a module of the user update the states of layers of which it runs dropped copies.
+
+    An example is `jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))`: see `LiftingTrace`.
+    """
+    kind = original_class(type(module))
+    if kind.__module__.split(".")[0] != "flax":
+        become(module, carries=True)
+
+
+_is_carrying: contextvars.ContextVar[bool] = contextvars.ContextVar("carrying", default=False)
+
+
+def _carrying(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def carrying(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_carrying.get() or not moves_forward():
+            return method(self, *args, **kwargs)
+        return run_in(functools.partial(_carried, self), method, self, *args, **kwargs)
+
+    return carrying
+
+
+@contextlib.contextmanager
+def _carried(module: Any) -> Iterator[None]:
+    """In this context copies of the module's layers move the states of the layers themselves.
+
+    A copy is known by its arrays: they are operands of the loop in which it is made.
+    """
+    states = [x for _, x in nnx.iter_modules(module) if isinstance(x, ProductState)]
+    homes = [(x.first_moving(), i) for i, x in enumerate(states)]
+    moves: dict[Any, Any] = {}
+    trace = LiftingTrace(moves, [(x, home) for x, home in homes if x is not None])
+    is_needless = trace.is_eager or not trace.homes
+    lifting = contextlib.nullcontext() if is_needless else set_current_trace(trace)
+    with set_variable(_is_carrying, True), lifting:
+        yield
+    for home, move in moves.items():
+        states[home].write(after(states[home].arrays, move))
 
 
 def name_of(kind: type, method: str, name: str) -> str:

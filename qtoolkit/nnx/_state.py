@@ -175,6 +175,11 @@ class ProductState(nnx.Module):
             return False
         return True
 
+    def first_moving(self) -> jax.Array | None:
+        """The first array that a step changes, by which a copy is known; None: nothing is."""
+        first = next((x for name, x in self.variables.items() if name in MOVING), None)
+        return first.get_raw_value() if first is not None and self._is_writable else None
+
     def track(self) -> ForwardState:
         """The state for one call of the matmul, which also writes what the call moves."""
         arrays = self.arrays

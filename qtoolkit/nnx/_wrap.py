@@ -22,6 +22,7 @@ from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     adapters,
     become,
+    carry,
     follow,
     is_left,
     layer_of,
@@ -217,6 +218,7 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     # Layers of Flax take no parameters as arguments, but a module of the user may get one from a
     # module around it, which must then be followed.
     of_user = [path for path, (f, recipe) in recipes.items() if recipe and not is_of_flax(f.module)]
+    stateful = [path for path, (_, recipe) in recipes.items() if recipe and recipe.keeps_state]
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         shown = "/".join(map(str, path))
@@ -240,6 +242,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         start = f"{shown}/".lstrip("/")  # "" for the model itself, which is around all modules
         if not is_left(node) and any(f"{one}/".startswith(start) for one in of_user):
             follow(node)
+        if not is_left(node) and any(f"{one}/".startswith(start) for one in stateful):
+            carry(node)
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
@@ -379,7 +383,7 @@ def detach(layer: Any) -> None:
     for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
         if name in vars(layer):
             delattr(layer, name)
-    become(layer, methods=(), left=None)
+    become(layer, methods=(), left=None, carries=False)
 
 
 def needs_no_scale(layer: Any) -> bool:

@@ -89,6 +89,11 @@ def without_forward_updates() -> Iterator[None]:
         yield
 
 
+def moves_forward() -> bool:
+    """Whether the forward pass updates state, as it does unless our `value_and_grad` runs."""
+    return not _is_rolled.get()
+
+
 def present_trace() -> Any:
     return get_opaque_trace_state(convention="flax")
 

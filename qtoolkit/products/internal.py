@@ -16,6 +16,7 @@ from qtoolkit.products._control_flow import run_in
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._forward_state import (
     ForwardState,
+    moves_forward,
     present_trace,
 )
 from qtoolkit.products._inputs import Batch, Constant, as_jax, with_numbers

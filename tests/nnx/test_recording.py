@@ -125,17 +125,6 @@ def test_a_user_is_told_where_no_state_is_carried(recipe):
         np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-7)
 
 
-class Merged(nnx.Module):
-    """As in tunix under `remat_config`."""
-
-    def __init__(self):
-        self.net = Net()
-
-    def __call__(self, x):
-        graph, state = nnx.split(self.net)
-        return jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))(state, x)
-
-
 def merged(model, x):
     graph, state = nnx.split(model)
     run = jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))
@@ -144,21 +133,20 @@ def merged(model, x):
 
 @pytest.mark.filterwarnings("ignore:.*those of cotangents are current:RuntimeWarning")
 @pytest.mark.parametrize("recipe", [FORWARD, BOTH, qt.recipes.nvfp4])
-@pytest.mark.parametrize(("kind", "of"), [(Merged, loss), (Net, merged)])
-def test_a_user_is_told_that_a_merged_copy_is_dropped(kind, of, recipe):
+def test_a_user_is_told_that_a_merged_copy_is_dropped(recipe):
     """Oracle: `Current` scaling."""
-    model = qt.nnx.wrap(kind(), recipe)
+    model = qt.nnx.wrap(Net(), recipe)
     before = jax.tree.map(np.asarray, nnx.state(model, qt.nnx.ScalingState))
     with pytest.warns(RuntimeWarning, match=r"the state stays as it is: if no step has moved it"):
-        value, grads = nnx.jit(nnx.value_and_grad(of))(model, X)
+        value, grads = nnx.jit(nnx.value_and_grad(merged))(model, X)
     after = nnx.state(model, qt.nnx.ScalingState)
     jax.tree.map(np.testing.assert_array_equal, after, before)
     if recipe != qt.recipes.nvfp4:
-        wanted, expected = nnx.jit(nnx.value_and_grad(of))(qt.nnx.wrap(kind(), CURRENT), X)
+        wanted, expected = nnx.jit(nnx.value_and_grad(merged))(qt.nnx.wrap(Net(), CURRENT), X)
         np.testing.assert_allclose(value, wanted, rtol=1e-6)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)  # noqa: E731
         jax.tree.map(close, grads, expected)
-    qt.nnx.value_and_grad(of)(model, X)
+    qt.nnx.value_and_grad(merged)(model, X)
     assert all(history[:2, 0].all() for history in histories(model))
 
 
@@ -186,6 +174,45 @@ def test_a_copy_whose_state_is_returned_says_nothing(remat):
         np.testing.assert_array_equal(mine[:2], theirs[:2])
 
 
+@nnx.vmap(in_axes=0, out_axes=0)
+def _stack(rngs):
+    return nnx.Linear(16, 16, rngs=rngs)
+
+
+class Merged(nnx.Module):
+    """As in tunix under `remat_config`."""
+
+    def __init__(self):
+        self.net = Net()
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.net)
+        return jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+
+
+class Scanned(nnx.Module):
+    def __init__(self):
+        self.layers = _stack(nnx.Rngs(0).split(3))
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.layers)
+        return jax.lax.scan(lambda x, s: (jnp.tanh(nnx.merge(graph, s)(x)), None), x, state)[0]
+
+
+@pytest.mark.parametrize("kind", [Merged, Scanned])
+def test_a_copy_merged_in_a_module_moves_its_state(kind):
+    """In the body of `jax.checkpoint` and `jax.lax.scan`. Oracle: `qt.nnx.value_and_grad`."""
+    model, other = (qt.nnx.wrap(kind(), FORWARD) for _ in range(2))
+    step, expected = nnx.jit(nnx.value_and_grad(loss)), nnx.jit(qt.nnx.value_and_grad(loss))
+    for factor in (1, 3, jnp.inf, 2):
+        (value, grads), (wanted, others) = step(model, factor * X), expected(other, factor * X)
+        np.testing.assert_array_equal(value, wanted)
+        jax.tree.map(np.testing.assert_array_equal, grads, others)
+    for mine, theirs in zip(histories(model), histories(other), strict=True):
+        np.testing.assert_array_equal(mine[..., :2, :], theirs[..., :2, :])
+        assert mine[..., :2, :3].all()
+
+
 def test_keys_advance_and_say_nothing():
     model = qt.nnx.wrap(Net(), qt.recipes.nvfp4)
     step = nnx.jit(nnx.value_and_grad(loss))
@@ -194,11 +221,6 @@ def test_keys_advance_and_say_nothing():
     assert not np.array_equal(first["a"]["kernel"], second["a"]["kernel"])
     keys = nnx.to_flat_state(nnx.state(model, qt.nnx.ScalingState))
     assert [int(key[...][1]) for _, key in keys] == [2, 2]
-
-
-@nnx.vmap(in_axes=0, out_axes=0)
-def _stack(rngs):
-    return nnx.Linear(16, 16, rngs=rngs)
 
 
 @pytest.mark.parametrize("remat", [False, True])
