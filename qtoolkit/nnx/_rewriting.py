@@ -26,7 +26,6 @@ from qtoolkit.products.internal import (
     LayerRecipe,
     LiftingTrace,
     MatmulTrace,
-    after,
     as_jax,
     computes_matmul,
     in_high_precision,
@@ -38,6 +37,7 @@ from qtoolkit.products.internal import (
     replacing_matmuls,
     run_in,
     set_variable,
+    state_after,
     with_numbers,
 )
 from qtoolkit.scaling import QArray
@@ -264,7 +264,7 @@ def _carried(module: Any) -> Iterator[None]:
     with set_variable(_is_carrying, True), lifting:
         yield
     for home, move in moves.items():
-        states[home].write(after(states[home].arrays, move))
+        states[home].write(state_after(states[home].arrays, move))
 
 
 def name_of(kind: type, method: str, name: str) -> str:

@@ -91,7 +91,7 @@ def without_forward_updates() -> Iterator[None]:
 
 def moves_forward() -> bool:
     """Whether the forward pass updates state, as it does unless our `value_and_grad` runs."""
-    return not _is_rolled.get()
+    return not _is_ours.get()
 
 
 def present_trace() -> Any:
