@@ -63,7 +63,9 @@ def test_loops_that_carry_statistics_carry_histories_and_keys(name):
         step_of_object(model, factor * X)
     assert_same(rest, nnx.state(model, nnx.BatchStat))
     moved = [path for path, kept in nnx.to_flat_state(rest) if jnp.any(kept[...] != started[path])]
-    assert {path[-1] for path in moved} - {"mean", "var"} == {KEPT[name]}
+    # The second step is three times as large as the history, which counts as bad.
+    also = {"bad"} if name == "delayed" else set()
+    assert {path[-1] for path in moved} - {"mean", "var"} == {KEPT[name]} | also
 
 
 @pytest.mark.parametrize("name", RECIPES)
