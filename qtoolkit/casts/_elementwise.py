@@ -343,9 +343,9 @@ def unfolded(x: jax.Array) -> jax.Array:
     return _unfolded(x) if x.ndim > 1 else x
 
 
-# Only for CPUs, where XLA removes the barrier before it fuses. On GPUs a barrier, or a select with a
-# predicate that XLA does not know, keeps a cast from being fused with what makes its operand: native
-# FP8 matmuls compiled for an H100 then move more bytes than tests/cuda allows.
+# Only for CPUs, where XLA removes the barrier before it fuses. On GPUs a barrier, or a select with
+# a predicate that XLA does not know, keeps a cast from being fused with what makes its operand:
+# native FP8 matmuls compiled for an H100 then move more bytes than tests/cuda allows.
 _unfolded = by_platform(
     "unfolded", cpu=lax.optimization_barrier, others=lambda x: x, aval=lambda x: x
 )
