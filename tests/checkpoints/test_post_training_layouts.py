@@ -97,7 +97,7 @@ def numbers(name, tensors, weight):
 
 @pytest.mark.parametrize("method", ["gptq", "awq+gptq"])
 @pytest.mark.parametrize("name", SPECS)
-def test_what_loaders_compute_is_nearer_to_the_model_than_rounding(name, method, tmp_path):
+def test_what_loaders_compute_is_nearer_than_rounding(name, method, tmp_path):
     model, mixing = Model(), jax.random.normal(jax.random.key(9), (32, 32)) * 0.3 + jnp.eye(32)
     inputs = [jax.random.normal(jax.random.key(i), (128, 32)) @ mixing for i in range(2)]
     rules = qt.Rules([("down", SPECS[name])], default=None).map(

@@ -72,7 +72,7 @@ def smoothquant(w, x):
 
 
 @pytest.mark.parametrize("oracle", [awq, smoothquant])
-def test_a_kernel_keeps_the_factors_that_nothing_before_can_take(oracle):
+def test_a_kernel_keeps_factors_that_nothing_before_takes(oracle):
     model, seen = Tanh(), batches()
     served = qt.nnx.quantize(model, SPEC, seen, method=oracle.__name__)
     kernel, w = served.second.kernel.get_value(), np.asarray(model.second.kernel[...], np.float64)
@@ -121,7 +121,7 @@ def signs(block):
     return np.asarray(jax.random.rademacher(jax.random.key(0), (block,), jnp.float32), np.float64)
 
 
-def test_a_kernel_that_keeps_a_rotation_is_that_which_numpy_rotates():
+def test_a_kernel_with_a_rotation_is_the_one_numpy_rotates():
     model, seen = Tanh(), batches()
     kernel = qt.nnx.quantize(model, SPEC, seen, method="hadamard").second.kernel.get_value()
     matrix = np.ones((1, 1))
@@ -196,7 +196,7 @@ def test_a_residual_stream_is_rotated_in_the_parameters():
     "between",
     ["LayerNorm", "a gate", "1 + gain", "the stream is returned", "a tied table", "relu"],
 )
-def test_rotations_are_not_folded_where_the_model_would_compute_else(between):
+def test_rotations_are_folded_only_where_results_stay(between):
     model, seen = Residual(between), tokens()
     fine = qt.BlockFormat.channel("int8", axis=1)
     served = qt.nnx.quantize(model, fine, seen, method="hadamard")
@@ -207,7 +207,7 @@ def test_rotations_are_not_folded_where_the_model_would_compute_else(between):
     np.testing.assert_allclose(mine, y, atol=0.03 * np.abs(y).max())
 
 
-def test_a_rotation_between_two_linear_layers_is_folded_with_the_bias():
+def test_a_rotation_is_folded_with_the_bias_between_layers():
     class Linear(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
@@ -359,7 +359,7 @@ class Loop(nnx.Module):
         return lax.cond(count > 2, lambda x: nnx.merge(graph, state).branch(x), lambda x: x, x)
 
 
-def test_matmuls_in_loops_and_branches_see_the_batches_that_reach_them():
+def test_matmuls_in_loops_see_the_batches_that_reach_them():
     model = Loop()
     counts = (1, 2, 3, 4)
     seen = [(x, jnp.asarray(n)) for x, n in zip(batches(4, (64,), 16), counts, strict=True)]

@@ -176,7 +176,7 @@ def test_matmuls_of_generators_are_quantized(jit):
     assert np.abs(method(X) - Base()(X)).max() > 1e-3
 
 
-def test_a_class_whose_only_matmuls_are_in_a_generator_or_coroutine():
+def test_a_class_with_matmuls_only_in_a_generator():
     """`wrap` refused it. Oracle: the same matmul in an ordinary method."""
     wrapped, expected = qt.nnx.wrap(Yielding()), qt.nnx.wrap(Base())(X)
 
@@ -410,7 +410,7 @@ class Head(nnx.Module):
 
 
 @pytest.mark.parametrize("how", ["array", "cast", "vmap"])
-def test_a_parameter_that_a_module_without_matmuls_passes_is_a_kernel(how):
+def test_a_parameter_passed_by_a_module_is_a_kernel(how):
     """Oracle: the plain matmul with the kernel rounded by `quantize`. It was no kernel."""
     model, tokens, spec = Tied(how), jnp.arange(4), qt.spec("e4m3fn")
     wrapped = qt.nnx.wrap(model, qt.Recipe((None, spec), gradient=None))
@@ -425,7 +425,7 @@ def test_a_parameter_that_a_module_without_matmuls_passes_is_a_kernel(how):
 
 
 @pytest.mark.parametrize("how", ["array", "variable", "transposed", "method"])
-def test_a_parameter_is_rounded_as_a_kernel_wherever_it_is_passed(how):
+def test_a_passed_parameter_is_rounded_as_a_kernel(how):
     """Oracle: the plain product with the kernel rounded by `quantize` alone."""
     model, x = Passing(how), jax.random.normal(jax.random.key(0), (4, 16))
     spec = qt.spec("e4m3fn")

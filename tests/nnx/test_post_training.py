@@ -42,7 +42,7 @@ def hessian_of(x):
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-def test_each_kernel_is_what_gptq_makes_of_the_inputs_of_its_layer(sequential):
+def test_each_kernel_is_what_gptq_makes_of_its_inputs(sequential):
     model, seen = Two(), batches()
     served = qt.nnx.quantize(model, "int4_group32", seen, method="gptq", sequential=sequential)
     x = jnp.concatenate([batch.reshape(-1, WIDTH) for batch in seen])
@@ -162,7 +162,7 @@ GATES = {
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 @pytest.mark.parametrize("gate", GATES)
-def test_factors_are_folded_only_where_the_model_computes_the_same(method, gate):
+def test_factors_are_folded_only_where_results_stay(method, gate):
     function, is_folded = GATES[gate]
     model, seen = Block(function), batches()
     model.norm.scale[...] = jnp.linspace(0.5, 2, WIDTH)
@@ -262,7 +262,7 @@ def test_the_norm_takes_factors_only_for_sums_over_features(method, layer, token
 
 
 @pytest.mark.parametrize("left", [[], [("first", None)], [("second", None)]])
-def test_a_shared_kernel_is_quantized_by_the_method_whichever_layer_the_rules_leave(left):
+def test_a_shared_kernel_is_quantized_by_the_method(left):
     class Sharing(nnx.Module):
         def __init__(self):
             self.first = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
@@ -372,7 +372,7 @@ def test_other_misuse():
         qt.nnx.quantize(model, qt.Recipe((None, static)), batches(), method="gptq")
 
 
-def test_allocation_fits_and_no_other_choice_of_formats_costs_less():
+def test_allocation_fits_and_no_other_choice_costs_less():
     model, x = Two(), batches()[0]
     target = model(x)
 

@@ -111,7 +111,7 @@ def test_products_are_those_of_the_dequantized_kernel(name):
     np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-4 * scale)
 
 
-def test_activations_are_rounded_after_they_are_divided_and_rotated():
+def test_activations_are_divided_and_rotated_then_rounded():
     _, factors, q = stored((32, 24), (0,), 16)
     x = jax.random.normal(jax.random.key(1), (5, 32)) * factors[:, 0]
     turned = np.kron(np.eye(2), sylvester(16))
@@ -124,7 +124,7 @@ def test_activations_are_rounded_after_they_are_divided_and_rotated():
     np.testing.assert_allclose(y, rounded @ codes, rtol=1e-4, atol=1e-3)
 
 
-def test_a_served_layer_keeps_them_through_split_files_and_state_dictionaries(tmp_path):
+def test_a_served_layer_keeps_factors_and_rotations(tmp_path):
     q = stored((32, 24), (0,), 16, "int4_group32")[2].pack()
     layer = qt.nnx.quantize(nnx.Linear(32, 24, rngs=nnx.Rngs(0)), "int4_group32")
     layer.kernel.set_value(q)

@@ -343,7 +343,7 @@ def plain_products(x, w, ct):
 
 @pytest.mark.sample("p3109 finite", "mxint8", "int8", "nvfp4", "e4m3fnuz", "mxfp4")
 @pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS.values(), ids=FORMATS_OF_PRODUCTS)
-def test_results_are_finite_where_those_of_the_plain_product_are(fmt):
+def test_results_are_finite_where_the_plain_ones_are(fmt):
     """Oracle: the plain product's own NaNs and infinities, of one bad value in each operand."""
     rng = np.random.default_rng(0)
     shapes = {"x": (4, 8), "w": (8, 6), "ct": (4, 6)}

@@ -636,7 +636,7 @@ POISONED = {
 
 @pytest.mark.sample("mxfp8", "native_fp8_current")
 @pytest.mark.parametrize("name", POISONED)
-def test_results_are_finite_where_those_of_the_plain_product_are(name):
+def test_results_are_finite_where_the_plain_ones_are(name):
     """Oracle: the plain product, of one bad value in each operand, also in a block of zeros."""
     rng = np.random.default_rng(0)
     shapes = {"x": (20, 40), "w": (40, 24), "ct": (20, 24)}

@@ -89,7 +89,7 @@ def problem(seed, channels=64, columns=24, rows=512):
 
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_are_those_of_the_papers_algorithm_where_no_rounding_is_near_a_tie(name, act_order):
+def test_codes_are_those_of_the_paper_where_no_tie_is_near(name, act_order):
     x, w, exact = problem(0)
     order = np.argsort(-np.diag(exact), kind="stable") if act_order else np.arange(len(w))
     q, y, margin = oracle(w.astype(np.float64), exact, name, order)
@@ -124,7 +124,7 @@ def test_codes_are_those_of_the_papers_algorithm_where_no_rounding_is_near_a_tie
     ],
     ids=str,
 )
-def test_every_kind_of_format_loses_less_than_rounding_to_nearest(spec):
+def test_every_format_loses_less_than_by_nearest(spec):
     x, w, _ = problem(1)
     spec = qt.spec(spec)
     found = gptq(w, spec, Hessian.of(len(w)).observe(x))
