@@ -225,7 +225,9 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[An
     # that our `value_and_grad` differentiates, which updates the state itself.
     is_differentiated = any(not isinstance(dot, ad.Zero) for dot in dots)
     is_read = any(not isinstance(dot, ad.Zero) for dot in probe_dots)
-    if not is_differentiated or is_read:
+    if is_read:  # nothing is left to notice, also if a second derivative comes from outside
+        outs = _as_it_is(*primals, **params)
+    elif not is_differentiated:
         outs = recorded_p.bind(*primals, **params)
     else:
         outs = _differentiated(primals, params)
