@@ -163,7 +163,9 @@ class ProductState(nnx.Module):
         variables = self.variables
         for name, value in state.items():
             if value is not variables[name].get_value():
-                variables[name][...] = value
+                # Not `[...] = value`: it asks a tracer for its sharding, and JAX searches the whole
+                # trace for the message of the error. Six blocks were traced in 1.6 s, not 0.8 s.
+                variables[name].set_value(value)
 
     @property
     def _is_writable(self) -> bool:
