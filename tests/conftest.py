@@ -18,7 +18,6 @@ import qtoolkit
 LAYERS = ("formats", "casts", "scaling", "gradients", "products")
 OPERATORS = ("onnx", "openvino", "pypto")
 
-GOLDEN = (5**0.5 - 1) / 2
 
 # For the meshes. By the configuration, not by XLA_FLAGS: child processes would inherit those.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -48,8 +47,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Mark as exhaustive the cases of a test that its mark `sample` does not name by their ids.
 
-    `sample(n)` keeps n cases instead, spread by the golden ratio: steps of a fixed length would
-    meet only some values of a parameter. Cases named on the command line run in any event.
+    Cases named on the command line run in any event.
     """
     for item in items:
         _skip_elsewhere(item)
@@ -63,9 +61,6 @@ def pytest_collection_modifyitems(config, items):
     for (path, name), family in families.items():
         ids = {item.name[len(name) + 1 : -1]: item for item in family}
         sample = family[0].get_closest_marker("sample").args
-        if isinstance(sample[0], int):
-            spread = sorted(range(len(family)), key=lambda i: i * GOLDEN % 1)
-            sample = [list(ids)[i] for i in spread[: sample[0]]]
         if unknown := set(sample) - set(ids):
             raise pytest.UsageError(f"{path}::{name}: sample of {unknown}, expected {list(ids)}")
         for case in set(ids) - set(sample):

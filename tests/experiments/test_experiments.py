@@ -19,7 +19,7 @@ TRAINING = {
 }  # each compiles for ten seconds and more
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample("accumulation")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.exhaustive if n in TRAINING else ()) for n in NAMES],
@@ -36,7 +36,7 @@ def test_its_quick_setting_bears_the_claims_out(name, tmp_path, capsys):
     assert any("figures" in row for row in rows)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample("rounding_modes", "random_bits", "qat", "ptq_real_models")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES + results.FETCHING)
 def test_it_says_its_command_and_its_claim(name):
