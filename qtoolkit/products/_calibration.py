@@ -72,7 +72,7 @@ class _SummaryTap:
     def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         amax, is_bad = amax_of(x)
         pieces = [jnp.ones((1,), jnp.float32), is_bad.astype(jnp.float32).reshape(1)]
-        pieces.append(marked(amax, BITS))
+        pieces.append(marked(amax.reshape(1), BITS))
         if self.bins is not None:
             index = self.bins.index(exact_float32(x))
             pieces.append(occurrences(index, self.bins.count).astype(jnp.float32))

@@ -180,8 +180,8 @@ class _StartTap:
         finite = jnp.where(jnp.isfinite(values), values, np.float32(0))
         count = jnp.maximum(jnp.sum(jnp.isfinite(values), dtype=jnp.float32), 1)
         mean = jnp.sum(jnp.abs(finite) / count)
-        ends = (marked(jnp.max(jnp.maximum(part, 0)), BITS) for part in (-finite, finite))
-        return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), *ends])
+        ends = jnp.stack([jnp.max(jnp.maximum(part, 0)) for part in (-finite, finite)])
+        return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), marked(ends, BITS)])
 
 
 def first_scales(

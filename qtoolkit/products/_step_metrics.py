@@ -17,9 +17,9 @@ from qtoolkit.products._place import Place
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.scaling.internal import (
     FAR,
-    amax_of,
     effective,
     extreme,
+    largest_magnitude,
     marked,
     marked_size,
     scaled_values,
@@ -41,7 +41,7 @@ class _WatchTap:
     size: int = len(_COUNTS) + 2 * _MARKS
 
     def __call__(self, x: Array, rounded: Rounded) -> Array:
-        spec, (amax, is_bad) = rounded.spec, amax_of(x)
+        spec, amax = rounded.spec, largest_magnitude(x)  # the reduction that finds the scale
         values, q = _sample(exact_float32(x)), _sample(rounded.q)
         counts, scale = [jnp.float32(0)] * 3, jnp.ones((1,), jnp.float32)
         if spec is not None:
@@ -58,10 +58,10 @@ class _WatchTap:
             counts = [
                 _at_least(most > limit, u > limit),
                 jnp.sum((q == 0) & (values != 0), dtype=jnp.float32),
-                _at_least((most > far) | is_bad, ~(u <= far)),
+                _at_least(most > far, ~(u <= far)),
             ]
         first = jnp.stack([jnp.float32(1), jnp.float32(values.size), *counts])
-        return jnp.concatenate([first, marked(amax, 0), marked(jnp.max(scale), 0)])
+        return jnp.concatenate([first, marked(jnp.stack([amax, jnp.max(scale)]), 0)])
 
 
 def _sample(x: Array) -> Array:
@@ -113,8 +113,8 @@ def metrics_of(
     saturated, underflowed, bad: shares of the elements, float32: those that the format's largest
     value clamps; those that became zero and were not; those that are not finite or beyond the
     largest value by more than a factor of 2 (`FAR`). Shares are of some 65,536 elements, evenly
-    spaced, and of the largest one. amax, scale: the largest of the step. A matmul on which the
-    loss does not depend was not measured: its numbers are NaN.
+    spaced, and of the largest finite one. amax, scale: the largest of the step. A matmul on which
+    the loss does not depend was not measured: its numbers are NaN.
     """
     metrics: dict[str, dict[str, dict[str, Array]]] = {}
     for place, (recipe, stored) in matmuls.items():

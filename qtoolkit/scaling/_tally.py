@@ -205,12 +205,14 @@ def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
     return rows + at.astype(jnp.int32)[None], jnp.stack([jnp.ones_like(within), within, within**2])
 
 
-def marked(value: Array, bits: int) -> Array:
-    """float32[marked_size(bits)]: a mark in the bucket of a magnitude. Marks add."""
+def marked(values: Array, bits: int) -> Array:
+    """float32[n * marked_size(bits)]: for each magnitude a mark in its bucket. Marks add."""
     # A value's place within a bucket runs from 0 to 1. A bucket holds the number of its values, the
     # sum of their places, and the sum of the squares of these.
-    places, marks = _mark(value.reshape(1), np.array([bits], np.uint32))
-    return jnp.zeros(marked_size(bits), jnp.float32).at[places].set(marks)
+    places, marks = _mark(values, np.full(values.shape, bits, np.uint32))
+    starts = marked_size(bits) * np.arange(values.size, dtype=np.int32)
+    zeros = jnp.zeros(values.size * marked_size(bits), jnp.float32)
+    return zeros.at[places + starts].set(marks)
 
 
 def extreme(marks: Array, bits: int, *, lowest: bool) -> Array:
