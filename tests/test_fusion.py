@@ -30,6 +30,7 @@ from public_functions import (
     KEY,
     ROWS,
     SUMS,
+    ZERO_POINT,
     public_callables,
     public_name,
     wide,
@@ -228,11 +229,51 @@ def test_transposed_constant_of_an_inner_jit(name, dtype):
     in the order of the constant, not of its transpose, if a call stands between them.
     """
     function, x = EXACT[name], known()[2].astype(dtype)
-    constant = np.asarray(x.T)
-    transposed = jax.jit(lambda c: jax.jit(function)(lax.transpose(c, (1, 0))))
-    got = jax.jit(lambda: transposed(constant))()
+    got = behind_a_constant(function, np.asarray(x.T))
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(function(x)), strict=True):
         equal(mine, theirs, name)
+
+
+def behind_a_constant(function, constant):
+    """`function` of the transpose of a constant, which reaches it through inner jits."""
+    inner = jax.jit(lambda c: jax.jit(function)(jax.tree.map(jnp.transpose, c)))
+    return jax.jit(lambda: inner(constant))()
+
+
+BY_ROWS = {
+    **{name: FUNCTIONS[name] for name in ("onnx.bit_cast", "fake_cast gradient", "DSQ", "decode")},
+    **{name: FUNCTIONS[name] for name in FUNCTIONS if name.startswith("openvino.convert ")},
+    "pact gradient": lambda x: jax.grad(lambda x: jnp.sum(gradients.pact(x, 1.0, 4) ** 2))(x),
+    "MinMax": lambda x: scaling.MinMax.of(ZERO_POINT, x.shape).observe(x).scale(),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_rows_of_a_transposed_constant_under_vmap(name):
+    """The function is traced for one row, whose elements lie one after the other in any layout."""
+    function, x = BY_ROWS[name], known()[2]
+    got = behind_a_constant(jax.vmap(function), np.asarray(x.T))
+    equal(got, jnp.stack([function(row) for row in x]), name)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e8m0fnu", "bfloat16"])
+def test_transposed_constant_of_the_dtype_of_a_format(fmt):
+    """Oracle: ml_dtypes."""
+    dtype = qt.format(fmt).dtype
+    values = np.arange(1, 2**8).astype(qt.format(fmt).code_dtype).view(dtype).reshape(15, 17)
+    got = behind_a_constant(functools.partial(qt.decode, fmt=fmt), values)
+    np.testing.assert_array_equal(got, values.T.astype(np.float32))
+
+
+@pytest.mark.parametrize("spec", ["e4m3fn", "nvfp4", "mxfp8_e4m3", "deepseek_128x128"])
+def test_transposed_quantized_constant(spec):
+    """Oracle: NumPy's transpose of what the array itself gives."""
+    x = np.random.default_rng(6).normal(size=(128, 256)).astype(np.float32)
+    q = qt.quantize(x * np.float32(2) ** (np.arange(128)[:, None] % 9), spec)
+    for read in (qt.QArray.dequantize, lambda q: q.elements):
+        inner = jax.jit(lambda q, read=read: jax.jit(read)(q.T))
+        got, expected = jax.jit(lambda inner=inner: inner(q))(), read(q)
+        np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (got, expected.T)))
 
 
 @pytest.mark.sample("sqnr_db")

@@ -211,9 +211,7 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
     check_target("decode", fmt)
     check_target("decode", format(target))
     source = getattr(codes, "dtype", None)
-    if source is not None and source == fmt.dtype != fmt.code_dtype:
-        codes = codes_from_dtype(jnp.asarray(codes), fmt)
-    elif source != fmt.code_dtype:
+    if source is None or source not in (fmt.code_dtype, fmt.dtype or fmt.code_dtype):
         got = f"dtype {source}" if source else f"type {type(codes).__name__}"
         raise TypeError(
             f"decode: codes have {got}, expected {fmt.code_dtype}, the codes of {fmt.name}"
@@ -346,4 +344,6 @@ _cast_jitted = jax.jit(_cast, static_argnums=2)
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _decode(codes: jax.Array, fmt: Format, dtype: np.dtype) -> jax.Array:
+    if codes.dtype != fmt.code_dtype:
+        codes = codes_from_dtype(codes, fmt)
     return values_of(codes & codes.dtype.type(2**fmt.bits - 1), fmt, dtype)

@@ -108,7 +108,8 @@ def _traced(
 
 def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
     shape = arrays[0].shape
-    arrays = tuple(map(unfolded, arrays))
+    if len(shape) > 1:
+        arrays = tuple(map(_unfolded, arrays))
     # Compute arrays of one element as scalars; otherwise XLA needs one simplification pass over the
     # whole program for each operation.
     is_number = bool(shape) and all(n == 1 for n in shape) and not is_sharded(arrays[0])
@@ -340,14 +341,18 @@ def unfolded(x: jax.Array) -> jax.Array:
     the order of the constant, and the result has its elements at wrong places (jax 0.10 and 0.12;
     `jnp.signbit` shows it too). So casts never read the pattern of what XLA knows.
     """
-    return _unfolded(x) if x.ndim > 1 else x
+    return x if _inlined.depth else _unfolded(x)  # arrays that elementwise operations get are
 
 
 # Only for CPUs, where XLA removes the barrier before it fuses. On GPUs a barrier, or a select with
 # a predicate that XLA does not know, keeps a cast from being fused with what makes its operand:
 # native FP8 matmuls compiled for an H100 then move more bytes than tests/cuda allows.
 _unfolded = by_platform(
-    "unfolded", cpu=lax.optimization_barrier, others=lambda x: x, aval=lambda x: x
+    "unfolded",
+    # `vmap` may have added axes since the function was traced.
+    cpu=lambda x: lax.optimization_barrier(x) if x.ndim > 1 else x,
+    others=lambda x: x,
+    aval=lambda x: x,
 )
 
 

@@ -279,11 +279,9 @@ def _tensor_types(
     tensors: tuple[Any, Any, Any],
     allowed: tuple[Mapping[DataType, int], Mapping[DataType, int]],
 ) -> tuple[DataType, DataType, DataType | None]:
-    """The types of array, scale and zero point, None without one; their shapes must agree.
-
-    `prefix` "y" stands for the names "y_scale" and "y_zero_point". `allowed`: the types of the
-    array and of the scale, and the opsets that brought them.
-    """
+    """The types of array, scale and zero point, None without one; their shapes must agree."""
+    # `prefix` "y" stands for the names "y_scale" and "y_zero_point". `allowed`: the types of the
+    # array and of the scale, and the opsets that brought them.
     x, scale, zero = tensors
     types = (
         operator.type_of("x", x, allowed[0]),
@@ -302,11 +300,9 @@ def _tensor_types(
 def _granularity(
     operator: Operator, name: str, scale: Any, x: Any, axis: int, block_size: int
 ) -> tuple[int, int] | None:
-    """Which elements share a scale; raises where the shape of the scale does not fit.
-
-    None: there is one scale. Else (axis, size of the blocks along it that have a scale each); size
-    0: each index of the axis has a scale.
-    """
+    """Which elements share a scale; raises where the shape of the scale does not fit."""
+    # None: there is one scale. Else (axis, size of the blocks along it that have a scale each); of
+    # size 0, each index of the axis has a scale.
     operator.check_since("axis", axis, 1, 13)
     operator.check_since("block_size", block_size, 0, 21)
     for attribute, value in (("axis", axis), ("block_size", block_size)):
@@ -350,10 +346,8 @@ def _array(x: Any) -> Any:
 
 
 def _float32(x: Any) -> jax.Array:
-    """Any type rounded to float32, from its pattern.
-
-    Errors about derivatives name `dequantize_linear`, the only caller that has one.
-    """
+    """Any type rounded to float32, from its pattern."""
+    # Errors about derivatives name `dequantize_linear`, the only caller that has one.
     return cast_for("onnx.dequantize_linear", x, FLOAT32, UNCLAMPED)
 
 

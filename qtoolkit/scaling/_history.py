@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import bucket, bucket_edge, exact_float32, from_magnitude_ordinal
+from qtoolkit.casts.internal import (
+    bucket,
+    bucket_edge,
+    exact_float32,
+    from_magnitude_ordinal,
+    times_power_of_two,
+)
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._blocks import largest_magnitude, magnitude_or_infinity
 from qtoolkit.scaling._observer import MAX, STATIC, Observer, from_bits, pytree, start
@@ -145,4 +151,7 @@ class AmaxHistory(Observer):
         return dataclasses.replace(self, history=history)
 
     def _block_amax(self) -> Array:
-        return from_bits(jnp.max(self.history, axis=0)) * np.float32(2.0**self.margin)
+        amax = from_bits(jnp.max(self.history, axis=0))
+        # With subnormals, as XLA's product has not; finite, as amaxes are.
+        amax = times_power_of_two(amax, jnp.full_like(amax, self.margin, jnp.int32))
+        return jnp.where(jnp.isinf(amax), np.finfo(np.float32).max, amax)

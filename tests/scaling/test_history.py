@@ -1,5 +1,7 @@
 """Delayed scaling's history. Oracle: NumPy's maxima of what was observed."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +68,18 @@ def test_merged_histories_are_the_larger_ones_of_each_step():
 def test_a_history_has_a_length(history):
     with pytest.raises(ValueError, match="AmaxHistory: history="):
         AmaxHistory.of(TENSOR, (3, 8), history=history)
+
+
+@pytest.mark.parametrize("margin", [0, 1, 3, 64])
+def test_a_margin_keeps_amaxes_exact_and_finite(margin):
+    """Also subnormal ones. Oracle: Python's fractions."""
+    amaxes = np.float32([1e-40, 0.3, 3e38])
+    spec = BlockFormat.token("e4m3fn")
+    state = AmaxHistory.of(spec, (3, 1), margin=margin).observe(jnp.asarray(amaxes[:, None]))
+    largest = Fraction(float(np.finfo(np.float32).max))
+    expected = [float(min(Fraction(float(a)) * 2**margin, largest)) for a in amaxes]
+    np.testing.assert_array_equal(np.asarray(state.amax(), np.float64)[:, 0], expected)
+    assert np.isfinite(state.scale()).all()
 
 
 def test_the_observer_in_a_scan():
