@@ -36,7 +36,6 @@ from flax import nnx
 import qtoolkit as qt
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-TITLE = "Public models, wrapped by te_current"
 
 
 def wrapped(task: Task) -> Task:
