@@ -121,6 +121,7 @@ def saturation() -> Any:
         axes.set_ylim(375, 530)
         axes.grid(alpha=0.25)
     figure.supxlabel("x; e5m2 scaled so that its largest value, 57,344, is at 448 too", fontsize=10)
+    figure.supylabel("x, rounded", fontsize=10)
     return figure
 
 

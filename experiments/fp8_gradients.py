@@ -81,7 +81,7 @@ def main(seed: Seed = 0, out: Out = None, quick: bool = False) -> None:
             }
     others = min(value for (way, _), value in cosines.items() if way != "astype")
     with Recorder("fp8_gradients", out, quick) as recorder:
-        recorder.figures("gradient of the mean loss, beside float32's", rows)
+        recorder.figures("gradient of the mean loss, compared with float32's", rows)
         recorder.claim(
             "at a batch of 1024 the gradient through astype has a cosine below 0.8, for most is 0",
             f"{cosines['astype', 1024]:.4f}, {lost['astype', 1024]:.1%} became 0",

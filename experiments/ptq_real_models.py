@@ -13,7 +13,7 @@ bfloat16, and those of the float32 model. Activations are rounded where the layo
 nothing is random.
 
 Claim: FP8 by channel costs less than 3 % of perplexity, and keeps cosines above 0.99.
-Beside it: what a model in plain JAX of sixty lines lost by the same rounding of its weights alone.
+The last column is the loss of a model in sixty lines of plain JAX, whose weights alone are rounded.
 """
 
 import importlib.util
@@ -173,7 +173,7 @@ def sentence_model(recorder: Recorder, folder: Path, names: list[str], count: in
     for name in names:
         options, _, other = CONVERSIONS[name]
         add(name, converted(source, folder / "converted", options), other)
-    recorder.figures(f"all-MiniLM-L6-v2, {count} sentences, beside float32", rows)
+    recorder.figures(f"all-MiniLM-L6-v2, {count} sentences, compared with float32", rows)
     kept = means["FP8 by channel"]
     recorder.claim("MiniLM in FP8 by channel: mean cosine above 0.99", f"{kept:.4f}", kept > 0.99)
 

@@ -10,7 +10,7 @@ that is stored already is not run again; delete the file to begin anew.
 
 Every model is small and random. It is wrapped with `te_current` and trained one step of Adam
 towards random targets. The command fails where
-- the report leaves a product, but for those of integers, or counts other products in the forward
+- the report has a matmul that is not quantized, except of integers, or counts others in the forward
   pass than the program of the plain model has, where this file counts them;
 - a loss is not finite, or the cosine between the gradients of the wrapped and the plain model is
   at most 0.8, or exactly 1. Seen: 0.966 and more but for UMT5, whose attention is not scaled, with
@@ -36,7 +36,6 @@ from flax import nnx
 import qtoolkit as qt
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-TITLE = "Public models, wrapped by te_current"
 
 
 def wrapped(task: Task) -> Task:

@@ -72,6 +72,9 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
             axes.plot(
                 [values.mean()], [place], "|", color="#d1495b", markersize=18, markeredgewidth=2
             )
+            if (target := GAPS.get(gap["recipe"])) is not None:
+                ends = [place - 0.5, place + 0.5]
+                axes.plot([100 * target] * 2, ends, ":", color="black", linewidth=1.5)
         axes.set_yticks(range(len(gaps)), [gap["recipe"] for gap in gaps])
         axes.invert_yaxis()
         axes.axvline(0, color="grey", linewidth=0.8)
@@ -85,7 +88,8 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
         axes.set_title(f"{model}, seeds: {' or '.join(map(str, seeds))}")
         axes.grid(alpha=0.25)
     panels[-1].set_xlabel(
-        "validation loss relative to bfloat16, in %: points are seeds, a bar is their mean"
+        "validation loss relative to bfloat16, in % (beyond 1 % the axis is logarithmic)\n"
+        "points: seeds; red bar: their mean; dotted line: the target, if the recipe has one"
     )
     return figure
 

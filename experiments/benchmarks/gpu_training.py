@@ -8,7 +8,7 @@ float32 number; native products equal the emulated ones within the rounding of t
 matmul of the native recipes multiplies in FP8, as the compiled program says. `native_fp8`, a matmul
 with both gradients, is at least 1.3 times as fast as bfloat16 and as Flax's own FP8 operation at
 the shapes of an MLP, `te_current` 1.2 times. A step of AdamW of two transformer blocks, d = 4,096,
-on 8,192 tokens is timed beside them.
+on 8,192 tokens is timed, too.
 
 Exit code 1: codes or results differ, or a matmul does not run in FP8.
 """

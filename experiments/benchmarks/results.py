@@ -175,14 +175,16 @@ def fp8_training(origin: Row, rows: Sequence[Row]) -> str:
 
 
 def public_models(origin: Row, rows: Sequence[Row]) -> str:
-    heads = ("model", "", "products", "quantized", "loss", "after a step", "cosine of gradients")
+    heads = ("model", "", "matmuls", "quantized", "loss", "after a step", "cosine of gradients")
     names = ("model", "kind", "products", "quantized")
     losses = ("loss", "after a step", "cosine")
     lines = [[str(row[n]) for n in names] + [f"{row[n]:.4f}" for n in losses] for row in rows]
-    left = "".join(f"* {row['model']}: left {product}\n" for row in rows for product in row["left"])
+    excluded = "".join(
+        f"* {row['model']}: not quantized: {matmul}\n" for row in rows for matmul in row["left"]
+    )
     text = (
         "Models that nobody here wrote, small and random, unedited: wrapped by `te_current`, and "
-        "one step of Adam. Products are those of the forward and the backward pass; cosines are "
+        "one step of Adam. Matmuls are those of the forward and the backward pass; cosines are "
         "between the gradients of the wrapped and the plain model.\n\n"
     )
     parts = [
@@ -192,7 +194,7 @@ def public_models(origin: Row, rows: Sequence[Row]) -> str:
         text,
         table(heads, lines),
         "\n",
-        left,
+        excluded,
     ]
     return "".join(parts)
 

@@ -75,7 +75,7 @@ def formats(
         typer.Argument(
             metavar="NAME",
             autocompletion=completion([fmt.name for fmt in (*FORMATS, *BLOCK_FORMATS)]),
-            help="Show this one, in any spelling, value by value.",
+            help="Show this format and its values; any spelling.",
         ),
     ] = None,
 ) -> None:
@@ -96,7 +96,7 @@ def formats(
 @app.command()
 def report(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `Numerics.to_json()` gave, as a file.")
+        Path, typer.Argument(metavar="FILE", help="A file with the text of `Numerics.to_json()`.")
     ],
     html: Annotated[
         Path | None, typer.Option(metavar="PAGE", help="Write a page with histograms as well.")
@@ -108,7 +108,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Show what rounding does to every operand of a model: a saved report of numerics."""
+    """Print a saved report of `numerics`: what rounding does to every operand of a model."""
     with one_line_errors("nothing was changed"):
         from qtoolkit.products import Numerics  # loads JAX
         from qtoolkit.products.internal import NUMERICS_HEADER
@@ -134,7 +134,7 @@ def demo(
         "qtoolkit-demo"
     ),
     seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="Of the initialisation and the batches.")
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the initialisation and the batches.")
     ] = 0,
     format: Annotated[
         str,
@@ -149,9 +149,9 @@ def demo(
 ) -> None:
     """Train a small model in float32 and in FP8, and compare.
 
-    A third run, "astype", does without the toolkit: it only casts the operands of its matmuls to
+    A third run, "astype", does not use qtoolkit: it only casts the operands of its matmuls to
     the format and back, without scales. The float32 model is then converted, as `qtoolkit convert`
-    does it, and evaluated too.
+    does it, and evaluated again.
     """
     with one_line_errors(f"{out} may be incomplete"):
         from qtoolkit.demo import run  # loads JAX, Flax and optax

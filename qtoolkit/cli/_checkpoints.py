@@ -59,10 +59,10 @@ def convert(
 ) -> None:
     """Quantize the weights of a checkpoint.
 
-    A folder becomes a folder for the loaders of the layout (tested: transformers): index,
+    A folder becomes a folder that the loaders of the layout open (tested: transformers): index,
     config.json and the other files in it are written with the weights. A file or a checkpoint of
-    orbax becomes a safetensors file, or with --to orbax a checkpoint of orbax. What is quantized in
-    SRC is dequantized first. In the layout "plain" a tensor keeps its name and its scale is
+    orbax becomes a safetensors file, or with --to orbax a checkpoint of orbax. Quantized weights of
+    SRC are dequantized first. In the layout "plain" a tensor keeps its name, and its scale is
     NAME_scale: value = code * scale.
     """
     if format is not None and rules is not None:
@@ -97,10 +97,10 @@ def dequantize(
     *,
     writing: options.Writing,
 ) -> None:
-    """Write the weights that a quantized checkpoint stands for.
+    """Write the weights of a quantized checkpoint as float32, bfloat16 or float16.
 
-    Any layout of `qtoolkit layouts`, and GGUF, is recognized; config.json loses what it says of
-    the quantization.
+    All layouts of `qtoolkit layouts` and GGUF are recognized. The new config.json says nothing of
+    quantization.
     """
     # Loads JAX before signals raise.
     function = None if writing.dry_run else checkpoints.dequantize_checkpoint
@@ -116,17 +116,17 @@ def dequantize(
 
 @options.with_options
 def finalize(
-    dst: Annotated[str, typer.Argument(metavar="DST", help="What all shards were given.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The DST of all shards.")],
     overwrite: Annotated[bool, options.OVERWRITE] = False,
     discard: Annotated[
-        bool, typer.Option("--discard", help="Remove what the shards have written instead.")
+        bool, typer.Option("--discard", help="Remove the files of the shards instead.")
     ] = False,
     *,
     output: options.Printing,
 ) -> None:
-    """Make a checkpoint of what `convert --shard I/N` has written.
+    """Make a checkpoint of the files that `convert --shard I/N` has written.
 
-    All files must be there, made with the same options of the same source, as far as its headers
+    All files must exist, made with the same options from the same source, as far as its headers
     and samples of its weights tell. The result is byte for byte what one process writes.
     """
     if discard and (overwrite or output.style not in ("text", "nothing")):

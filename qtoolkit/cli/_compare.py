@@ -71,16 +71,16 @@ def compare(
 
 
 def verify(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="What was converted.")],
-    converted: Annotated[str, typer.Argument(metavar="CONVERTED", help="What came of it.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The source of the conversion.")],
+    converted: Annotated[str, typer.Argument(metavar="CONVERTED", help="Its result.")],
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Quantize SRC again and compare its codes and scales with CONVERTED; write nothing.
 
-    Static input scales must be such as a calibration gives, finite and above 0; what config.json
-    says of quantization, and hf_quant_config.json, must be what `convert` writes of these weights.
-    Formats and layout are read from CONVERTED, so that no options are needed; any program may have
-    made it: of its config less is known then. Exits with 1 where something differs.
+    Formats and layout are read from CONVERTED, so no options are needed. Its config.json, or
+    hf_quant_config.json, must be the one that `convert` writes for these weights; if another
+    program made CONVERTED, less of it is checked. Static input scales must be finite and above 0.
+    Exits with 1 if something differs.
     """
     checkpoints.verify  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):

@@ -88,12 +88,12 @@ def _regexes(patterns: list[str] | None) -> list[str] | None:
 
 SRC = typer.Argument(
     metavar="SRC",
-    help="A folder as Hugging Face's or orbax's, or a file: safetensors, npz, Flax's msgpack or "
-    "GGUF. Folders of the first kind and safetensors may also be URLs: s3://bucket/model.",
+    help="A folder of Hugging Face or orbax, or a file: safetensors, npz, Flax's msgpack or "
+    "GGUF. Hugging Face folders and safetensors files may be URLs: s3://bucket/model.",
 )
 DST = typer.Argument(
     metavar="DST",
-    help="The folder to write; of a file or of orbax, the safetensors file. Or its URL.",
+    help="The folder to write, or the safetensors file if SRC is a file or orbax's; may be a URL.",
 )
 TO = typer.Option(
     **one_of("--to", get_args(ContainerName)),
@@ -108,38 +108,38 @@ FORMAT = typer.Option(
 )
 LAYOUT = typer.Option(
     **one_of("--layout", WRITTEN),
-    show_default="compressed-tensors of a folder with config.json, where that holds the "
+    show_default="compressed-tensors for a folder with config.json, if this layout has the "
     "format; else plain, which no loader of models opens",
-    help=f"Who can load it: {', '.join(WRITTEN)}; `qtoolkit layouts` says more.",
+    help=f"How codes and scales are stored: {', '.join(WRITTEN)}; `qtoolkit layouts` says more.",
 )
 RULES = typer.Option(
     metavar="FILE",
     help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
-    "NAME}. The first REGEX that is found in its name decides; null excludes it, and nothing "
-    "else is excluded by default.",
+    "NAME}. The first REGEX found in its name decides; null excludes it. The default "
+    "exclusions do not apply.",
 )
 SCALING = typer.Option(
     **one_of("--scaling", SCALINGS),
-    show_default="what the layout has first",
+    show_default="the first that the layout lists",
     help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
     "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
 )
 SKIP = typer.Option(
     metavar="REGEX",
     callback=_regexes,
-    help="Do not quantize tensors in whose names this is found; may be given more than once. "
+    help="Do not quantize tensors in whose names this matches; may be given more than once. "
     "Embeddings, heads, norms, biases, routers, vision towers, vectors, integers "
     "and complex numbers are excluded anyway; weights in float64 are refused.",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
 KEEP_DTYPE = typer.Option(
     **one_of("--keep-dtype", _DTYPES),
-    help=f"Round what is not quantized to this: {', '.join(_DTYPES)}.",
+    help=f"Round the weights that are not quantized to this: {', '.join(_DTYPES)}.",
 )
 DTYPE = typer.Option(
     **one_of("--dtype", _DTYPES),
-    show_default="for quantized weights that of config.json, else float32; else none",
-    help="float32, bfloat16 or float16.",
+    show_default="that of config.json, else float32; unquantized weights keep theirs",
+    help="The dtype to write: float32, bfloat16 or float16.",
 )
 CHANNEL_AXIS = typer.Option(
     **one_of("--channel-axis", get_args(AxisChoice)),
@@ -153,7 +153,7 @@ INPUT_SCALES = typer.Option(
 )
 ALLOW_SPLIT = typer.Option(
     "--allow-split",
-    help="Let parts of what engines join (q, k, v; gate, up; experts) differ in format.",
+    help="Allow different formats for weights that engines join: q, k, v; gate, up; experts.",
 )
 KEEP_UNFITTING = typer.Option(
     "--keep-unfitting",
@@ -161,17 +161,17 @@ KEEP_UNFITTING = typer.Option(
 )
 ALLOW_NONFINITE = typer.Option(
     "--allow-nonfinite",
-    help="Quantize and cast weights with NaN or Inf, too; what is copied may have them.",
+    help="Also quantize and cast weights with NaN or Inf. Copied weights may have them anyway.",
 )
 ALLOW_CODES = typer.Option(
     "--allow-codes",
-    help="Copy 8-bit floats and integers that may be codes, though no layout that is read says "
-    "what they stand for.",
+    help="Copy 8-bit floats and integers that look like codes of an unknown layout. Without it "
+    "they are an error.",
 )
 SHARD = typer.Option(
     metavar="I/N",
     parser=_shard,
-    help="Write part I of N of the files of a folder, I from 0 on, as a job of an array; then "
+    help="Write only shard I (from 0) of N: every N-th file of a folder. After all shards, run "
     "`qtoolkit finalize DST`.",
 )
 OVERWRITE = typer.Option("--overwrite", help="Replace DST.")
@@ -179,21 +179,21 @@ SHARD_SIZE = typer.Option(
     metavar="SIZE",
     parser=_size("--max-shard-size", byte_count),
     show_default="5GB",
-    help="Bytes of a file of a folder: 5GB, 500MiB.",
+    help="The largest size of each file in a folder: 5GB, 500MiB.",
 )
 WORKERS = typer.Option(
     min=1,
     max=64,
     show_default="one for each core, at most 4",
-    help="Threads that read and quantize; the bytes are the same whatever their number.",
+    help="Threads that read and quantize. Their number does not change the bytes.",
 )
 MAX_MEMORY = typer.Option(
     metavar="SIZE",
     parser=_size("--max-memory", lambda size: worker_count(None, size)),
-    help="Memory that the process may take, 360MiB or more: fewer workers are started. An "
+    help="Memory that the process may take, at least 360MiB; limits the number of workers. An "
     "estimate, for CPU.",
 )
-DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
+DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write nothing.")
 REPORT = typer.Option(
     **one_of("--report", ("json", "md")),
     help="json or md: print a report of every tensor, in place of the summary.",

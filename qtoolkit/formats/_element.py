@@ -41,7 +41,7 @@ class ElementFormat:
     def with_(self, **fields: Any) -> Self:
         """The same format with other values of some fields, and without a dtype of its own.
 
-        Its name is made of this one's, "e4m3fn(bias=5)", if you give none.
+        Without a `name` it is called after this format and the changes: "e4m3fn(bias=5)".
 
         Raises:
           TypeError: No such field.
@@ -105,7 +105,7 @@ class ElementFormat:
         return unsigned_dtype(self.bits)
 
     def _checked_code(self: Any, code: Any) -> int:
-        """`code` as an integer of Python: those of NumPy, which `encode` returns, overflow."""
+        """`code` as an integer of Python, because those of NumPy may overflow."""
         try:
             code = operator.index(code)
         except TypeError:
@@ -149,7 +149,7 @@ class ElementFormat:
             raise ValueError(
                 f"{where} has values from {ends[0]} to {ends[1]}, the smallest {ends[2]}; expected "
                 f"{float(self.lowest)} to {float(self.max_finite)}, the smallest "
-                f"{float(self.min_positive)}; dtype_name=None leaves it out, as fmt.with_(...) does"
+                f"{float(self.min_positive)}; write dtype_name=None"
             )
 
 

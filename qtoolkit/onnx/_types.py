@@ -78,7 +78,7 @@ CAST_TYPES: Mapping[DataType, int] = {
     **dict.fromkeys(FLOAT6, 28),
 }
 
-# What no format has as its dtype: NumPy has arrays of float6, JAX has not.
+# Types without a format that has their dtype. NumPy has arrays of float6, JAX does not.
 _OTHER_DTYPES: dict[DataType, np.dtype] = {
     _T.FLOAT6E2M3: np.dtype(ml_dtypes.float6_e2m3fn),
     _T.FLOAT6E3M2: np.dtype(ml_dtypes.float6_e3m2fn),
@@ -121,12 +121,12 @@ def of_spec(spec: Any) -> DataType | None:
     if isinstance(spec, Format):
         return _of_format(spec)
     dtype = None
-    with contextlib.suppress(TypeError):  # of classes that are none of one dtype
-        if isinstance(spec, type) and issubclass(spec, np.dtype):  # np.dtypes has many
+    with contextlib.suppress(TypeError):  # NumPy raises it for classes of several dtypes
+        if isinstance(spec, type) and issubclass(spec, np.dtype):  # such as np.dtypes.Int8DType
             dtype = np.dtype(spec.__call__())
         elif isinstance(spec, np.dtype | type):
             dtype = np.dtype(spec)
-    # numpy takes classes that it does not know for object.
+    # NumPy converts unknown classes to the dtype object.
     if dtype is None or (dtype.kind == "O" and isinstance(spec, type) and spec is not object):
         raise TypeError
     return of_dtype(dtype)

@@ -1,12 +1,12 @@
-"""State that products move inside of a loop or `remat`, brought out of it.
+"""State that matmuls change inside of a loop or `remat`, brought out of it.
 
-linen's `nn.scan`, `nn.remat`, `nn.vmap` and `nn.cond` pass on only those collections that they are
-told of, and the collection "qtoolkit" belongs to the wrapped module, outside of them. A layer in
-there reads its state, which it closes over, but cannot write it. In nnx a module may run a copy of
-a layer, which `nnx.merge` makes in the body and which is dropped. `LiftingTrace` stands outside. It
-gets a loop with its finished body and runs it with one more result: what `moved_by` finds for each
-product. All iterations compute from the state before the loop, so that the history moves by one
-step, by the largest magnitude of all iterations, as it does under `value_and_grad`.
+linen's `nn.scan`, `nn.remat`, `nn.vmap` and `nn.cond` pass on only the collections that they are
+given. The collection "qtoolkit" is not among them: it belongs to the wrapped module, outside.
+A layer inside can read its state, which it closes over, but it cannot write it. In nnx a module may
+run a copy of a layer that `nnx.merge` makes in the body, and that is dropped. `LiftingTrace` stands
+outside. It gets a loop with its finished body, and runs it with one more result: the moves of
+`_moved_by` for each matmul. All iterations compute from the state before the loop. So the history
+moves by one step, by the largest magnitude of all iterations, as it does under `value_and_grad`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,8 +21,8 @@ from qtoolkit.products._control_flow import PassingTrace, jaxprs_in, scan_length
 from qtoolkit.products._forward_state import moved_state, recorded_p
 from qtoolkit.products._states import BAD, HISTORY
 
-# For each product, by its `home`, what has moved. Of two moves of one product, or of all iterations
-# of a loop, the elementwise maximum is the move of both; zeros are no move.
+# The moves of each matmul, by its `home`. Several moves of one matmul, as in the iterations of a
+# loop, become one: their elementwise maximum. Zeros are no move.
 Moves = dict[Hashable, dict[str, Any]]
 
 
@@ -63,13 +63,13 @@ class LiftingTrace(PassingTrace):
 
 
 def _moved_by(args: Any, outs: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The move of one product: its new history, if it has a new one, and what else has grown."""
+    """The move of one matmul: its new history, and by how much counts and keys have grown."""
     old, new = moved_state(args, outs, params)
     move = {name: x - old[name] for name, x in new.items() if name != HISTORY}
     if HISTORY in new:
         is_new = jnp.any(new[HISTORY] != old[HISTORY], axis=(-2, -1), keepdims=True)
         move[HISTORY] = jnp.where(is_new, new[HISTORY], 0)
-        # A step with an infinity or a NaN: bad, and the history has stayed.
+        # In a step with an infinity or a NaN `bad` grows, and the history stays.
         move["is_skipped"] = (move[BAD] > 0) & ~is_new[..., 0, 0]
     return move
 
@@ -92,9 +92,9 @@ def _moves_state(jaxpr: Any, is_known: bool) -> bool:
 
 
 def _with_homes(jaxpr: Any, homes: Sequence[Hashable]) -> Any:
-    """A jaxpr with the homes of the states that its matmuls move and that it drops.
+    """Gives a jaxpr the homes of those states that its matmuls move, but that it does not return.
 
-    A model that `nnx.merge` makes in the body has them as inputs of the body.
+    If `nnx.merge` makes the model in the body, these states are inputs of the body.
     """
     home_of = dict(zip(jaxpr.invars, homes, strict=True))
     used = {x for eqn in jaxpr.eqns for x in eqn.invars if not hasattr(x, "val")}

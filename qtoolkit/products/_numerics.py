@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HEADER = (
-    *("layer", "product", "operand", "of", "format", "amax", "scale", "SQNR dB", "saturated %"),
+    *("layer", "matmul", "operand", "of", "format", "amax", "scale", "SQNR dB", "saturated %"),
     *("underflow %", "cosine"),
 )
 _VERSION = 1

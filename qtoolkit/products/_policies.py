@@ -1,4 +1,4 @@
-"""Which layers a recipe is for, and from when on: published habits, as data."""
+"""Policies: which layers a recipe quantizes, and from which step on, as publications do it."""
 
 import dataclasses
 import re

@@ -104,7 +104,7 @@ class PlainModel(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What `quantize` of the Flax packages was told; see there."""
+    """The options of `quantize`, see `qtoolkit.nnx.quantize`."""
 
     method: str
     is_sequential: bool = False
@@ -133,7 +133,7 @@ def settings(
 
 
 class Tuned(NamedTuple):
-    """What a method made of a model.
+    """A model after a method.
 
     Attributes:
       kernels: The kernels that it quantized itself, by name; others are to be rounded to nearest.
@@ -209,8 +209,8 @@ def tuned(
     if is_known and (transform or settings.is_sequential):
         what = settings.method if transform else "sequential=True"
         raise TypeError(
-            f"quantize: calibration is an InputStatistics, and {what} runs the model; expected an "
-            "iterable of batches"
+            f"quantize: calibration is an InputStatistics, but {what} must run the model; expected "
+            "an iterable of batches"
         )
     batches = [] if is_known else _alike(checked_batches("quantize", calibration))
     transforms: Transforms = {}

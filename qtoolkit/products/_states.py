@@ -2,12 +2,12 @@
 
   history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
     step first; 0 where there was none yet; for `Delayed` scaling.
-  bad: uint32[...], the steps with an infinity or a NaN, which the history skips, and those in which
-    an array was more than twice as large as its history, by which it was scaled.
+  bad: uint32[...], the number of steps with an infinity or a NaN, which the history skips, and of
+    steps in which an array was more than twice as large as everything in its history.
   probe: float32[..., 3, buckets], zeros whose gradient is a histogram of the largest magnitudes of
     lhs, rhs and the cotangent in this step. JAX adds up the gradients of a layer that runs several
     times. A sum of magnitudes would not tell the largest one, but a sum of histograms does.
-  amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; for `Static` scaling.
+  amax: float32[..., 3], the calibrated amaxes of lhs and rhs, then 0; for `Static` scaling.
   key: uint32[..., 2], an identity and a count of steps; for stochastic rounding.
   step: uint32[...], a count of steps; for a recipe with a warm-up.
   lhs_scale, lhs_offset, rhs_scale, rhs_offset: float32[...], parameters, NaN until `start_scales`;
@@ -132,8 +132,8 @@ def _check(recipe: Recipe, name: str, kept: Kept) -> None:
     if recipe.is_delayed and steps != recipe.history:
         raise ValueError(
             f"{name}: a history of {steps} steps, expected {recipe.history}, as its recipe says: "
-            "it is of a model wrapped by another recipe; wrap the model by that one, or begin "
-            "anew: nnx without the qtoolkit.nnx.ScalingState of a checkpoint, linen with "
+            "it is of a model wrapped by another recipe; wrap the model by that one, or start new "
+            "histories: in nnx do not load any qtoolkit.nnx.ScalingState, in linen pass "
             'variables["qtoolkit"] = wrapped.init(key, x)["qtoolkit"]'
         )
     if HISTORY in kept and not recipe.is_delayed and AMAX not in kept:
@@ -220,10 +220,11 @@ def taken_over(recipe: Recipe, kept: Kept, was_recipe: Recipe, was: Kept) -> dic
 
 
 def first_values(kept: Kept, found: Callable[[int], Any]) -> tuple[dict[str, Any], bool]:
-    """The learned scales that have no value yet, with those of `found`; and whether one has none.
+    """New values for learned scales that have none, and whether one of them still has none.
 
     Args:
-      found: From 0 for lhs or 1 for rhs to (scale, offset), see `first_scales`; None: not measured.
+      found: Maps 0 (lhs) or 1 (rhs) to (scale, offset), or to None if it was not measured; see
+        `first_scales`.
     """
     new, is_missing = {}, False
     for number, name in enumerate(LEARNED):

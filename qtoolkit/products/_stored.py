@@ -63,8 +63,9 @@ def stored_kernel(
     """Rounds a kernel to codes and scales, as matmuls would; codes below 8 bits are packed.
 
     A matmul with the result equals, bit for bit, one with `x` by a recipe that rounds it as
-    `operand` says. Inside of a trace, where nobody can refuse infinities and NaNs, they become
-    NaNs, of their block's scale if elements have none. Without a scale such elements clamp.
+    `operand` says. Inside of a trace no error can be raised for infinities and NaNs. There they
+    become NaNs; if elements have no NaN, the scale of their block becomes NaN, and without a scale
+    they are clamped.
 
     Args:
       x: One kernel, or a stack of them.
@@ -82,8 +83,8 @@ def stored_kernel(
         check_storable(where, operand, scale)
     if operand.transform is not None:
         raise ValueError(
-            f"{where}: the recipe transforms the operand by {operand.transform}, expected one that "
-            "is stored without; omit the transform of the forward matmul"
+            f"{where}: the recipe transforms the operand by {operand.transform}, expected no "
+            "transform, which stored codes cannot have; omit that of the forward matmul"
         )
     check_holds(where, operand.spec.element, x.dtype)
     is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
@@ -156,8 +157,8 @@ def check_trainable(tree: Any) -> None:
         first = jax.tree_util.keystr(paths[0], simple=True, separator="/")
         raise TypeError(
             f"value_and_grad: {len(paths)} of the parameters are codes of a quantized model, which "
-            f"have no derivative, first {first}; differentiate by others, or train the model from "
-            "wrap and quantize it then"
+            f"have no derivative, first {first}; differentiate by other parameters, or train the "
+            "wrapped model and quantize it afterwards"
         )
 
 

@@ -60,7 +60,7 @@ def test_errors_say_what_to_write():
         qt.spec("mxfp4").with_(z=5)
     with pytest.raises(ValueError, match="name='E5M2' is that of another format, expected one of"):
         fmt.with_(bias=5, name="E5M2")
-    with pytest.raises(ValueError, match=r"dtype_name=None leaves it out, as fmt\.with_\(\.\.\.\)"):
+    with pytest.raises(ValueError, match="; write dtype_name=None"):
         dataclasses.replace(fmt, bias=5)
     with pytest.raises(ValueError, match=r"bias=100000, expected -2\*\*16 to 2\*\*16"):
         fmt.with_(bias=100_000)
