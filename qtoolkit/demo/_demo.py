@@ -109,7 +109,7 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
     corpus = load_corpus()
-    console.print(f"text: {corpus.description}", highlight=False, markup=False)
+    console.print(corpus.description, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
     pair = _train(console, corpus, recipe, steps, seed)
     results, report = _convert(folder, corpus, recipe, pair)
@@ -189,7 +189,8 @@ class _PlainLines(contextlib.AbstractContextManager[None]):
         if step == 0:
             self.console.print("compiling", highlight=False)
         if step == 1:
-            self.console.print("validation loss in bits per byte", highlight=False)
+            text = "validation loss in bits per byte; astype: plain casts without scales"
+            self.console.print(text, highlight=False, soft_wrap=True)
         if len(pair.evaluated_at) > self.printed:
             self.printed = len(pair.evaluated_at)
             _, *figures = _losses(pair)[-1]

@@ -82,7 +82,8 @@ class Allocation(Rules[Recipe]):
             rows.append((path or MODEL, self.names[i], f"{sizes[i]:,}", f"{costs[i]:+.3g}", *shown))
         total = f"{self.size:,} of {self.limit:,}"
         rows.append(("(all)", "", total, f"{self.cost:+.3g}", *("" for _ in self.names)))
-        gap = f"the sum is at most {self.gap:.3g} above the least possible one"
+        above = f"at most {self.gap:.3g} above" if self.gap > 0 else "equal to"
+        gap = f"the sum of the costs is {above} the least possible one"
         return "\n".join([*text_table(rows), gap])
 
 

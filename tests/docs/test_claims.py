@@ -29,7 +29,8 @@ def test_recommended_recipes_meet_their_target():
     """Oracle: the runs that are stored in experiments/results."""
     text = " ".join(page("howto/choose-a-recipe.md").split())
     (first,) = re.findall(r"\| a language model or an image model \| `(\w+)` \|", text)
-    ((meet, miss),) = re.findall(r"bfloat16\. (.*) meet it on all three models\. (.*) miss it", text)
+    claim = r"bfloat16\. (.*) meet it on all three models\. (.*) miss it on \"cnn\""
+    ((meet, miss),) = re.findall(claim, text)
     means = {
         model: {gap["recipe"]: np.mean(gap["to bfloat16"]) for gap in gaps}
         for model, gaps in paired_gaps(
@@ -77,7 +78,9 @@ RAISED = {
 @pytest.mark.parametrize("quoted", RAISED)
 def test_troubleshooting_quotes_messages_as_they_are(quoted, tmp_path):
     assert f"`{quoted}`" in page("troubleshooting.md")
-    with pytest.raises(Exception) as caught:  # of Flax and JAX, too
+    text = ""
+    try:
         RAISED[quoted](tmp_path)
-    text = f"{type(caught.value).__name__}: {caught.value}"
+    except Exception as error:  # of Flax and JAX, too
+        text = f"{type(error).__name__}: {error}"
     assert re.search(".*".join(map(re.escape, quoted.split("..."))), text, re.DOTALL), text
