@@ -68,6 +68,16 @@ _LAYERS: dict[type[nn.Module], str] = {
 }
 _ATTENTION = nn.MultiHeadDotProductAttention
 _ROOT = "self"  # the wrapped module
+_MISSING = (
+    "differentiated without the state of delayed scales or a warm-up, which the variables lack: "
+    'scales are current ones; pass {**variables, "params": params}, with the collection "qtoolkit" '
+    "that init returned"
+)
+_KEPT_NOWHERE = (
+    "differentiated under nn.jit, or where Flax differentiates inside of the model: layers keep no "
+    "state there, so their delayed scales are current ones; use a recipe with current scales for "
+    "them, e.g. te_current, or compile the whole step by jax.jit in place of nn.jit"
+)
 
 
 class Recorded(dict[Rules[Recipe], dict[str, Module]]):
@@ -401,7 +411,8 @@ class _Run:
             home = (path, product) if self.is_mutable else None
             return ForwardState(own, f"{path}:{product}", {**state, **change}, write, rng, home)
 
-        return layer.multiply(state_of, lambda product: f"{call.name}.{product}", note)
+        missing = _KEPT_NOWHERE if is_without_state else _MISSING
+        return layer.multiply(state_of, lambda product: f"{call.name}.{product}", note, missing)
 
     def full_path(self, path: str) -> str:
         """A path in the wrapped module, as a path in the model that contains the wrapped module."""
