@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
-from qtoolkit.products.internal import MatmulTrace
+from qtoolkit.casts.internal import FLOATS
+from qtoolkit.products.internal import MODEL, MatmulTrace
 from qtoolkit.scaling import QArray
 
 # The name of the function that replaces a method of a module with stored kernels. By this name the
@@ -107,6 +109,24 @@ def run_with_arrays(call: MethodCall, trace: MatmulTrace, paths: dict[int, Any])
         run_method.compact = True  # type: ignore[attr-defined]
     lifted = decorator_lift_transform(lift.map_variables, run_method, "params", with_float_kernels)
     return lifted(module, call.args, call.kwargs)
+
+
+def check_kernels(module: nn.Module, path: str) -> None:
+    """Checks the dtypes of a module's own parameters. Flax cannot multiply 8-bit ones."""
+    for name, value in module.variables.get("params", {}).items():
+        if not isinstance(value, Mapping):
+            for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, QArray)):
+                parameter = f"{type(module).__name__}.{name}"
+                check_dtype(leaf, parameter, path, "create the layer with another param_dtype")
+
+
+def check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
+    dtype = x.dtype if isinstance(x, QArray) else jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype not in FLOATS:
+        raise TypeError(
+            f"wrap: {path or MODEL}: {operand} has dtype {dtype}, expected float32, float16 or "
+            f"bfloat16; {what_to_do}, or exclude the layer by a rule with None"
+        )
 
 
 def _name(path: Any) -> str:

@@ -9,18 +9,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from jax.extend.core import set_current_trace
 
-from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._arguments import arguments_of, explain_reserved_name
 from qtoolkit.linen._cache import narrow_cache
+from qtoolkit.linen._jitted import warn_of_shared_traces
 from qtoolkit.linen._kernels import noted_kernels
 from qtoolkit.linen._parameters import (
     STORED,
     MethodCall,
+    check_dtype,
+    check_kernels,
     know_parameters,
     own_parameters,
     run_with_arrays,
@@ -52,7 +53,6 @@ from qtoolkit.products.internal import (
     unstarted,
     without_measuring,
 )
-from qtoolkit.scaling import QArray
 
 # Flax's own layers that compute matmuls, and the methods that compute them. Attention computes two
 # matmuls itself, besides those of its Dense layers. Other layers of Flax consist of these.
@@ -68,6 +68,16 @@ _LAYERS: dict[type[nn.Module], str] = {
 }
 _ATTENTION = nn.MultiHeadDotProductAttention
 _ROOT = "self"  # the wrapped module
+_MISSING = (
+    "differentiated without the state of delayed scales or a warm-up, which the variables lack: "
+    'scales are current ones; pass {**variables, "params": params}, with the collection "qtoolkit" '
+    "that init returned"
+)
+_KEPT_NOWHERE = (
+    "differentiated under nn.jit, or where Flax differentiates inside of the model: layers keep no "
+    "state there, so their delayed scales are current ones; use a recipe with current scales for "
+    "them, e.g. te_current, or compile the whole step by jax.jit in place of nn.jit"
+)
 
 
 class Recorded(dict[Rules[Recipe], dict[str, Module]]):
@@ -147,6 +157,9 @@ def run(
         except TypeError as error:
             explain_reserved_name(error)
             raise
+    if call.jitted:
+        ran = {path: call.kinds_of(path) for path in [*call.kinds]}
+        warn_of_shared_traces(rules, ran, call.jitted, module.variables.get("params", {}))
     for (path, product), move in moves.items():
         before = {**states[key_of(path)][product], **call.changes[path, product]}
         call.changes[path, product] = state_after(before, move)
@@ -234,6 +247,7 @@ class _Run:
         matmuls with state. The recipe of a matmul without a kernel differs from the layer's.
       is_mutable, trace: Whether the collection "qtoolkit" may be written, and in which trace.
       changes: The state that matmuls have changed: {(path of the layer, matmul): {name: array}}.
+      jitted: The paths of the modules that were traced under `nn.jit`.
     """
 
     rules: Rules[Recipe]
@@ -251,6 +265,7 @@ class _Run:
     is_mutable: bool = False
     trace: Any = dataclasses.field(default_factory=present_trace)
     changes: dict[tuple[str, str], dict[str, Any]] = dataclasses.field(default_factory=dict)
+    jitted: set[str] = dataclasses.field(default_factory=set)
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
@@ -270,7 +285,9 @@ class _Run:
         if is_foreign or name in ("setup", STORED) or _is_in(method, _MODULE):
             return unchanged(*args, **kwargs)
         path = "/".join(module.path[len(self.root) :])
-        kinds = self._kinds(path, type(module))
+        kinds = self.kinds_of(path, type(module))
+        if not self.initializing and _is_under(module, ["jit("]):
+            self.jitted.add(path)
         call = MethodCall(module, name, method, unchanged, args, kwargs, path, kinds, [])
         cache = self.cache if name == "__call__" and isinstance(module, _ATTENTION) else None
         self._add_to_record(call, ())  # first, so that a module precedes those inside of it
@@ -331,7 +348,7 @@ class _Run:
 
     def _run_quantized(self, call: MethodCall, layer: LayerRecipe) -> Any:
         """Runs a method with its matmuls computed by a recipe."""
-        _check_kernels(call.module, call.path)
+        check_kernels(call.module, call.path)
         kernels = noted_kernels()
         paths: dict[int, Any] = {}  # of the module's own parameters, by the ids of their arrays
         other_uses: set[Any] | None = None if kernels is None else set()
@@ -379,7 +396,7 @@ class _Run:
                 kernels.note(matmul, paths, own, (*self.root, key_of(path)), product)
             for side, x in (("lhs", matmul.lhs), ("rhs", matmul.rhs)):
                 operand = f"{side} of a {matmul.name} in {type(call.module).__name__}.{call.name}"
-                _check_dtype(x, operand, path, "convert it first")
+                check_dtype(x, operand, path, "convert it first")
 
         def state_of(product: str) -> ForwardState | None:
             state = {**states.get(product, {}), **scales.get(product, {})}
@@ -394,13 +411,14 @@ class _Run:
             home = (path, product) if self.is_mutable else None
             return ForwardState(own, f"{path}:{product}", {**state, **change}, write, rng, home)
 
-        return layer.multiply(state_of, lambda product: f"{call.name}.{product}", note)
+        missing = _KEPT_NOWHERE if is_without_state else _MISSING
+        return layer.multiply(state_of, lambda product: f"{call.name}.{product}", note, missing)
 
     def full_path(self, path: str) -> str:
         """A path in the wrapped module, as a path in the model that contains the wrapped module."""
         return "/".join(filter(None, (*self.root, path)))
 
-    def _kinds(self, path: str, kind: type | None = None) -> tuple[type, ...]:
+    def kinds_of(self, path: str, kind: type | None = None) -> tuple[type, ...]:
         """The types of a module and of those around it."""
         seen = self.kinds.setdefault(path, [])
         if kind is not None and kind not in seen:
@@ -414,24 +432,6 @@ def kernels_of(module: nn.Module) -> list[str]:
     """The names of a module's own parameters that may be kernels: those with two axes or more."""
     params = module.variables.get("params", {}).items()
     return [name for name, x in params if len(getattr(x, "shape", ())) > 1]
-
-
-def _check_kernels(module: nn.Module, path: str) -> None:
-    """Checks the dtypes of a module's own parameters. Flax cannot multiply 8-bit ones."""
-    for name, value in module.variables.get("params", {}).items():
-        if not isinstance(value, Mapping):
-            for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, QArray)):
-                parameter = f"{type(module).__name__}.{name}"
-                _check_dtype(leaf, parameter, path, "create the layer with another param_dtype")
-
-
-def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
-    dtype = x.dtype if isinstance(x, QArray) else jnp.result_type(x)
-    if jnp.issubdtype(dtype, jnp.floating) and dtype not in FLOATS:
-        raise TypeError(
-            f"wrap: {path or MODEL}: {operand} has dtype {dtype}, expected float32, float16 or "
-            f"bfloat16; {what_to_do}, or exclude the layer by a rule with None"
-        )
 
 
 def _is_layer(kind: Any, name: str) -> bool:

@@ -47,10 +47,10 @@ def value_and_grad(
     twice as large as the history by which it is scaled: without a `margin` such elements saturate.
     The devices of `jax.pmap` and `jax.shard_map` share one history; so do layers that `nn.scan`
     stacks inside of the wrapped module. A matmul that did not run keeps its history.
-    `jax.grad` and `jax.value_and_grad` work as well: with `mutable=["qtoolkit"]`, `apply`
-    returns updated histories of inputs and kernels, and cotangents have current scales; without
-    `mutable` all scales are current ones. A warning says so. Calls of `apply` that are not
-    differentiated use the delayed scales and do not change them. A matmul with a kernel is
+    `jax.grad` and `jax.value_and_grad` work as well: with `mutable=["qtoolkit"]`, `apply` returns
+    updated histories of inputs and kernels, and cotangents have current scales; without `mutable`,
+    or without the collection, all scales are current ones. A warning says so. Calls of `apply` that
+    are not differentiated use the delayed scales and do not change them. A matmul with a kernel is
     identified by method and kernel, "__call__.kernel"; a matmul of two activations by its number
     among these. A matmul that did not run in `init`, because of an `if` in Python, has no history
     and uses current scales.

@@ -62,7 +62,8 @@ def wrap(
     state; without both they follow from the values that are rounded. Layers under `nn.jit` keep no
     state, since its traces outlive a call: they use current scales, and cannot have learned ones.
     Equal layers of one class under `nn.jit` share the trace of the first one, and so its recipe:
-    rules cannot tell them apart. Compile the whole step by `jax.jit` instead. Where Flax
+    rules cannot tell them apart, and a warning says so. Compile the whole step by `jax.jit`
+    instead. Where Flax
     differentiates inside of the model, by `nn.vjp`, `nn.jvp`, `nn.value_and_grad` or
     `nn.custom_vjp`, delayed scales become current; under the last one learned scales are refused.
     Under `jax.vmap` and `nn.vmap` each matmul scales each example by itself, as
@@ -258,7 +259,8 @@ def _checking(call: Callable[..., Any]) -> Callable[..., Any]:
             out = call(self, *args, **kwargs)
         rules = self.qtoolkit_rules
         ran = recorded.modules(rules)
-        idle = _idle(args[0] if args else kwargs.get("variables"), ran)
+        made = out[1] if call.__name__ == "init_with_output" else None
+        idle = _idle(made or (args[0] if args else kwargs.get("variables")), ran)
         if idle:  # their types are not known
             rules = Rules([(key, value) for key, value in rules.rules if isinstance(key, str)])
         check_rules("wrap", rules, [*ran, *idle])
@@ -269,7 +271,7 @@ def _checking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _idle(variables: Any, ran: Sequence[Module]) -> list[Module]:
-    """The modules with parameters that did not run in a call of `apply`, as an auxiliary head."""
+    """The modules with parameters that did not run, as an auxiliary head."""
     paths = {path for module in ran for path in module.paths}
 
     def found(node: Any, path: str) -> Iterator[Module]:

@@ -227,12 +227,13 @@ def follow(module: Any) -> None:
 
 
 def carry(module: Any) -> None:
-    """Lets a module of the user update the states of layers of which it runs dropped copies.
+    """Lets a module update the states of layers that run in its loops, or as dropped copies.
 
     An example is `jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))`: see `LiftingTrace`.
+    Of Flax's modules only `nnx.RNN` has a loop.
     """
     kind = original_class(type(module))
-    if kind.__module__.split(".")[0] != "flax":
+    if kind.__module__.split(".")[0] != "flax" or issubclass(kind, nnx.RNN):
         become(module, carries=True)
 
 

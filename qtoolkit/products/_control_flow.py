@@ -9,7 +9,7 @@ the replaced matmuls need besides, such as state, it closes over, and JAX makes 
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +81,49 @@ def jaxprs_in(params: Mapping[str, Any]) -> list[Any]:
     return jaxprs
 
 
+def scan_lengths(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carried values a scan has."""
+    if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+# What runs in place of a jaxpr: from its operands, or pytrees in their place, to its results and
+# whatever else the trace wants out of it.
+Body = Callable[..., tuple[list[Any], Any]]
+
+
+def run_with_bodies(
+    name: str,
+    args: Sequence[Any],
+    params: Mapping[str, Any],
+    body_of: Callable[[ClosedJaxpr], Body],
+) -> tuple[list[Any], Any]:
+    """A `scan`, `cond` or `remat` with other bodies. A scan stacks what else is wanted."""
+    results: tuple[list[Any], Any]
+    if name == "cond":
+        index, *operands = args
+        results = lax.switch(index, [*map(body_of, params["branches"])], *operands)
+        return results
+    if name != "scan":
+        options = {name: params[name] for name in ("prevent_cse", "policy")}
+        body = body_of(ClosedJaxpr(params["jaxpr"], ()))
+        results = jax.checkpoint(body, **options)(*args)
+        return results
+    fixed, carries = scan_lengths(params)
+    consts, carry, xs = args[:fixed], args[fixed:][:carries], args[fixed + carries :]
+    body = body_of(params["jaxpr"])
+
+    def step(carry: Any, x: Any) -> Any:
+        outs, more = body(*consts, *carry, *x)
+        return outs[:carries], (outs[carries:], more)
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    last, (ys, more) = lax.scan(step, list(carry), list(xs), **options)
+    return [*last, *ys], more
+
+
 # The rules below take a `MatmulTrace`, and the operands and parameters of an operation. A stored
 # parameter goes into a body as its codes and scales (`trace.stored`), a pytree; in the body it is
 # dequantized for what is no matmul (`trace.body`).
@@ -91,33 +134,24 @@ def _jit(trace: Any, args: Any, params: Any) -> list[Any]:
 
 
 def _remat(trace: Any, args: Any, params: Any) -> list[Any]:
-    body = trace.body(ClosedJaxpr(params["jaxpr"], ()), args)
-    options = {name: params[name] for name in ("prevent_cse", "policy")}
-    return list(jax.checkpoint(body, **options)(*map(trace.stored, args)))
+    given = [*map(trace.stored, args)]
+    return run_with_bodies("remat", given, params, lambda closed: trace.body(closed, args))[0]
 
 
-def scan_lengths(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many constants and how many carried values a scan has."""
-    if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
-        consts, carry, _ = params["ft_in"].unpack()
-        return len(consts), len(carry)
-    return params["num_consts"], params["num_carry"]
+def _cond(trace: Any, args: Any, params: Any) -> list[Any]:
+    index, *rest = args
+    given = [index, *map(trace.stored, rest)]
+    return run_with_bodies("cond", given, params, lambda closed: trace.body(closed, rest))[0]
 
 
 def _scan(trace: Any, args: Any, params: Any) -> list[Any]:
     fixed, carries = scan_lengths(params)
-    consts, carry, xs = args[:fixed], args[fixed:][:carries], args[fixed + carries :]
-    body = trace.body(params["jaxpr"], args, range(fixed, fixed + carries))
-    passed = [*map(trace.stored, consts)]
-
-    def step(carry: Any, x: Any) -> Any:
-        outs = body(*passed, *carry, *x)
-        return outs[:carries], outs[carries:]
-
-    sliced = [_sliceable(trace.stored(x), x) for x in xs]
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    last, ys = lax.scan(step, list(carry), sliced, **options)
-    return [*last, *ys]
+    end = fixed + carries
+    given = [*map(trace.stored, args[:fixed]), *args[fixed:end]]
+    given += [_sliceable(trace.stored(x), x) for x in args[end:]]
+    return run_with_bodies(
+        "scan", given, params, lambda closed: trace.body(closed, args, range(fixed, end))
+    )[0]
 
 
 def _sliceable(stored: Any, x: Any) -> Any:
@@ -132,12 +166,6 @@ def _sliceable(stored: Any, x: Any) -> Any:
     return stored
 
 
-def _cond(trace: Any, args: Any, params: Any) -> list[Any]:
-    index, *rest = args
-    branches = [trace.body(closed, rest) for closed in params["branches"]]
-    return list(lax.switch(index, branches, *map(trace.stored, rest)))
-
-
 def _while(trace: Any, args: Any, params: Any) -> list[Any]:
     n_test, n_step = params["cond_nconsts"], params["body_nconsts"]
     of_test, of_step, carry = args[:n_test], args[n_test:][:n_step], args[n_test + n_step :]
@@ -147,8 +175,8 @@ def _while(trace: Any, args: Any, params: Any) -> list[Any]:
     of_test, of_step = ([*map(trace.stored, part)] for part in (of_test, of_step))
     return list(
         lax.while_loop(
-            lambda carry: test(*of_test, *carry)[0],
-            lambda carry: step(*of_step, *carry),
+            lambda carry: test(*of_test, *carry)[0][0],
+            lambda carry: step(*of_step, *carry)[0],
             list(carry),
         )
     )

@@ -52,6 +52,7 @@ class LayerRecipe:
         state_of: Callable[[str], StateLike] = lambda name: None,
         named: Callable[[str], str] = str,
         note: Callable[[Matmul, str], None] = lambda matmul, name: None,
+        missing: str = "",
     ) -> Multiply:
         """A `multiply` for one run of a method under a `MatmulTrace`.
 
@@ -59,6 +60,7 @@ class LayerRecipe:
           state_of: From the name of a matmul to its state.
           named: From the name of a matmul in the method to that in the layer.
           note: Called with each matmul and its name.
+          missing: What to say of a matmul that has no state, if its recipe needs one.
         """
         names = MatmulNames()
 
@@ -67,11 +69,11 @@ class LayerRecipe:
             note(matmul, name)
             if self.kernels and self.recipe_of(matmul.kernel_name) is None:
                 return Mark(Place(self.path, name), is_excluded=True)
-            return self.product(matmul, name, state_of(name))
+            return self.product(matmul, name, state_of(name), missing)
 
         return multiply
 
-    def product(self, matmul: Matmul, name: str, state: StateLike) -> jax.Array:
+    def product(self, matmul: Matmul, name: str, state: StateLike, missing: str = "") -> jax.Array:
         """Computes a matmul of the layer.
 
         A kernel on either side is rounded as a kernel; of two activations both are rounded as
@@ -80,10 +82,12 @@ class LayerRecipe:
         Args:
           name: The name of the matmul in its layer.
           state: What the layer keeps for it, in the order (input, kernel, cotangent).
+          missing: What to say if it is None, though the recipe has state, and is differentiated.
         """
         # A matmul whose kernel a rule excludes comes here only from `dot` in a custom derivative,
         # which does not know which parameter it multiplies: it takes the recipe of the layer.
         recipe = self.recipe_of(matmul.kernel_name) or self.recipe
+        is_missing = state is None and bool(recipe.is_delayed or recipe.warm_up)
         recipe = recipe if state is not None else recipe.without_state()
         recipe = recipe.of_activations() if matmul.kernel is None else recipe
         recipe = following_features(recipe, matmul)
@@ -105,7 +109,7 @@ class LayerRecipe:
                 is_swapped=is_swapped,
             )
         if instrument() is None:  # reports and measurements trace the model under an instrument
-            return out
+            return with_mark(out, Mark(place, warning=missing)) if is_missing and missing else out
         # Reports name lhs first, recipes the input.
         of_sides = recipe.swapped() if is_swapped else recipe
         stored = stored_label(matmul.lhs), stored_label(matmul.rhs)

@@ -56,7 +56,14 @@ from qtoolkit.products._bilinear import (
     DotGeneral,
     RaggedDot,
 )
-from qtoolkit.products._control_flow import BODIES, INLINED, MATMULS, PassingTrace, holds_matmuls
+from qtoolkit.products._control_flow import (
+    BODIES,
+    INLINED,
+    MATMULS,
+    Body,
+    PassingTrace,
+    holds_matmuls,
+)
 from qtoolkit.products._instruments import instrument, set_variable
 from qtoolkit.products._place import Mark, mark_in, with_mark
 from qtoolkit.scaling import QArray
@@ -309,9 +316,7 @@ class MatmulTrace(PassingTrace):
         with set_current_trace(self):
             return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
 
-    def body(
-        self, closed: ClosedJaxpr, args: Sequence[Any], carried: range = range(0)
-    ) -> Callable[..., list[Any]]:
+    def body(self, closed: ClosedJaxpr, args: Sequence[Any], carried: range = range(0)) -> Body:
         """A jaxpr as a function of arrays and stored parameters, with its matmuls replaced.
 
         What is known of its arguments is what is known of `args`. Those that a loop carries may
@@ -322,7 +327,7 @@ class MatmulTrace(PassingTrace):
         for i in carried:
             known[i] = known[i]._replace(features=LAST)
 
-        def function(*arrays: Any) -> list[Any]:
+        def function(*arrays: Any) -> tuple[list[Any], Any]:
             inner = self.again()
             with replacing_matmuls(inner):
                 values = []
@@ -330,7 +335,7 @@ class MatmulTrace(PassingTrace):
                     is_stored = isinstance(x, QArray)
                     values.append(x.dequantize() if is_stored else x)
                     inner.know(values[-1], one._replace(original=x) if is_stored else one)
-                return inner.run(closed, values)
+                return inner.run(closed, values), ()
 
         return function
 

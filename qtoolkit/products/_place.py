@@ -7,6 +7,7 @@ or a parameter of the jitted matmul, would not do: equal matmuls of many layers 
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -41,12 +42,14 @@ class Mark:
         lies in a function with a derivative of its own.
       stored: Labels of lhs and rhs if they come as codes, whatever the recipe says; else "".
       is_excluded: Whether a rule excludes the layer, so that no trace may replace the matmul.
+      warning: What to say if somebody differentiates the matmul.
     """
 
     place: Place
     recipe: Recipe | None = None
     stored: tuple[str, str] = ("", "")
     is_excluded: bool = False
+    warning: str = ""
 
     @property
     def path(self) -> str:
@@ -101,8 +104,11 @@ def marks_of(jaxpr: Any) -> dict[Any, Mark]:
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     (x,), (dot,) = primals, tangents
-    out_dot = dot if isinstance(dot, ad.Zero) else _place_p.bind(dot, **params)
-    return _place_p.bind(x, **params), out_dot
+    if isinstance(dot, ad.Zero):
+        return _place_p.bind(x, **params), dot
+    if params["mark"].warning:
+        warnings.warn(params["mark"].warning, RuntimeWarning, stacklevel=2)
+    return _place_p.bind(x, **params), _place_p.bind(dot, **params)
 
 
 def _transpose(cotangent: Any, _: Any, *, mark: Mark, is_transposed: bool) -> list[Any]:

@@ -3,6 +3,8 @@
 Oracles: `qt.linen.value_and_grad`, of which other tests show what it does; `Current` scaling.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +96,43 @@ def test_a_user_is_told():
         step(both, variables, X)
     with pytest.warns(RuntimeWarning, match=r"histories of delayed scales and keys .* do not mo"):
         jax.grad(lambda x: both.apply(variables, x).sum())(X)
+
+
+class Compiled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(nn.Dense)(8)(x)
+
+
+MISSING, UNDER_JIT = (
+    r"which the variables lack: scales are curr",
+    r"differentiated under nn\.jit, or",
+)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (nn.Dense, MISSING),
+        (lambda n: Transformed("scan"), MISSING),
+        (lambda n: Compiled(), UNDER_JIT),
+    ],
+)
+def test_a_user_is_told_that_there_is_no_state(make, match, run):
+    """As in a `TrainState` with "params" alone. Oracle: `Current` scaling."""
+    module = qt.linen.wrap(make(8), FORWARD)
+    params = module.init(jax.random.key(0), X)["params"]
+
+    def loss(params, module):
+        return jnp.mean(module.apply({"params": params}, X) ** 2)
+
+    run(functools.partial(loss, module=module))(params)  # evaluation says nothing
+    with pytest.warns(RuntimeWarning, match=match):
+        got = jax.grad(run(functools.partial(loss, module=module)))(params)
+    current = qt.linen.wrap(make(8), Recipe(gradient="e5m2"))
+    expected = jax.grad(run(functools.partial(loss, module=current)))(params)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 class Layer(nn.Module):

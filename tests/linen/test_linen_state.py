@@ -159,7 +159,8 @@ def test_restored_with_and_without_its_state(variables):
     # Parameters alone: current scales, and no state to roll.
     alone = {"params": rolled["params"]}
     np.testing.assert_array_equal(apply(alone, X), apply(variables, X))
-    assert jax.eval_shape(value_and_grad(loss), alone, X)[2] == {}
+    with pytest.warns(RuntimeWarning, match=r"which the variables lack: .* with the collection"):
+        assert jax.eval_shape(value_and_grad(loss), alone, X)[2] == {}
 
 
 def test_has_aux_and_errors(variables):
@@ -357,7 +358,8 @@ def test_scales_are_current_where_the_model_differentiates(by):
     delayed, current = (wrap(module, r) for r in (recipes.te_delayed_hybrid, Recipe()))
     variables = delayed.init(KEY, X)
     assert set(variables) == {"params"}
-    got = value_and_grad(loss)(variables, X, delayed)
+    with pytest.warns(RuntimeWarning, match=r"where Flax differentiates inside of the model: lay"):
+        got = value_and_grad(loss)(variables, X, delayed)
     expected = value_and_grad(loss)(variables, X, current)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     report = qt.linen.report(delayed, variables, X)

@@ -621,6 +621,31 @@ def test_who_records_what_runs_sees_layers_under_jit_every_time():
         assert served.apply(weights, X).shape == (*X.shape[:-1], 8)
 
 
+class Repeated(nn.Module):
+    kind: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, x):
+        for name in ("first", "second"):
+            x = self.kind(name=name)(x)
+        return x
+
+
+def test_equal_layers_under_jit_with_other_rules_are_told():
+    """They share the trace of the first one. Oracle: the same without `nn.jit`; a rule for all."""
+    x = X[..., :8]
+    variables = Repeated(Block8).init(KEY, x)
+    rules = Rules({"second": None}, A)
+    module = wrap(Repeated(nn.jit(Block8)), rules)
+    module.init(KEY, x)  # takes a rule for a layer that it did not run
+    with pytest.warns(RuntimeWarning, match=r"^wrap: second: nn.jit uses the trace of first, an"):
+        got = module.apply(variables, x)
+    assert np.abs(got - wrap(Repeated(Block8), rules).apply(variables, x)).max() > 1e-3
+    np.testing.assert_array_equal(got, wrap(Repeated(Block8), A).apply(variables, x))
+    for rules in (Rules({".*": A}), Rules({"second": A}, A), Rules({nn.Dense: A})):
+        wrap(Repeated(nn.jit(Block8)), rules).apply(variables, x)  # says nothing
+
+
 @pytest.mark.sample("rules0")
 @pytest.mark.parametrize("rules", [{"norm": None, nn.Dense: A}, {"": A}, {Optional: A}])
 def test_init_takes_rules_that_match(rules):

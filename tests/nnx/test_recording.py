@@ -199,10 +199,31 @@ class Scanned(nnx.Module):
         return jax.lax.scan(lambda x, s: (jnp.tanh(nnx.merge(graph, s)(x)), None), x, state)[0]
 
 
-@pytest.mark.parametrize("kind", [Merged, Scanned])
-def test_a_copy_merged_in_a_module_moves_its_state(kind):
-    """In the body of `jax.checkpoint` and `jax.lax.scan`. Oracle: `qt.nnx.value_and_grad`."""
-    model, other = (qt.nnx.wrap(kind(), FORWARD) for _ in range(2))
+def recurrent():
+    return nnx.RNN(nnx.GRUCell(16, 16, rngs=nnx.Rngs(0)), time_major=True, rngs=nnx.Rngs(1))
+
+
+class Twice(nnx.Module):
+    """A loop over time that carries the state of a layer, which runs twice in each iteration."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        def step(layer, carry, x):
+            return jnp.tanh(layer(layer(carry)) + x)
+
+        carried = nnx.StateAxes({...: nnx.Carry})
+        run = nnx.scan(step, in_axes=(carried, nnx.Carry, 0), out_axes=nnx.Carry)
+        return run(self.layer, x[0], x)
+
+
+@pytest.mark.parametrize("make", [Merged, Scanned, recurrent, Twice])
+def test_a_loop_in_a_module_moves_the_state_of_a_layer_once(make):
+    """By the largest magnitude in it: of copies merged in `jax.checkpoint` and `jax.lax.scan`, and
+    of state that a scan carries from one time step to the next. Oracle: `qt.nnx.value_and_grad`.
+    """
+    model, other = (qt.nnx.wrap(make(), FORWARD) for _ in range(2))
     step, expected = nnx.jit(nnx.value_and_grad(loss)), nnx.jit(qt.nnx.value_and_grad(loss))
     for factor in (1, 3, jnp.inf, 2):
         (value, grads), (wanted, others) = step(model, factor * X), expected(other, factor * X)
