@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts.internal import WIDTHS, exact_float32
+from qtoolkit.casts.internal import FLOATS, WIDTHS, exact_float32
 from qtoolkit.products._channels import Key
 from qtoolkit.products._folding import (
     Graph,
@@ -173,7 +173,13 @@ def _observed(
     """Adds the inputs of a kernel, divided and rotated by its `InputTransform` if it has one."""
     how, shape = use.how, use.kernel.shape
     for i in range(use.batches):
-        rows = exact_float32(use.rows(i))
+        rows = use.rows(i)
+        if rows.dtype not in FLOATS:
+            raise TypeError(
+                f"calibration: {shown(use.key)}: its inputs have dtype {rows.dtype}, expected "
+                f"{', '.join(map(str, FLOATS))}; convert the batches or the model"
+            )
+        rows = exact_float32(rows)
         if transform:
             rows = rows.reshape(*rows.shape[:-1], *(shape[axis] for axis in how.contracted))
             axes = range(rows.ndim - len(how.contracted), rows.ndim)

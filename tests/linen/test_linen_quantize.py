@@ -284,7 +284,7 @@ class Boxed(nn.Module):
 
 def test_boxed_parameters():
     variables = Boxed().init(jax.random.key(0), X)
-    assert isinstance(variables["params"]["Dense_0"]["kernel"], nn.Partitioned)
+    assert isinstance(variables["params"]["Dense_1"]["kernel"], nn.Partitioned)
     batches = [jax.random.normal(jax.random.key(1), (64, X.shape[-1]))]
     for options in ({}, {"calibration": batches, "algorithm": "gptq"}):
         made = [
@@ -293,4 +293,4 @@ def test_boxed_parameters():
         ]
         for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-        assert isinstance(made[0]["params"]["Dense_0"]["kernel"], QArray)
+        assert isinstance(made[0]["params"]["Dense_1"]["kernel"], QArray)
