@@ -2,7 +2,8 @@
 
 import contextvars
 import dataclasses
-from collections.abc import Container, Mapping
+import inspect
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -73,14 +74,17 @@ class Kernels:
             self.uses.setdefault(path, []).append(kernel)
 
     def note_others(
-        self, trace: MatmulTrace, out: Any, paths: Mapping[Any, Any], own: Container[Any]
+        self, trace: MatmulTrace, out: Any, paths: Mapping[Any, Any], own: Collection[Any]
     ) -> None:
         """Notes the parameters that a method used otherwise, or returned, after its run.
 
         Those of other modules than its own may go into loops, in which these modules run.
         """
-        sources = (trace.known_of(x).source for x in jax.tree.leaves(out))
-        uses = {x.parameter for x in sources if x.order is not None}
+        if inspect.isgenerator(out) or inspect.isasyncgen(out) or inspect.iscoroutine(out):
+            uses = set(own)  # it has not run yet, so nobody knows
+        else:
+            sources = (trace.known_of(x).source for x in jax.tree.leaves(out))
+            uses = {x.parameter for x in sources if x.order is not None}
         uses |= {key for key, is_loop in trace.other_uses or () if key in own or not is_loop}
         self.other_uses |= {paths[key] for key in uses if key in paths}
 

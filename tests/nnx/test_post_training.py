@@ -393,14 +393,10 @@ def test_other_misuse():
         qt.nnx.quantize(model, "int4", batches()[0], method="gptq")
     with pytest.raises(TypeError, match="calibration is one int, expected an iterable of batches"):
         qt.nnx.quantize(model, "int4", 5, method="gptq")
-    with (
-        jax.enable_x64(True),
-        pytest.raises(
-            TypeError, match="first/kernel: its inputs have dtype float64, expected float32"
-        ),
-    ):
+    with jax.enable_x64(True):
         wide = [batch.astype(jnp.float64) for batch in batches()]
-        qt.nnx.calibrate(model, wide, "hessian")
+        with pytest.raises(TypeError, match="first/kernel: its inputs have dtype float64, exp"):
+            qt.nnx.calibrate(model, wide, "hessian")
     with pytest.raises(TypeError, match="sequential=True runs the model"):
         qt.nnx.quantize(model, "int4", found, method="gptq", sequential=True)
     with pytest.raises(ValueError, match=r"is wrapped|stored as codes already"):

@@ -216,6 +216,29 @@ def test_kernels_that_are_more_than_kernels_stay():
     np.testing.assert_array_equal(call(served, X), call(qt.nnx.wrap(model, RECIPE), X))
 
 
+class Steps(Block):
+    """A generator runs when its caller asks for its items, so its uses are not known."""
+
+    def __init__(self):
+        super().__init__(nnx.Rngs(0))
+        self.last = Block(nnx.Rngs(1))
+
+    def steps(self, x):
+        for i in range(2):
+            yield x @ self.kernel * self.kernel[i]
+
+    def __call__(self, x):
+        first, second = self.steps(x)
+        return self.last(first + second)
+
+
+def test_parameters_of_generators_stay():
+    model = Steps()
+    served = qt.nnx.quantize(model, RECIPE, inputs=(X,))
+    assert set(stored(served)) == {"last/kernel"}
+    np.testing.assert_array_equal(call(served, X), call(qt.nnx.wrap(model, RECIPE), X))
+
+
 def test_rules_for_parameters_are_kept():
     model = Experts()
     rules = qt.Rules({"up": None, "last/kernel": None}, default=RECIPE)
