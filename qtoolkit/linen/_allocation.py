@@ -8,12 +8,17 @@ import jax
 from flax import linen as nn
 
 from qtoolkit.linen._flow import sensitivity
-from qtoolkit.linen._kernels import Kernels, noting_kernels
 from qtoolkit.linen._post_training import plain_model
 from qtoolkit.linen._state import at
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Allocation
-from qtoolkit.products.internal import allocated, serving_rules, stored_kernel
+from qtoolkit.products.internal import (
+    Kernels,
+    allocated,
+    noting_kernels,
+    serving_rules,
+    stored_kernel,
+)
 
 
 def allocate(
@@ -54,6 +59,7 @@ def allocate(
       (['int4_group32', 'int4_group32'], 5120)
     """
     plain_model("allocate", module, variables)
+    variables = nn.unbox(variables)
 
     def measured(recipe: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
         wrapped = wrap(module, serving_rules(recipe))
@@ -73,10 +79,12 @@ def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[s
     """The bytes of the kernels of each layer as `quantize` stores them, and as they are."""
     sizes: dict[str, int] = {}
     unquantized: dict[str, int] = {}
-    for path, uses in kernels.uses.items():
-        use, x, layer = uses[0], at(params, path), "/".join(path[:-1])
+    for path in kernels.uses:
+        use, x, layer = kernels.storable(path), at(params, path), "/".join(path[:-1])
+        if use is None or use.operand is None:
+            continue
         lead = x.ndim - len(use.shape)
-        if use.operand is None or path in kernels.other_uses or tuple(x.shape[lead:]) != use.shape:
+        if tuple(x.shape[lead:]) != use.shape:
             continue
         store = functools.partial(stored_kernel, "allocate")
         given = {"operand": use.operand, "axes": use.axes, "stacked": lead}

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from qtoolkit.formats import Rules
-from qtoolkit.linen._post_training import observed_inputs
+from qtoolkit.linen._post_training import plain_model
 from qtoolkit.linen._run import key_of, path_of
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_arguments, products_of, with_part
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
-from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, flow
+from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, flow, input_statistics
 
 Model = TypeVar("Model", bound=nn.Module)
 Loss = Callable[[Any, Any], Any]
@@ -76,7 +76,7 @@ def calibrate(
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
     if observer == "hessian":
-        return observed_inputs(wrapped, variables, batches, **options)
+        return input_statistics(plain_model("calibrate", wrapped, variables), batches, **options)
     return flow.calibrate(*_opened("calibrate", wrapped, variables), batches, observer, options)
 
 

@@ -1,21 +1,21 @@
 """What post-training methods need of a linen module."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import DenyList
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from qtoolkit.linen._state import check_variables
-from qtoolkit.products.internal import Batch, PlainModel, input_statistics
+from qtoolkit.products.internal import Batch, PlainModel
 
 
 def plain_model(where: str, module: Any, variables: Any, method: Any = None) -> PlainModel:
     """A module that is not wrapped, as the methods run it."""
     check_variables(where, variables)
+    variables = nn.unbox(variables)
     if getattr(module, "qtoolkit_rules", None) is not None:
         raise ValueError(
             f"{where}: {type(module).__name__} is wrapped, and the method needs the inputs of its "
@@ -39,10 +39,3 @@ def with_params(variables: Any, arrays: Mapping[str, Any]) -> Any:
     """The tree of parameters with arrays by name."""
     flat = flatten_dict(variables["params"])
     return unflatten_dict({path: arrays.get("/".join(path), x) for path, x in flat.items()})
-
-
-def observed_inputs(
-    module: nn.Module, variables: Any, batches: Iterable[Any], dtype: Any = jnp.float32
-) -> Any:
-    """`calibrate` with observer="hessian"."""
-    return input_statistics(plain_model("calibrate", module, variables), batches, dtype)

@@ -10,16 +10,16 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.linen._kernels import Kernel, noting_kernels
 from qtoolkit.linen._post_training import plain_model, with_params
-from qtoolkit.linen._run import needs_state
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, with_part
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
+    Kernel,
     PlainModel,
     flow,
+    noting_kernels,
     of_kernel,
     serving_rules,
     settings,
@@ -74,7 +74,8 @@ def quantize(
 
     Returns:
       The module from `wrap`, and the variables with `QArray`s in "params"; everything else in them
-      is unchanged, but for parameters that took factors or rotations.
+      is unchanged, but for parameters that took factors or rotations. Boxes such as
+      `nn.Partitioned` are removed, as by `nn.unbox`.
 
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
@@ -96,7 +97,7 @@ def quantize(
     """
     check_variables("quantize", variables, '; pass {"params": params}')
     how = settings(algorithm, calibration, sequential, damping, act_order)
-    served = _Served(module, variables, recipe, kv_cache, inputs, method)
+    served = _Served(module, nn.unbox(variables), recipe, kv_cache, inputs, method)
     if not flow.quantize(served, calibration, how):
         raise ValueError(
             f"quantize: {type(module).__name__} has no kernel to store with these inputs: the "
@@ -123,11 +124,8 @@ class _Served:
         batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
         with noting_kernels() as kernels:
             jax.eval_shape(lambda v, batch: batch.given_to(apply, v), variables, batch)
-        self.uses = {
-            path: uses[0]
-            for path, uses in kernels.uses.items()
-            if path not in kernels.other_uses and all(_are_alike(use, uses[0]) for use in uses)
-        }
+        uses = {path: kernels.storable(path) for path in kernels.uses}
+        self.uses = {path: use for path, use in uses.items() if use is not None}
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original, self.given, self.method)
@@ -177,9 +175,3 @@ def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
             "a recipe, e.g. qtoolkit.recipes.weight_only_e4m3"
         )
     return wrap(module, rules, kv_cache=kv_cache or module.qtoolkit_cache)
-
-
-def _are_alike(use: Kernel, other: Kernel) -> bool:
-    """Whether two uses of a parameter round it in the same way."""
-    has_state = any(needs_state(one.recipe) for one in (use, other))
-    return use == other or (use[:3] == other[:3] and not has_state)

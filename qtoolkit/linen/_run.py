@@ -16,7 +16,6 @@ from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._arguments import arguments_of, explain_reserved_name
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._jitted import warn_of_shared_traces
-from qtoolkit.linen._kernels import noted_kernels
 from qtoolkit.linen._parameters import (
     STORED,
     MethodCall,
@@ -42,6 +41,8 @@ from qtoolkit.products.internal import (
     Place,
     in_high_precision,
     kernels_as_modules,
+    needs_state,
+    noted_kernels,
     present_trace,
     quantizing_dot,
     recipes_of,
@@ -203,12 +204,6 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
     return [value for value in values if value is not None]
 
 
-def needs_state(recipe: Recipe) -> bool:
-    """Whether matmuls have state that training changes: a history, key, count or learned scale."""
-    is_updated = recipe.is_delayed or recipe.is_stochastic or recipe.warm_up > 0
-    return is_updated or any(recipe.learned)
-
-
 def _is_without_state(module: nn.Module, recipe: Recipe) -> bool:
     """Whether the state of a module's matmuls cannot reach them, because of a transformation.
 
@@ -351,7 +346,7 @@ class _Run:
         check_kernels(call.module, call.path)
         kernels = noted_kernels()
         paths: dict[int, Any] = {}  # of the module's own parameters, by the ids of their arrays
-        other_uses: set[Any] | None = None if kernels is None else set()
+        other_uses = None if kernels is None else set[Any]()
         multiply = self._multiply(call, layer, paths)
         trace = MatmulTrace(multiply, {}, mark=layer.mark, other_uses=other_uses, seen=call.seen)
         is_measured = not _is_under(call.module, ["custom_vjp("])
@@ -364,11 +359,8 @@ class _Run:
                 yield
 
         out = run_in(quantizing, run_with_arrays, call, trace, paths)
-        if kernels is not None and other_uses is not None:
-            # A parameter that the method returns may be used elsewhere, too.
-            sources = (trace.known_of(x).source for x in jax.tree.leaves(out))
-            uses = {*other_uses, *(x.parameter for x in sources if x.order is not None)}
-            kernels.other_uses |= {paths[key] for key in uses if key in paths}
+        if kernels is not None:
+            kernels.note_others(trace, out, paths, paths)
         return out
 
     def _multiply(self, call: MethodCall, layer: LayerRecipe, paths: Mapping[int, Any]) -> Multiply:

@@ -1,14 +1,15 @@
 """`allocate`: a format for each layer under a size."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import nnx
 
 from qtoolkit.nnx._flow import sensitivity
-from qtoolkit.nnx._modules import modules_of
+from qtoolkit.nnx._modules import own_parameters
 from qtoolkit.nnx._post_training import plain_model
-from qtoolkit.nnx._quantize import kernel_axes, quantize
+from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._wrap import wrap
 from qtoolkit.products import Allocation
 from qtoolkit.products.internal import allocated, serving_rules
@@ -42,7 +43,8 @@ def allocate(
 
     Returns:
       `Allocation`: `Rules` for `quantize` and `wrap`, printed as a table with what each layer
-      costs. Layers without a kernel that `quantize` stores are excluded.
+      costs. Layers without a kernel that `quantize` stores are excluded. It stores parameters of
+      modules that compute matmuls by themselves only if it is given `inputs` or a calibration.
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or a choice no format.
@@ -64,16 +66,15 @@ def allocate(
     plain_model("allocate", model)
 
     def measured(recipe: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
-        kernels = _kernels(quantize(model, recipe))
-        sizes = {path: x.nbytes for path, x in kernels.items() if isinstance(x, QArray)}
-        unquantized = {path: x.nbytes for path, x in _kernels(model).items() if path in sizes}
+        sizes, unquantized = Counter[str](), Counter[str]()
+        arrays = {path: x.get_value() for path, x in own_parameters(model)}
+        served = quantize(model, recipe, inputs=lambda model: loss_fn(model, batch))
+        for path, parameter in own_parameters(served):
+            array, layer = parameter.get_value(), path.rpartition("/")[0]
+            if isinstance(array, QArray):
+                sizes[layer] += array.nbytes
+                unquantized[layer] += arrays[path].nbytes
         wrapped = wrap(model, serving_rules(recipe))
         return sensitivity(wrapped, batch, loss_fn), sizes, unquantized
 
     return allocated(choices, bytes, measured)
-
-
-def _kernels(model: nnx.Module) -> dict[str, Any]:
-    """The kernels that `quantize` can store, by the path of the layer."""
-    layers: list[tuple[str, Any]] = [(layer.paths[0], layer.module) for layer in modules_of(model)]
-    return {path: layer.kernel.get_value() for path, layer in layers if kernel_axes(layer)}

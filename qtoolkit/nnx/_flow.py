@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.nnx._modules import FoundModule
-from qtoolkit.nnx._post_training import observed_inputs
+from qtoolkit.nnx._post_training import plain_model
 from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import attach, is_of_flax, needs_no_scale, product_states
 from qtoolkit.products import Calibration, Numerics, Sensitivity
-from qtoolkit.products.internal import AMAX, Constant, Kept, flow
+from qtoolkit.products.internal import AMAX, Constant, Kept, flow, input_statistics
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -97,7 +97,7 @@ def calibrate(
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
     if observer == "hessian":
-        return observed_inputs(wrapped, batches, **options)
+        return input_statistics(plain_model("calibrate", wrapped), batches, **options)
     return flow.calibrate(*_opened("calibrate", wrapped), batches, observer, options)
 
 

@@ -73,6 +73,14 @@ def modules_of(model: nnx.Module) -> list[FoundModule]:
     return list(found.values())
 
 
+def own_parameters(model: nnx.Module) -> Iterator[tuple[str, nnx.Param[Any]]]:
+    """The parameters that are attributes of modules, by the first path of the module."""
+    for found in modules_of(model):
+        for name, value in vars(found.module).items():
+            if isinstance(value, nnx.Param):
+                yield f"{found.paths[0]}/{name}".lstrip("/"), value
+
+
 def _children(node: Any) -> list[tuple[str, Any]]:
     """What a node holds, by its keys there."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)

@@ -1,13 +1,12 @@
 """What post-training methods need of an nnx model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.nnx._report import check_module, site_of
-from qtoolkit.products.internal import Batch, PlainModel, input_statistics
+from qtoolkit.products.internal import Batch, PlainModel
 
 
 def plain_model(where: str, model: Any) -> PlainModel:
@@ -18,19 +17,12 @@ def plain_model(where: str, model: Any) -> PlainModel:
             f"{where}: {type(model).__name__} is wrapped, and the method needs the inputs of its "
             "high-precision matmuls, expected the model before wrap; pass that and a recipe"
         )
-    graph, params, *rest = nnx.split(model, nnx.Param, ...)
-    flat = nnx.to_flat_state(params)
-    arrays = {"/".join(map(str, path)): leaf.get_value() for path, leaf in flat}
 
     def call(arrays: Mapping[str, Any], batch: Batch) -> Any:
-        leaves = [
-            (path, leaf.replace(array))
-            for (path, leaf), array in zip(flat, arrays.values(), strict=True)
-        ]
-        made: Any = nnx.merge(graph, nnx.from_flat_state(leaves), *rest, copy=True)
-        return batch.given_to(made)
+        return batch.given_to(with_params(model, arrays))
 
-    return PlainModel(call, arrays)
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return PlainModel(call, {"/".join(map(str, path)): leaf.get_value() for path, leaf in flat})
 
 
 def with_params(model: nnx.Module, params: Mapping[str, Any]) -> Any:
@@ -48,8 +40,3 @@ def parameter_names(model: nnx.Module) -> dict[int, str]:
     """
     nodes = nnx.iter_graph(model)
     return {id(x): "/".join(map(str, path)) for path, x in nodes if isinstance(x, nnx.Param)}
-
-
-def observed_inputs(model: nnx.Module, batches: Iterable[Any], dtype: Any = jnp.float32) -> Any:
-    """`calibrate` with observer="hessian"."""
-    return input_statistics(plain_model("calibrate", model), batches, dtype)

@@ -1,25 +1,29 @@
 """`quantize`: an nnx model whose kernels are stored as codes and scales, to be served."""
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.nnx._modules import FoundModule, modules_of
+from qtoolkit.nnx._modules import FoundModule, modules_of, own_parameters
 from qtoolkit.nnx._post_training import parameter_names, plain_model, with_params
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._rewriting import adapters, original_class, product_states
-from qtoolkit.nnx._wrap import rewired, stacked
-from qtoolkit.products import Operand, Recipe
+from qtoolkit.nnx._wrap import kernels_of, rewired, stacked
+from qtoolkit.products import InputStatistics, Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
+    Kernels,
     PlainModel,
+    checked_batches,
     einsum_axes,
     flow,
+    noting_kernels,
     of_kernel,
     serving_rules,
     settings,
+    strict_inputs,
 )
 from qtoolkit.scaling import QArray
 
@@ -36,6 +40,7 @@ def quantize(
     damping: float = 0.01,
     act_order: bool = False,
     kv_cache: SpecLike | None = None,
+    inputs: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
 ) -> Model:
     """A model like `model`, to be served: its kernels are 8-bit or narrower codes with scales.
 
@@ -48,22 +53,27 @@ def quantize(
     Kernels that were trained with learned scales (LSQ) are stored with these.
 
     It stores the kernels of `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv`, also those inside
-    of attention and recurrent cells, and under `nnx.vmap` and `nnx.scan`. All other parameters stay
-    as they are: biases, norms, embeddings, kernels under a mask, and parameters of modules that
-    compute matmuls by themselves, which are rounded in each call as in a wrapped model. Kernels
-    that are `QArray`s already, from `qtoolkit.checkpoints.load`, are used as they are.
+    of attention and recurrent cells, and under `nnx.vmap` and `nnx.scan`. Given `inputs` or batches
+    to calibrate with, it traces the model, and also stores the parameters of modules that compute
+    matmuls by themselves (`x @ self.kernel`, `jnp.einsum`, `jax.lax.ragged_dot`): those that are
+    attributes of the module, and that only its matmuls use, in one way. All other parameters stay
+    as they are: biases, norms, embeddings, kernels under a mask; and those of such modules without
+    `inputs`, which are rounded in each call as in a wrapped model. Kernels that are `QArray`s
+    already, from `qtoolkit.checkpoints.load`, are used as they are.
 
     With a calibration, kernels are rounded so that the matmuls lose little, not the kernels. The
     method is one of
 
-    * "gptq", also after each of the others: "awq+gptq";
+    * "gptq", also after the others: "awq+gptq";
     * "awq" and "smoothquant": the channels of kernels are multiplied by factors. The norm or matmul
       before takes up their reciprocals where the model then computes the same. Elsewhere the kernel
       keeps its factors (`QArray.factors`), and its matmul divides the inputs by them;
     * "hadamard": kernels are rotated by a random Hadamard transform in blocks of up to 128
       channels, so that outliers are spread. It is folded into the matmuls, biases and tables that
       write the channels, also through RMSNorms. Elsewhere the kernel keeps it (`QArray.rotation`),
-      and its matmul rotates the inputs.
+      and its matmul rotates the inputs;
+    * "hadamard+awq" and "hadamard+smoothquant", also before "+gptq": factors of a model that is
+      rotated where that can be folded; a kernel that keeps its rotation applies its factors first.
 
     The model is run operation by operation, also through `jit`, `scan`, `while_loop`, `cond` and
     `checkpoint`; kernels of a stack, groups of convolutions and experts have inputs of their own.
@@ -84,6 +94,8 @@ def quantize(
         that is used several times is quantized at its first use.
       damping, act_order: As in `qtoolkit.scaling.gptq`.
       kv_cache: As for `wrap`.
+      inputs: Inputs of the model, to trace it with, as for `wrap`: `(x, y)`, `{"x": x, "y": y}`, or
+        a function of the model. None: the first batch of `calibration`.
 
     Returns:
       A model of the same class, or a subclass of the same name. `nnx.split`, `nnx.state`,
@@ -116,24 +128,43 @@ def quantize(
       True
     """
     how = settings(method, calibration, sequential, damping, act_order)
-    served = _Served(model, None if recipe is None else serving_rules(recipe), kv_cache)
+    if how.needs_inputs and not isinstance(calibration, InputStatistics):
+        calibration = checked_batches("quantize", calibration)
+        if inputs is None:
+            inputs = calibration[0].inputs
+    if inputs is not None and not callable(inputs):
+        strict_inputs(inputs, "inputs", "quantize")
+    served = _Served(model, None if recipe is None else serving_rules(recipe), kv_cache, inputs)
     if not flow.quantize(served, calibration, how):
         names = ", ".join(layer.shown for layer in served.layers()[:3])
         raise ValueError(
             f"quantize: {type(model).__name__} has no kernel to store: the recipe leaves them "
             f"unquantized, or modules compute by themselves ({names}); expected nnx.Linear, "
             "LinearGeneral, Einsum or Conv with a format for its kernel, e.g. "
-            "qtoolkit.recipes.weight_only_e4m3"
+            "qtoolkit.recipes.weight_only_e4m3; for parameters of your own modules add "
+            "inputs=(x,), to trace the model with"
         )
     return served.model
+
+
+class _Place(NamedTuple):
+    """Where a model has a kernel: an attribute of a layer, and the name of its matmul there."""
+
+    layer: Any
+    attribute: str
+    product: str
 
 
 class _Served:
     """A copy of an nnx model that gets stored kernels, see `products._flow.Served`."""
 
-    def __init__(self, model: Any, rules: Rules[Recipe] | None, kv_cache: Any) -> None:
+    def __init__(self, model: Any, rules: Rules[Recipe] | None, kv_cache: Any, inputs: Any) -> None:
         self.original, self.rules, self.kv_cache = model, rules, kv_cache
         self.model = rewired("quantize", model, rules, kv_cache)
+        self.noted = Kernels()
+        if inputs is not None:
+            with noting_kernels() as self.noted:
+                kernels_of(self.model, inputs)
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original)
@@ -145,48 +176,72 @@ class _Served:
     def layers(self) -> list[FoundModule]:
         return [layer for layer in modules_of(self.model) if site_of(layer.module) is not None]
 
-    def kernels(self) -> list[tuple[list[Any], flow.Kernel]]:
-        """The kernels, each with the layers that store it in the same way."""
-        names = parameter_names(self.model)
-        found: dict[Any, tuple[list[Any], flow.Kernel]] = {}
+    def kernels(self) -> list[tuple[list[_Place], flow.Kernel]]:
+        """The kernels, each with the places that store it in the same way."""
+        names, paths = parameter_names(self.model), dict[int, list[str]]()
+        for path, parameter in own_parameters(self.model):
+            paths.setdefault(id(parameter), []).append(path)
+        found: dict[Any, tuple[list[_Place], flow.Kernel]] = {}
         for one in self.layers():
-            layer: Any = one.module
-            axes, operand = kernel_axes(layer), site_of(layer).recipe.forward[1]
-            if axes is None:
-                continue
-            kernel, value = layer.kernel, layer.kernel.get_value()
-            if isinstance(value, QArray):
-                if self.rules is not None and operand is not None:
-                    _check_stored(one, value, operand)
-            elif operand is None:
-                continue
-            kept = product_states(layer).get("0")
-            scale = kept.scales[1] if kept is not None and operand.is_learned else None
-            state = of_kernel({} if kept is None else kept.arrays)
-            where = f"quantize: {one.shown}: {type(layer).__name__}.kernel"
-            name = names.get(id(kernel), "")
-            this = flow.Kernel(name, where, value, operand, axes, len(stacked(layer)), state)
-            key = id(kernel), operand, axes, id(scale)
-            found.setdefault(key, ([], this))[0].append(layer)
+            for attribute, axes, lead, product in self._kernels_of(one, paths):
+                layer: Any = one.module
+                recipe = site_of(layer).recipe_of(attribute)
+                parameter, operand = getattr(layer, attribute), recipe and recipe.forward[1]
+                value = parameter.get_value()
+                if isinstance(value, QArray):
+                    if self.rules is not None and operand is not None:
+                        _check_stored(one, attribute, value, operand)
+                elif operand is None:
+                    continue
+                kept = product_states(layer).get(product)
+                scale = kept.scales[1] if kept and operand and operand.is_learned else None
+                state = of_kernel({} if kept is None else kept.arrays)
+                where = f"quantize: {one.shown}: {type(layer).__name__}.{attribute}"
+                name = names.get(id(parameter), "")
+                this = flow.Kernel(name, where, value, operand, axes, lead, state)
+                key = id(parameter), operand, axes, id(scale)
+                found.setdefault(key, ([], this))[0].append(_Place(layer, attribute, product))
         return list(found.values())
 
-    def store(self, place: list[Any], array: QArray) -> None:
-        kernel = place[0].kernel
-        if array is kernel.get_value():
+    def _kernels_of(
+        self, found: FoundModule, paths: Mapping[int, list[str]]
+    ) -> Iterator[tuple[str, Axes, int, str]]:
+        """The attributes of a layer that are kernels, with their axes in the matmul, how many
+        axes of a stack come before these, and the name of the matmul.
+        """
+        layer: Any = found.module
+        axes = kernel_axes(layer)
+        if axes is not None:
+            yield "kernel", axes, len(stacked(layer)), "0"
+        if original_class(type(layer)).__module__.split(".")[0] == "flax":
             return
-        stored = type(kernel).from_metadata(array, kernel.get_metadata())
-        for layer in place:
-            layer.kernel = stored
-            kept = product_states(layer).get("0")
-            if kept is not None and site_of(layer).recipe.forward[1].is_learned:
+        for name in found.kernels:
+            parameter = getattr(layer, name)
+            use = self.noted.storable(*paths[id(parameter)])
+            if use is None or (axes is not None and name == "kernel"):
+                continue
+            shape = tuple(parameter.get_value().shape)
+            lead = len(shape) - len(use.shape)
+            if shape[lead:] == use.shape:
+                yield name, use.axes, lead, use.product
+
+    def store(self, places: list[_Place], array: QArray) -> None:
+        first = getattr(places[0].layer, places[0].attribute)
+        if array is first.get_value():
+            return
+        stored = type(first).from_metadata(array, first.get_metadata())
+        for layer, attribute, product in places:
+            setattr(layer, attribute, stored)
+            kept = product_states(layer).get(product)
+            if kept is not None and site_of(layer).recipe_of(attribute).forward[1].is_learned:
                 kept.scales[1] = None  # it is the scale of the codes now
 
 
-def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
+def _check_stored(found: FoundModule, name: str, kernel: QArray, operand: Operand) -> None:
     got, asked = kernel.spec.element, operand.spec.element
     if got != asked:
         raise ValueError(
-            f"quantize: {found.shown}: kernel is stored in {got.name} already, expected an array "
+            f"quantize: {found.shown}: {name} is stored in {got.name} already, expected an array "
             f"or one in {asked.name}, as the recipe says; quantize the model that it came from, or "
             "exclude the layer by a rule with None"
         )

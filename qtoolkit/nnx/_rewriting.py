@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +23,10 @@ from qtoolkit.nnx._cache import caching
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     ForwardState,
+    Kernels,
     LayerRecipe,
     LiftingTrace,
+    Matmul,
     MatmulTrace,
     as_jax,
     computes_matmul,
@@ -32,6 +34,7 @@ from qtoolkit.products.internal import (
     is_watched,
     matmul_attributes,
     moves_forward,
+    noted_kernels,
     overridden,
     quantizing_dot,
     replacing_matmuls,
@@ -306,6 +309,7 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
             return states[name].track() if name in states else None
 
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        noted = noted_kernels()
         dots = site and dataclasses.replace(site, recipe=site.recipe.without_state())
 
         # `with_numbers` runs it a second time if the method needs numbers of NumPy's integers.
@@ -313,9 +317,12 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
             given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
             args, kwargs = jax.tree.unflatten(structure, given)
             parameters: dict[Any, str] = {}
-            multiply = None if site is None else site.multiply(state_of, named)
+            notes = None if noted is None else _Notes(noted, site, {}, set())
+            note = () if notes is None else (notes.note,)
+            multiply = None if site is None else site.multiply(state_of, named, *note)
             mark = None if site is None else site.mark
-            trace = MatmulTrace(multiply, parameters, mark=mark)
+            other_uses = None if noted is None else set[Any]()
+            trace = MatmulTrace(multiply, parameters, mark=mark, other_uses=other_uses)
             trace.know_arguments([None if _is_node(leaf) else leaf for leaf in given])
             for i, node in enumerate(given):
                 _know(trace, parameters, node, f"argument{i}")
@@ -331,11 +338,48 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
                 with _written_to(self, module), dotted, replacing_matmuls(trace.again()):
                     yield
 
-            return run_in(context, method, module, *args, **kwargs)
+            if notes is not None:
+                notes.know(module, parameters)
+            out = run_in(context, method, module, *args, **kwargs)
+            if notes is not None:
+                notes.kernels.note_others(trace, out, notes.paths, notes.own)
+            return out
 
         return with_numbers(run, (args, kwargs))
 
     return entering
+
+
+class _Notes(NamedTuple):
+    """What one run of a method notes of the parameters that it uses.
+
+    Attributes:
+      paths: Their paths, by the ids of arrays.
+      own: Those that are attributes of its module. A module computes by stored ones of these alone.
+    """
+
+    kernels: Kernels
+    site: LayerRecipe | None
+    paths: dict[Any, str]
+    own: set[Any]
+
+    def know(self, module: Any, names: Mapping[Any, str]) -> None:
+        self.own.update(
+            id(x.get_value()) for x in vars(module).values() if isinstance(x, nnx.Param)
+        )
+        # In a scan of nnx the arrays are other ones, which only the module itself can name.
+        if self.site is not None:
+            start = f"{self.site.path}/".lstrip("/")
+            self.paths.update({x: start + name.replace(".", "/") for x, name in names.items()})
+        self.paths.update(self.kernels.paths)
+
+    def note(self, matmul: Matmul, name: str) -> None:
+        assert self.site is not None
+        recipe = self.site.recipe_of(matmul.kernel_name)
+        if recipe is not None:
+            self.kernels.note(matmul, self.paths, recipe, self.site.path, name)
+            foreign = {source.parameter for source in matmul.sources} - self.own
+            self.kernels.other_uses |= {self.paths[x] for x in foreign if x in self.paths}
 
 
 def _with_arrays(module: Any, trace: MatmulTrace, parameters: dict[Any, str]) -> Any:

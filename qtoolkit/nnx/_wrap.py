@@ -15,6 +15,7 @@ from qtoolkit.nnx._modules import (
     check_excluded,
     check_parameters,
     modules_of,
+    own_parameters,
 )
 from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
@@ -44,6 +45,7 @@ from qtoolkit.products.internal import (
     check_rules,
     kernels_as_modules,
     kernels_in,
+    noted_kernels,
     recipes_of,
     strict_inputs,
     training_rules,
@@ -129,7 +131,7 @@ def wrap(
     if isinstance(recipe, FirstLast):
         plain = rewired("wrap", model, training_rules(recipe.recipe), None)
         given = strict if inputs is None else inputs
-        recipe = recipe.rules_for(given, functools.partial(_kernels_of, plain))
+        recipe = recipe.rules_for(given, functools.partial(kernels_of, plain))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     given = strict if inputs is None else inputs
     if given is not None:
@@ -161,7 +163,7 @@ def _keep_all(wrapped: Any, given: Any) -> None:
     layers = [(layer, site) for layer, site in layers if site.recipe.keeps_state]
     if not layers:
         return
-    kernels = _kernels_of(wrapped, given)
+    kernels = kernels_of(wrapped, given)
     for layer, site in layers:
         shapes = {place.name: shape for place, shape in kernels.items() if place.path == site.path}
         own = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
@@ -177,13 +179,15 @@ def _keep_all(wrapped: Any, given: Any) -> None:
         attach(layer, site.recipe, found, names=names, kernels=site.kernels)
 
 
-def _kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]:
+def kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]:
     """The matmuls that run when a model is called with `given`: see `kernels_in`."""
     args, options = ((), {}) if callable(given) else strict_inputs(given)
     batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
 
     def run(state: Any, *args: Any, **options: Any) -> Any:
         model: Any = nnx.merge(graph, state, copy=True)
+        if noted := noted_kernels():
+            noted.paths |= {id(x.get_value()): path for path, x in own_parameters(model)}
         return given(model) if callable(given) else model(*args, **options)
 
     return kernels_in(batch.bound(run), state, batch.arrays)

@@ -1,7 +1,6 @@
 """A format for each layer under a size: the multiple-choice knapsack, and its table."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from qtoolkit.formats import Rules
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
-from qtoolkit.products._sensitivity import Sensitivity
+from qtoolkit.products._sensitivity import Sensitivity, exactly
 from qtoolkit.products._stored import serving_rules
 
 _UNITS = 4096  # sizes are rounded up to the limit over this number
@@ -49,7 +48,7 @@ class Allocation(Rules[Recipe]):
         limit: int,
     ) -> None:
         chosen, gap = knapsack(sizes, costs, limit)
-        rules = {_exactly(path): recipes[i] for path, i in zip(paths, chosen, strict=True)}
+        rules = {exactly(path): recipes[i] for path, i in zip(paths, chosen, strict=True)}
         super().__init__(rules, default=None)
         values = {
             "paths": tuple(paths),
@@ -85,10 +84,6 @@ class Allocation(Rules[Recipe]):
         above = f"at most {self.gap:.3g} above" if self.gap > 0 else "equal to"
         gap = f"the sum of the costs is {above} the least possible one"
         return "\n".join([*text_table(rows), gap])
-
-
-def _exactly(path: str) -> str:
-    return f"^{re.escape(path)}$"
 
 
 def knapsack(sizes: Any, costs: Any, limit: int) -> tuple[tuple[int, ...], float]:

@@ -154,10 +154,10 @@ def original_of(step: Step, bind: Callable[..., Any], x: Any, original: Any) -> 
         return original
     try:
         if step.name == "transpose":
-            return original.transpose(step.params["permutation"])
+            return original.unpack().transpose(step.params["permutation"])
         if step.name in ("reshape", "squeeze", "expand_dims"):
-            return original.reshape(out.shape)
-    except ValueError:  # it would tear a block apart, or the codes are packed
+            return original.unpack().reshape(out.shape)
+    except ValueError:  # it would tear a block apart
         return None
     return None
 

@@ -133,7 +133,7 @@ def following(eqn: Any, inputs: Sequence[Value]) -> Node:
                 node.gains += inputs[i].node.gains
     if name == "mul" and node.roots["rotate"]:
         for i, kinds in enumerate(links):
-            if "rotate" not in kinds:
+            if "rotate" not in kinds and not _is_even(inputs[i]):
                 node.gains += _roots(inputs[i], "gain")
                 kinds.add("gain")
     rank = len(eqn.invars[0].aval.shape) if inputs else 0

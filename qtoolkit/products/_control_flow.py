@@ -70,6 +70,15 @@ def holds_matmuls(primitive: Any, params: Mapping[str, Any]) -> bool:
     return any(map(_has_matmuls, jaxprs_in(params)))
 
 
+def holds_any_matmuls(params: Mapping[str, Any]) -> bool:
+    """The same of all matmuls, also of those that are quantized."""
+    return any(
+        eqn.primitive.name in MATMULS or holds_any_matmuls(eqn.params)
+        for jaxpr in jaxprs_in(params)
+        for eqn in jaxpr.eqns
+    )
+
+
 def jaxprs_in(params: Mapping[str, Any]) -> list[Any]:
     """The jaxprs among the parameters of an equation, alone or in lists."""
     jaxprs = []

@@ -76,26 +76,36 @@ class Graph(NamedTuple):
 
 
 def with_factors(
-    graph: Graph, params: Params, kernels: Mapping[str, Operand], method: str
+    graph: Graph,
+    params: Params,
+    kernels: Mapping[str, Operand],
+    method: str,
+    rotations: Transforms,
 ) -> tuple[Params, Transforms]:
-    """Parameters with factors of AWQ or SmoothQuant, and the factors that kernels must keep."""
+    """Parameters with factors of AWQ or SmoothQuant, and what kernels must keep.
+
+    Args:
+      rotations: Those that kernels keep already; they come after the factors.
+    """
     params, explicit = dict(params), dict[Key, Array]()
+    search = functools.partial(_searched, kernels, method, rotations)
     for group in graph.groups:
         own = {key: use for key, use in group.uses.items() if key[0] in kernels}
         if own and _is_foldable(graph, group):
-            factors = _searched(kernels, own, [group], method, group.uses)
+            factors = search(own, [group], group.uses)
             _fold(params, group, factors)
             continue
         for key, use in own.items():
             groups = graph.of_key[key]
             if group is groups[0]:  # factors of its own, for the inputs of all its uses
-                factors = _searched(kernels, {key: use}, groups, method, {key: use})
+                factors = search({key: use}, groups, {key: use})
                 if not bool(jnp.all(factors == 1)):
                     explicit[key] = use.how.factors(factors, use.kernel.shape)
-    return params, {
-        name: InputTransform(graph.stacked(name, params[name], explicit))
-        for name in dict.fromkeys(name for name, _ in explicit)
-    }
+    transforms = dict(rotations)
+    for name in dict.fromkeys(name for name, _ in explicit):
+        factors = graph.stacked(name, params[name], explicit)
+        transforms[name] = rotations.get(name, InputTransform())._replace(factors=factors)
+    return params, transforms
 
 
 def _is_foldable(graph: Graph, group: Readers) -> bool:
@@ -109,9 +119,10 @@ def _is_foldable(graph: Graph, group: Readers) -> bool:
 
 def _searched(
     kernels: Mapping[str, Operand],
+    method: str,
+    rotations: Transforms,
     uses: Mapping[Key, Use],
     groups: Sequence[Readers],
-    method: str,
     multiplied: Mapping[Key, Use],
 ) -> Array:
     """Factors for the channels of kernels that share their inputs, those of `groups`.
@@ -125,7 +136,11 @@ def _searched(
     where = f"quantize: {shown(next(iter(uses)))}"
     if method == "awq":
         hows = [
-            (spec_of(kernels[key[0]], use.how, use.kernel.shape), use.how)
+            (
+                spec_of(kernels[key[0]], use.how, use.kernel.shape),
+                use.how,
+                rotations.get(key[0], InputTransform()).rotation,
+            )
             for key, use in uses.items()
         ]
         return search_factors(where, arrays, hessian, hows, power_of_two=is_half)

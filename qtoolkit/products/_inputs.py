@@ -91,6 +91,12 @@ class Batch:
         leaves = [next(remaining) if leaf is None else leaf for leaf in self.others]
         return jax.tree.unflatten(self.structure, leaves)
 
+    @property
+    def inputs(self) -> Any:
+        """The arguments as `wrap(inputs=)` takes them: a tuple, or a dictionary by name."""
+        batch = self.with_arrays(self.arrays)
+        return batch if isinstance(batch, tuple | dict) else (batch,)
+
     def bound(self, function: Callable[..., Any]) -> Callable[[Any, Iterable[Any]], list[Any]]:
         """A function of (first, arrays) that calls `function(first, *args, **kwargs)`.
 
@@ -109,10 +115,10 @@ class Batch:
         """Calls `function(*first, ...)` with the batch: a tuple as `*batch`, a dictionary as
         `**batch`, anything else as one argument.
         """
-        batch = self.with_arrays(self.arrays)
-        if isinstance(batch, tuple):
-            return function(*first, *batch)
-        return function(*first, **batch) if isinstance(batch, dict) else function(*first, batch)
+        inputs = self.inputs
+        if isinstance(inputs, dict):
+            return function(*first, **inputs)
+        return function(*first, *inputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

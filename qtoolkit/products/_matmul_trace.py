@@ -62,6 +62,7 @@ from qtoolkit.products._control_flow import (
     MATMULS,
     Body,
     PassingTrace,
+    holds_any_matmuls,
     holds_matmuls,
 )
 from qtoolkit.products._instruments import instrument, set_variable
@@ -108,7 +109,8 @@ class MatmulTrace(PassingTrace):
       multiply: Computes a matmul. None: all stay unchanged, and the trace only follows parameters.
       names: The names of parameters, by what `Source.parameter` says.
       mark: What reports read of matmuls that stay unchanged; None for nothing.
-      other_uses: Filled with the parameters that anything but a matmul uses; None: nobody asks.
+      other_uses: Filled with the parameters that anything but a matmul uses, and whether that is a
+        loop or a call with matmuls in it; None: nobody asks.
       look: Called before each operation, to know parameters that the method has made.
       seen: Filled with the names of the primitives of the matmuls that have run.
     """
@@ -119,7 +121,7 @@ class MatmulTrace(PassingTrace):
         names: dict[Any, str],
         *,
         mark: Mark | None = None,
-        other_uses: set[Any] | None = None,
+        other_uses: set[tuple[Any, bool]] | None = None,
         look: Callable[["MatmulTrace"], None] | None = None,
         seen: list[str] | None = None,
     ) -> None:
@@ -244,7 +246,7 @@ class MatmulTrace(PassingTrace):
                 return function(*shards)
 
         outs = self.parent_trace.process_shard_map(primitive, inside, args, **params)
-        self._note_uses(known, [])
+        self._note_uses(known, [], is_loop=True)
         self.know_inputs(list(outs))
         return outs
 
@@ -269,7 +271,8 @@ class MatmulTrace(PassingTrace):
             bind = lambda x: primitive.bind(x, *args[1:], **params)  # noqa: E731
             return original_of(step, bind, args[0], known[0].original)
 
-        self._note(step, known, listed, originals)
+        is_loop = self.other_uses is not None and holds_any_matmuls(params)
+        self._note(step, known, listed, originals, is_loop)
         return outs
 
     def _excluded(
@@ -306,7 +309,7 @@ class MatmulTrace(PassingTrace):
     def _with_bodies(self, primitive: Any, args: Any, params: Any, known: list[Known]) -> Any:
         outs = BODIES[primitive.name](self, args, params)
         if primitive.name not in INLINED:
-            self._note_uses(known, [])
+            self._note_uses(known, [], is_loop=True)
             for out in outs:
                 self.know(out, _ACTIVATION)
         return outs
@@ -381,21 +384,24 @@ class MatmulTrace(PassingTrace):
         known: Sequence[Known],
         outs: Any,
         originals: Callable[[Source], Any] = lambda source: None,
+        is_loop: bool = False,
     ) -> None:
         """Notes what is known of the results of an operation."""
         sources = sources_of(step, [one.source for one in known])
-        self._note_uses(known, sources)
+        self._note_uses(known, sources, is_loop)
         places = features_of(step, [one.features for one in known]) if known else [LAST] * len(outs)
         for out, source, place in zip(outs, sources, places, strict=True):
             this = Known(source, place, originals(source))
             if this != _ACTIVATION or not isinstance(out, jax.core.Tracer):
                 self.know(out, this)
 
-    def _note_uses(self, known: Sequence[Known], sources: Sequence[Source]) -> None:
+    def _note_uses(
+        self, known: Sequence[Known], sources: Sequence[Source], is_loop: bool = False
+    ) -> None:
         """Notes the parameters that an operation uses, unless it only transposes or casts one."""
         if self.other_uses is not None and (not sources or sources[0].order is None):
             self.other_uses.update(
-                one.source.parameter for one in known if one.source.order is not None
+                (one.source.parameter, is_loop) for one in known if one.source.order is not None
             )
 
 

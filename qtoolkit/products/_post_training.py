@@ -1,6 +1,7 @@
 """GPTQ, AWQ and SmoothQuant for the kernels of a model, whichever Flax package it is from."""
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts.internal import WIDTHS, exact_float32
+from qtoolkit.casts.internal import FLOATS, WIDTHS, exact_float32
 from qtoolkit.products._channels import Key
 from qtoolkit.products._folding import (
     Graph,
@@ -31,10 +32,8 @@ from qtoolkit.scaling import Hessian, QArray
 from qtoolkit.scaling.internal import Contraction, InputTransform, solved
 
 Array = jax.Array
-METHODS = (
-    *("nearest", "gptq", "awq", "awq+gptq", "smoothquant", "smoothquant+gptq"),
-    *("hadamard", "hadamard+gptq"),
-)
+_STEPS = (("", "hadamard"), ("", "awq", "smoothquant"), ("", "gptq"))  # in this order
+METHODS = ("nearest", *("+".join(filter(None, x)) for x in itertools.product(*_STEPS) if any(x)))
 _STATIC: Any = {"static": True}
 
 
@@ -162,7 +161,7 @@ def checked_batches(where: str, batches: Any) -> list[Batch]:
             f"{where}: calibration is {kind}, expected an iterable of batches of inputs, e.g. "
             "[batch], or what calibrate(model, batches, 'hessian') returns"
         )
-    listed = [Batch.of(batch) for batch in batches]
+    listed = [x if isinstance(x, Batch) else Batch.of(x) for x in batches]
     if not listed:
         raise ValueError(f"{where}: not calibrated: there are no batches, expected one or more")
     return listed
@@ -174,7 +173,13 @@ def _observed(
     """Adds the inputs of a kernel, divided and rotated by its `InputTransform` if it has one."""
     how, shape = use.how, use.kernel.shape
     for i in range(use.batches):
-        rows = exact_float32(use.rows(i))
+        rows = use.rows(i)
+        if rows.dtype not in FLOATS:
+            raise TypeError(
+                f"calibration: {shown(use.key)}: its inputs have dtype {rows.dtype}, expected "
+                f"{', '.join(map(str, FLOATS))}; convert the batches or the model"
+            )
+        rows = exact_float32(rows)
         if transform:
             rows = rows.reshape(*rows.shape[:-1], *(shape[axis] for axis in how.contracted))
             axes = range(rows.ndim - len(how.contracted), rows.ndim)
@@ -204,38 +209,62 @@ def tuned(
     """
     for name, operand in kernels.items():
         _check_operand(name, operand)
-    transform = settings.method.removesuffix("gptq").removesuffix("+")
+    steps = settings.method.split("+")
     is_known = isinstance(calibration, InputStatistics)
-    if is_known and (transform or settings.is_sequential):
-        what = settings.method if transform else "sequential=True"
+    if is_known and (steps != ["gptq"] or settings.is_sequential):
+        what = "sequential=True" if steps == ["gptq"] else settings.method
         raise TypeError(
             f"quantize: calibration is an InputStatistics, but {what} must run the model; expected "
             "an iterable of batches"
         )
     batches = [] if is_known else _alike(checked_batches("quantize", calibration))
     transforms: Transforms = {}
-    if transform:
-        graph = _graph(model, batches, with_sums=transform != "hadamard")
-        if transform == "hadamard":
+    for step in steps:
+        if step == "gptq":
+            continue
+        graph = _graph(model, batches, with_sums=step != "hadamard")
+        for name in kernels:
+            _indices(name, model.params[name], graph.of_key)
+        if step == "hadamard":
             params, transforms = rotated(graph, model.params, kernels)
         else:
-            params, transforms = with_factors(graph, model.params, kernels, transform)
+            params, transforms = with_factors(graph, model.params, kernels, step, transforms)
         model = model._replace(params=params)
-    if "gptq" not in settings.method:
+    if "gptq" not in steps:
         made = {
             name: _rounded(name, model.params[name], kernels[name], graph.use(name), one)
             for name, one in transforms.items()
         }
+        seen = {key: group.hessian for group in graph.groups for key in group.uses}
+        _warn_of_skipped_batches(kernels, seen)
         return Tuned(made, model.params)
-    solver = _Solver(kernels, settings, transforms)
+    solver = _Solver(kernels, settings, transforms, model.params)
     if is_known:
         rows = zip(calibration.hessians, calibration.hows, strict=True)
         solver.seen.update(zip(calibration.keys, rows, strict=True))
     else:
         model.tracked(batches, solver.visit)
-    made = {name: solver.joined(name, model.params[name]) for name in kernels}
+    made = {name: solver.joined(name) for name in kernels}
     solver.warn_of_few_rows()
+    _warn_of_skipped_batches(kernels, {key: hessian for key, (hessian, _) in solver.seen.items()})
     return Tuned(made, model.params)
+
+
+def _warn_of_skipped_batches(
+    kernels: Mapping[str, Operand], seen: Mapping[Key, Hessian | None]
+) -> None:
+    counts = {
+        shown(key): int(hessian.bad)
+        for key, hessian in seen.items()
+        if key[0] in kernels and hessian is not None and int(hessian.bad)
+    }
+    if counts:
+        listed = ", ".join(f"{name} ({count})" for name, count in [*counts.items()][:8])
+        warnings.warn(
+            "quantize: inputs of these kernels hold NaNs or infinities in some batches, which are "
+            f"skipped: {listed}{' ...' * (len(counts) > 8)}; expected finite inputs",
+            stacklevel=5,
+        )
 
 
 def _graph(model: PlainModel, batches: Sequence[Batch], with_sums: bool) -> Graph:
@@ -271,6 +300,7 @@ class _Solver:
 
     Attributes:
       transforms: What is done to the inputs of a kernel first.
+      params: All parameters, by name.
       seen: The inputs of each kernel, and its axes.
       solved: The kernels that are quantized; later layers compute with these if it is sequential.
     """
@@ -278,6 +308,7 @@ class _Solver:
     kernels: Mapping[str, Operand]
     settings: Settings
     transforms: Transforms
+    params: Params
     seen: dict[Key, tuple[Hessian, Contraction]] = dataclasses.field(default_factory=dict)
     solved: dict[Key, QArray] = dataclasses.field(default_factory=dict)
 
@@ -287,15 +318,15 @@ class _Solver:
         if use.key not in self.solved:
             _observed(self.seen, use, transform=self.transform(use.key))
             if self.settings.is_sequential:
-                self.solved[use.key] = self.solve(use.key, use.kernel)
+                self.solved[use.key] = self.solve(use.key)
         return self.solved[use.key].dequantize() if self.settings.is_sequential else None
 
     def transform(self, key: Key) -> InputTransform:
         factors, rotation = self.transforms.get(key[0], InputTransform())
         return InputTransform(None if factors is None else factors[key[1]], rotation)
 
-    def solve(self, key: Key, kernel: Array) -> QArray:
-        hessian, how = self.seen[key]
+    def solve(self, key: Key) -> QArray:
+        (hessian, how), kernel = self.seen[key], self.params[key[0]][key[1]]
         spec, transform = spec_of(self.kernels[key[0]], how, kernel.shape), self.transform(key)
         options = self.settings.damping, self.settings.act_order, spec.element.bits in WIDTHS
         w = transform.of_kernel(kernel) if transform else kernel
@@ -317,12 +348,13 @@ class _Solver:
                 stacklevel=5,
             )
 
-    def joined(self, name: str, array: Array) -> QArray:
+    def joined(self, name: str) -> QArray:
         """A kernel, or the stack of all kernels of a parameter."""
+        array = self.params[name]
         indices = _indices(name, array, self.seen)
         for index in indices:
             if (name, index) not in self.solved:
-                self.solved[name, index] = self.solve((name, index), array[index])
+                self.solved[name, index] = self.solve((name, index))
         parts = [self.solved[name, index] for index in indices]
         lead = array.shape[: len(indices[0])]
         if not lead:

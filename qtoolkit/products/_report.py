@@ -278,7 +278,9 @@ def _without(both: list[Product], forward: list[Product]) -> list[Product]:
     return kept
 
 
-def strict_inputs(strict: Any, argument: str = "strict") -> tuple[tuple[Any, ...], dict[str, Any]]:
+def strict_inputs(
+    strict: Any, argument: str = "strict", where: str = "wrap"
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and the keyword inputs that `wrap(strict=)` or `wrap(inputs=)` was given."""
     if isinstance(strict, Mapping):
         return (), dict(strict)
@@ -287,7 +289,7 @@ def strict_inputs(strict: Any, argument: str = "strict") -> tuple[tuple[Any, ...
     if hasattr(strict, "dtype"):
         return (strict,), {}
     raise TypeError(
-        f"wrap: {argument} has type {type(strict).__name__}, expected inputs to trace the model "
+        f"{where}: {argument} has type {type(strict).__name__}, expected inputs to trace the model "
         f"with; write {argument}=(x,), or {argument}={{'x': x}} for keywords"
     )
 

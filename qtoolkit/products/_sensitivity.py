@@ -75,9 +75,9 @@ class Sensitivity:
                 "that is not; write sensitivity(wrapped, batch, loss_fn) with the model from wrap"
             )
         worst = [path for path, _ in self.ranking[:keep]]
-        pairs: list[tuple[str, Recipe | None]] = [(_exactly(path), None) for path in worst]
+        pairs: list[tuple[str, Recipe | None]] = [(exactly(path), None) for path in worst]
         others = zip(self.paths, self.recipes, strict=True)
-        pairs += [(_exactly(path), recipe) for path, recipe in others if path not in worst]
+        pairs += [(exactly(path), recipe) for path, recipe in others if path not in worst]
         return Rules(pairs, default=None)
 
     def __str__(self) -> str:
@@ -100,13 +100,13 @@ class Sensitivity:
         lines = [f"to keep {name} in high precision, wrap the model again by .rules(keep=1)"]
         if len(set(self.recipes)) == 1:
             lines.append(
-                f"or by qtoolkit.Rules({{{_exactly(worst)!r}: None}}, default=recipe), where "
+                f"or by qtoolkit.Rules({{{exactly(worst)!r}: None}}, default=recipe), where "
                 "`recipe` quantizes all layers"
             )
         return lines
 
 
-def _exactly(path: str) -> str:
+def exactly(path: str) -> str:
     return f"^{re.escape(path)}$"
 
 

@@ -75,6 +75,12 @@ def unstarted(recipe: Recipe, lead: tuple[int, ...] = ()) -> dict[str, Array]:
         return {name: jnp.full(lead, jnp.nan, jnp.float32) for name in names}
 
 
+def needs_state(recipe: Recipe) -> bool:
+    """Whether matmuls have state that training changes: a history, key, count or learned scale."""
+    is_updated = recipe.is_delayed or recipe.is_stochastic or recipe.warm_up > 0
+    return is_updated or any(recipe.learned)
+
+
 def probe_of(kept: Kept) -> Array:
     return jnp.zeros((*kept[HISTORY].shape[:-1], BUCKETS), jnp.float32)
 

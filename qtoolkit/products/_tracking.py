@@ -130,7 +130,8 @@ class _Run(NamedTuple):
                 outs[0].node.roots |= {"divide": roots, "rotate": roots}
             return outs
         arrays = self._bound(eqn, inputs)
-        if name in ("convert_element_type", "copy"):  # the same place in the graph
+        if name == "copy" or (name == "convert_element_type" and _is_cast(eqn)):
+            # The same place in the graph.
             return [Value(arrays[0], inputs[0].node, inputs[0].origin)]
         if name == "transpose" and inputs[0].origin is not None:
             key, places = inputs[0].origin
@@ -223,6 +224,8 @@ class _Run(NamedTuple):
         if matching is None:
             return inputs, None
         how, signature, arranged = matching
+        if name == "ragged_dot_general":
+            signature = signature, inputs[2].node  # the sizes say which rows are whose
 
         back = sorted(range(len(order)), key=order.__getitem__)
         array = lax.transpose(kernel.arrays[0], back)
@@ -245,6 +248,12 @@ class _Run(NamedTuple):
         )
         writes = len(columns) == 1 and side == 1 and not how.batch and is_last
         return inputs, (key, columns[0], kernel.node) if writes else None
+
+
+def _is_cast(eqn: Any) -> bool:
+    """Whether it changes a dtype of 16 bits or more to another; less is a rounding that counts."""
+    dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    return all(jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits >= 16 for d in dtypes)
 
 
 def _sums_features(name: str, params: Any, side: int, inputs: Sequence[Value]) -> bool:

@@ -22,6 +22,7 @@ from qtoolkit.products._forward_state import (
 from qtoolkit.products._inputs import Batch, Constant, as_jax, with_numbers
 from qtoolkit.products._instruments import kernels_in, set_variable, without_measuring
 from qtoolkit.products._json import spec_from_json, spec_to_json
+from qtoolkit.products._kernels import Kernel, Kernels, noted_kernels, noting_kernels
 from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot
 from qtoolkit.products._lifted_state import LiftingTrace, state_after
 from qtoolkit.products._matching import (
@@ -37,7 +38,12 @@ from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._place import MODEL, Mark, Place
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
-from qtoolkit.products._post_training import PlainModel, input_statistics, settings
+from qtoolkit.products._post_training import (
+    PlainModel,
+    checked_batches,
+    input_statistics,
+    settings,
+)
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     BY_RULE,
@@ -53,6 +59,7 @@ from qtoolkit.products._states import (
     MOVING,
     PROBE,
     advance,
+    needs_state,
     observe,
     of_kernel,
     probe_of,

@@ -21,9 +21,12 @@ from qtoolkit.scaling._contraction import Contraction, check_inputs, squared_err
 from qtoolkit.scaling._engine import block_values
 from qtoolkit.scaling._find_scales import find_scales
 from qtoolkit.scaling._hessian import Hessian
+from qtoolkit.scaling._input_transform import InputTransform, Rotation
 
 Array = jax.Array
 _LIMIT = np.float32(2.0**20)
+# How a kernel is rounded, its axes in the matmul, and the rotation that follows its factors.
+Layout = tuple[BlockFormat, Contraction, Rotation | None]
 
 
 def awq_factors(
@@ -78,7 +81,7 @@ def awq_factors(
     for kernel in kernels:
         array = lax.stop_gradient(check_differentiable("awq_factors", kernel, wide=False))
         contraction = Contraction.of("awq_factors", array.shape, axis)
-        layouts.append((contraction.along(resolved, array.shape), contraction))
+        layouts.append((contraction.along(resolved, array.shape), contraction, None))
         arrays.append(array)
     return search_factors("awq_factors", arrays, hessian, layouts, grid, power_of_two)
 
@@ -87,12 +90,12 @@ def search_factors(
     where: str,
     kernels: Sequence[Array],
     hessian: Hessian,
-    layouts: Sequence[tuple[BlockFormat, Contraction]],
+    layouts: Sequence[Layout],
     grid: int = 20,
     power_of_two: bool = False,
 ) -> Array:
-    """`awq_factors`, where each kernel has a format and a contraction of its own (`layouts`)."""
-    for w, (spec, contraction) in zip(kernels, layouts, strict=True):
+    """`awq_factors`, where each kernel has a layout of its own."""
+    for w, (spec, contraction, _) in zip(kernels, layouts, strict=True):
         scale_shape(where, spec, w.shape)
         check_inputs(where, w, hessian, contraction)
     return _search(tuple(kernels), hessian, tuple(layouts), grid, bool(power_of_two))
@@ -102,7 +105,7 @@ def search_factors(
 def _search(
     kernels: tuple[Array, ...],
     hessian: Hessian,
-    layouts: tuple[tuple[BlockFormat, Contraction], ...],
+    layouts: tuple[Layout, ...],
     grid: int,
     power_of_two: bool,
 ) -> Array:
@@ -136,11 +139,17 @@ def _search(
 
 
 def _loss(
-    w: Array, factors: Array, hessians: Array, spec: BlockFormat, contraction: Contraction
+    w: Array,
+    factors: Array,
+    hessians: Array,
+    spec: BlockFormat,
+    contraction: Contraction,
+    rotation: Rotation | None,
 ) -> Array:
     """The squared error of the result of a matmul whose kernel is rounded with these factors."""
     w, factors = exact_float32(w), contraction.factors(factors, w.shape)
-    multiplied = w * factors
+    rotated = InputTransform(None, rotation)
+    multiplied = rotated.of_kernel(w * factors)
     scales, nonzero = find_scales(multiplied, spec)
-    rounded = block_values(multiplied, spec, NEAREST, scales, nonzero)
+    rounded = rotated.undone(block_values(multiplied, spec, NEAREST, scales, nonzero))
     return squared_error(contraction.matrices(rounded / factors - w), hessians)

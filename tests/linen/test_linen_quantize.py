@@ -273,3 +273,24 @@ def test_codes_are_multiplied_as_they_are_stored(method, transform):
         expected = expected + np.asarray(dense["bias"]) + np.asarray(layer["shift"])
     got = served.apply(weights, x)
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+class Boxed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(8)(nn.relu(nn.Dense(32, kernel_init=init)(x)))
+
+
+def test_boxed_parameters():
+    variables = Boxed().init(jax.random.key(0), X)
+    assert isinstance(variables["params"]["Dense_1"]["kernel"], nn.Partitioned)
+    batches = [jax.random.normal(jax.random.key(1), (64, X.shape[-1]))]
+    for options in ({}, {"calibration": batches, "algorithm": "gptq"}):
+        made = [
+            qt.linen.quantize(Boxed(), given, "int4_group32", X, **options)[1]
+            for given in (variables, nn.unbox(variables))
+        ]
+        for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert isinstance(made[0]["params"]["Dense_1"]["kernel"], QArray)

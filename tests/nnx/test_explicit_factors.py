@@ -16,6 +16,7 @@ import qtoolkit as qt
 from qtoolkit.scaling import Hessian, gptq
 
 WIDTH = 32
+IDENTITY = np.eye(WIDTH)
 SPEC = qt.spec("int4_group32")
 RECIPE = qt.Recipe((None, "int4_group32"), gradient=None)
 
@@ -55,13 +56,14 @@ def dequantized(w):
     return (codes * scale).reshape(w.shape)
 
 
-def awq(w, x):
+def awq(w, x, turn=IDENTITY):
+    """The factors whose rounded kernel, turned after them, has the least error."""
     hessian, mean = x.T @ x, np.abs(x).mean(0)
     losses, candidates = [], []
     for power in np.linspace(0, 1, 20):
         factors = mean**power
         factors /= np.sqrt(factors.max() * factors.min())
-        error = dequantized(w * factors[:, None]) / factors[:, None] - w
+        error = turn.T @ dequantized(turn @ (w * factors[:, None])) / factors[:, None] - w
         losses.append(np.einsum("kn,kl,ln->", error, hessian, error))
         candidates.append(factors)
     return candidates[int(np.argmin(losses))]
@@ -121,19 +123,49 @@ def signs(block):
     return np.asarray(jax.random.rademacher(jax.random.key(0), (block,), jnp.float32), np.float64)
 
 
+def turned(block):
+    """The random Hadamard transform as a matrix."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix * signs(block) / np.sqrt(block)
+
+
 def test_a_kernel_with_a_rotation_is_the_one_numpy_rotates():
     model, seen = Tanh(), batches()
     kernel = qt.nnx.quantize(model, SPEC, seen, method="hadamard").second.kernel.get_value()
-    matrix = np.ones((1, 1))
-    while len(matrix) < WIDTH:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    matrix = matrix / np.sqrt(WIDTH)
     w = np.asarray(model.second.kernel[...], np.float64)
-    codes, scale = int4(matrix @ (signs(WIDTH)[:, None] * w))
+    codes, scale = int4(turned(WIDTH) @ w)
     same = qt.decode(kernel.unpack().codes, "int4") == codes.reshape(w.shape)
     assert float(same.mean()) > 0.995
     assert (kernel.rotation, kernel.factors) == ((WIDTH, 0, -2), None)
     np.testing.assert_allclose(kernel.scale, scale[:, 0], rtol=1e-4)
+
+
+def test_factors_before_a_rotation_are_searched_with_it():
+    model, seen = Tanh(), batches()
+    made = {
+        method: qt.nnx.quantize(model, SPEC, seen, method=method)
+        for method in ("hadamard", "hadamard+awq", "hadamard+awq+gptq")
+    }
+    kernel = made["hadamard+awq"].second.kernel.get_value()
+    w, x = np.asarray(model.second.kernel[...], np.float64), inputs_of(model, seen)
+    factors = awq(w, x, turned(WIDTH))
+    np.testing.assert_allclose(kernel.factors[:, 0], factors, rtol=1e-4)
+    assert kernel.rotation == (WIDTH, 0, -2)
+    codes, _ = int4(turned(WIDTH) @ (w * factors[:, None]))
+    same = qt.decode(kernel.unpack().codes, "int4") == codes.reshape(w.shape)
+    assert float(same.mean()) > 0.995
+    inputs = jnp.asarray((x / factors) @ turned(WIDTH).T, jnp.float32)
+    rotated = jnp.asarray(turned(WIDTH) @ (w * factors[:, None]), jnp.float32)
+    expected = gptq(rotated, SPEC, Hessian.of(WIDTH).observe(inputs))
+    kernel = made["hadamard+awq+gptq"].second.kernel.get_value()
+    assert float((kernel.unpack().codes == expected.codes).mean()) > 0.99
+    errors = [
+        np.square(x @ (np.asarray(m.second.kernel.get_value().dequantize()) - w)).sum()
+        for m in made.values()
+    ]
+    assert errors == sorted(errors, reverse=True)
 
 
 class Residual(nnx.Module):
@@ -157,9 +189,12 @@ class Residual(nnx.Module):
         y = self.norm(x)
         if self.between == "a gate":
             y = y * nnx.sigmoid(y)
+        if self.between == "an integer":
+            y = jnp.round(64 * y).astype(jnp.int32).astype(jnp.float32) / 64
         if self.between == "1 + gain":
             y = y * (1 + self.position[0])
-        x = x + self.down(nnx.relu(self.up(y)))
+        branch = self.down(nnx.relu(self.up(y)))
+        x = x + (branch * self.weight if self.between == "a weight" else branch)
         if self.between == "the stream is returned":
             return self.head(self.last_norm(x)), x
         if self.between == "a tied table":
@@ -179,13 +214,13 @@ def test_a_residual_stream_is_rotated_in_the_parameters():
     served = qt.nnx.quantize(model, fine, seen, method="hadamard")
     assert [getattr(served, name).kernel.get_value().rotation for name in ("up", "down", "head")] \
         == [None, (64, 0, -2), None]  # fmt: skip
-    turned = np.asarray(served.embed.embedding[...])
+    table = np.asarray(served.embed.embedding[...])
     np.testing.assert_allclose(
-        turned @ turned.T,  # a rotation leaves all products of rows as they are
+        table @ table.T,  # a rotation leaves all products of rows as they are
         np.asarray(model.embed.embedding[...]) @ np.asarray(model.embed.embedding[...]).T,
         rtol=1e-4, atol=1e-5,
     )  # fmt: skip
-    assert not np.allclose(turned, model.embed.embedding[...])
+    assert not np.allclose(table, model.embed.embedding[...])
     np.testing.assert_array_equal(served.norm.scale[...], np.ones(WIDTH))
     y = np.asarray(model(seen[0]))
     np.testing.assert_allclose(served(seen[0]), y, atol=0.03 * np.abs(y).max())
@@ -194,10 +229,15 @@ def test_a_residual_stream_is_rotated_in_the_parameters():
 
 @pytest.mark.parametrize(
     "between",
-    ["LayerNorm", "a gate", "1 + gain", "the stream is returned", "a tied table", "relu"],
+    [
+        *("LayerNorm", "a gate", "1 + gain", "the stream is returned", "a tied table", "relu"),
+        "an integer",
+    ],
 )
 def test_rotations_are_folded_only_where_results_stay(between):
     model, seen = Residual(between), tokens()
+    if between == "a tied table":
+        del model.head  # no batch reaches it
     fine = qt.BlockFormat.channel("int8", axis=1)
     served = qt.nnx.quantize(model, fine, seen, method="hadamard")
     np.testing.assert_array_equal(served.embed.embedding[...], model.embed.embedding[...])
@@ -205,6 +245,35 @@ def test_rotations_are_folded_only_where_results_stay(between):
     assert served.up.kernel.get_value().rotation == (WIDTH, 0, -2)
     mine, y = (np.asarray(jax.tree.leaves(m(seen[0]))[0]) for m in (served, model))
     np.testing.assert_allclose(mine, y, atol=0.03 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (WIDTH,)], ids=str)
+def test_a_learned_weight_of_a_branch(shape):
+    """One number passes a rotation. One of shape (1,) was taken for the gains of a norm."""
+    model, seen = Residual("a weight"), tokens()
+    model.weight = nnx.Param(jnp.linspace(0.4, 0.6, WIDTH) if shape == (WIDTH,) else
+                             jnp.full(shape, 0.5))  # fmt: skip
+    fine = qt.BlockFormat.channel("int8", axis=1)
+    served = qt.nnx.quantize(model, fine, seen, method="hadamard")
+    is_folded = shape != (WIDTH,)
+    assert (served.up.kernel.get_value().rotation is None) == is_folded
+    np.testing.assert_array_equal(served.weight[...], model.weight[...])
+    y = np.asarray(model(seen[0]))
+    np.testing.assert_allclose(served(seen[0]), y, atol=0.03 * np.abs(y).max())
+
+
+def test_norms_of_a_rotated_stream_take_factors():
+    model, seen = Residual(), tokens()
+    fine = qt.BlockFormat.channel("int8", axis=1)
+    served = qt.nnx.quantize(model, fine, seen, method="hadamard+smoothquant")
+    kernels = {name: getattr(served, name).kernel.get_value() for name in ("up", "down", "head")}
+    assert [k.rotation for k in kernels.values()] == [None, (64, 0, -2), None]
+    assert all(kernel.factors is None for kernel in kernels.values())
+    x = np.asarray(qt.nnx.quantize(model, fine, seen, method="hadamard").embed.embedding[...])
+    np.testing.assert_array_equal(served.embed.embedding[...], x)
+    assert float(jnp.abs(served.norm.scale[...] - 1).max()) > 0.1
+    y = np.asarray(model(seen[0]))
+    np.testing.assert_allclose(served(seen[0]), y, atol=0.03 * np.abs(y).max())
 
 
 def test_a_rotation_is_folded_with_the_bias_between_layers():
@@ -224,12 +293,8 @@ def test_a_rotation_is_folded_with_the_bias_between_layers():
     assert served.second.kernel.get_value().rotation is None
     kernel, bias = (np.asarray(a[...], np.float64) for a in (model.first.kernel, model.first.bias))
     got = (np.asarray(a[...], np.float64) for a in (served.first.kernel, served.first.bias))
-    matrix = np.ones((1, 1))
-    while len(matrix) < WIDTH:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     for mine, before in zip(got, (kernel, bias), strict=True):
-        expected = (before * signs(WIDTH)) @ matrix / np.sqrt(WIDTH)
-        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mine, before @ turned(WIDTH).T, rtol=1e-4, atol=1e-5)
 
 
 def test_an_odd_number_of_channels_is_not_rotated():

@@ -157,6 +157,7 @@ GATES = {
     "relu alone": (lambda up, gate: nnx.relu(up), True),
     "gelu": (lambda up, gate: nnx.gelu(up), False),
     "with itself": (lambda up, gate: up * nnx.sigmoid(up), False),
+    "an integer": (lambda up, gate: (8 * up).astype(jnp.int32).astype(jnp.float32), False),
 }
 
 
@@ -341,9 +342,12 @@ class Unused(Two):
         (Two, [], {"method": "gptq"}, "not calibrated: there are no batches"),
         (Two, batches(), {}, "a calibration for method='nearest'"),
         (Two, batches(), {"method": "gtpq"}, "method='gtpq', expected one of nearest, gptq"),
+        (Two, batches(), {"method": "awq+hadamard"}, r"expected one of .*, hadamard\+awq, "),
         (Two, batches(), {"method": "awq", "sequential": True}, "expected GPTQ"),
         (Two, batches(1, (8,)), {"method": "gptq"}, "first/kernel: 8 rows of inputs for 32"),
         (Unused, batches(), {"method": "gptq"}, "third/kernel: no batch reached a matmul of it"),
+        (Unused, batches(), {"method": "awq"}, "third/kernel: no batch reached a matmul of it"),
+        (Unused, batches(), {"method": "hadamard"}, "third/kernel: no batch reached a matmul"),
         (Two, [b * jnp.inf for b in batches()], {"method": "gptq"}, "first/kernel: not calibrated: "
          "all 3 batches held a NaN or an infinity"),
         (Two, [*batches(2), batches(1)[0][:2]], {"method": "gptq"}, "batches differ in shape"),
@@ -357,12 +361,42 @@ def test_bad_calibration_is_one_clear_line(model, calibration, options, message)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "hadamard+smoothquant+gptq"])
+def test_skipped_batches_are_named(method):
+    model, seen = Two(), batches()
+    bad = [*seen[:2], seen[2].at[0, 0, 0].set(jnp.nan)]
+    with pytest.warns(UserWarning, match=r"skipped: first/kernel \(1\), second/kernel \(1\); exp"):
+        served = qt.nnx.quantize(model, "int4_group32", bad, method=method)
+    expected = qt.nnx.quantize(model, "int4_group32", seen[:2], method=method)
+    leaves = [jax.tree.leaves(nnx.state(m)) for m in (served, expected)]
+    assert all(np.array_equal(a, b) for a, b in zip(*leaves, strict=True))
+
+
+def test_sequential_rounds_parameters_not_their_casts():
+    """Layers that compute in bfloat16 have float32 parameters, which are rounded once."""
+    model = Two()
+    for name in ("first", "second"):
+        getattr(model, name).dtype = jnp.bfloat16
+    made = [
+        qt.nnx.quantize(model, "int4_group32", batches(), method="gptq", sequential=sequential)
+        for sequential in (True, False)
+    ]
+    kernels = [m.first.kernel.get_value() for m in made]  # both from the same inputs
+    assert kernels[0].dtype == kernels[1].dtype == jnp.float32
+    np.testing.assert_array_equal(kernels[0].codes, kernels[1].codes)
+    np.testing.assert_array_equal(kernels[0].scale, kernels[1].scale)
+
+
 def test_other_misuse():
     model, found = Two(), qt.nnx.calibrate(Two(), batches(), "hessian")
     with pytest.raises(TypeError, match="calibration is one ArrayImpl, expected an iterable"):
         qt.nnx.quantize(model, "int4", batches()[0], method="gptq")
     with pytest.raises(TypeError, match="calibration is one int, expected an iterable of batches"):
         qt.nnx.quantize(model, "int4", 5, method="gptq")
+    with jax.enable_x64(True):
+        wide = [batch.astype(jnp.float64) for batch in batches()]
+        with pytest.raises(TypeError, match="first/kernel: its inputs have dtype float64, exp"):
+            qt.nnx.calibrate(model, wide, "hessian")
     with pytest.raises(TypeError, match="sequential=True runs the model"):
         qt.nnx.quantize(model, "int4", found, method="gptq", sequential=True)
     with pytest.raises(ValueError, match=r"is wrapped|stored as codes already"):
