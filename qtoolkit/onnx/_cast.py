@@ -173,7 +173,7 @@ def cast_to(
     if target is DataType.STRING:
         if source is DataType.STRING:
             return _strings.texts(operator.name, x).astype(np.str_)
-        return _strings.from_numbers(np.asarray(x), FORMATS[source])
+        return _strings.from_numbers(np.asarray(x, DTYPES[source]), FORMATS[source])
     if source is DataType.STRING:
         text, fmt = _strings.texts(operator.name, x), FORMATS[target]
         if isinstance(fmt, IntFormat) and not fmt.is_bool:

@@ -320,3 +320,5 @@ def test_foreign_byte_order():
     x = np.array([1.5, -2], ">f4")
     np.testing.assert_array_equal(ops.cast(x, "BFLOAT16").astype(np.float32), [1.5, -2])
     np.testing.assert_array_equal(ops.bit_cast(x, "UINT32"), [0x3FC00000, 0xC0000000])
+    swapped = x.astype(np.dtype(DTYPES["BFLOAT16"]).newbyteorder(">"))
+    assert ops.cast(swapped, "STRING").tolist() == ["1.5", "-2"]
