@@ -114,8 +114,8 @@ def saturation() -> Any:
                 axes.axvspan(lost[0], lost[-1], color=colour, alpha=0.12)
                 low = 400 if fmt == "e4m3fn" else 425
                 axes.text(lost[0] + 2, low, f"{fmt}:\n{kind}", fontsize=8, color=colour)
-            text = f"infinity: {y[-1]:.0f}" if np.isfinite(y[-1]) else f"infinity: {y[-1]}"
-            axes.plot([], [], color=colour, label=f"{fmt}, {text}")
+            infinity = "NaN" if np.isnan(y[-1]) else f"{y[-1]:.0f}".replace("inf", "infinity")
+            axes.plot([], [], color=colour, label=f"{fmt}; infinity becomes {infinity}")
         axes.set_title(saturation, fontsize=10)
         axes.legend(fontsize=7, loc="upper left", frameon=False)
         axes.set_ylim(375, 530)

@@ -3,8 +3,8 @@
 Command: python experiments/benchmarks/optim.py   (nothing else should run on the machine)
 Target, which a run judges: moments in 8 bits take at most 0.27 of the bytes of float32 ones.
 
-The parameters are those of two transformer blocks of width 512: 6.3 million. Bytes for a parameter
-are compared with those of 8-bit optimizers, which are computed, not run: 2 codes and two float32
+The parameters are those of two transformer blocks of width 512: 6.3 million. Bytes for each are
+compared with those of 8-bit optimizers, which are computed, not run: 2 codes and two float32
 scales for each block of 2,048 in bitsandbytes (arXiv:2110.02861), each block of 256 in torchao's
 AdamW8bit and AdamWFp8.
 """

@@ -109,7 +109,7 @@ def check_quantized(opened: Checkpoint) -> Checkpoint:
             "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
         )
     raise CheckpointError(
-        f"{opened.path}: nothing in it is quantized in a layout that is read, expected one; "
+        f"{opened.path}: nothing in it is quantized in a known layout, expected one; "
         "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
     )
 

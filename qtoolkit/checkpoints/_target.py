@@ -112,7 +112,7 @@ class Destination:
         inner, outer = (target, source) if len(target) > len(source) else (source, target)
         if inner.startswith(outer + "/") and storage.kind_at(self.src) == "folder":
             raise CheckpointError(
-                f"{self.dst}: one of the source and the target lies in the other; choose another"
+                f"{self.dst}: the source and the target lie inside one another; choose another"
             )
         if self.to == "orbax":
             check_folder(self.dst, self.overwrite, of_orbax=True)

@@ -53,7 +53,7 @@ def check_target(path: Path, overwrite: bool) -> str:
         raise CheckpointError(f"{path}: is not a regular file, expected one or a new name")
     if ending.lower() in _OTHER_FILES or stem.endswith("/"):
         raise CheckpointError(
-            f"{path}: what is written is a safetensors file, expected a name that says so; name it "
+            f"{path}: the target is a safetensors file, expected a name that ends so; name it "
             f"{stem.rstrip('/')}.safetensors"
         )
     if not is_url(path) and not os.path.isdir(os.path.dirname(target)):

@@ -79,7 +79,7 @@ def formats(
         ),
     ] = None,
 ) -> None:
-    """List the number formats and block formats, with their properties, or show one of them."""
+    """List the number formats and block formats, or show one."""
     with one_line_errors("nothing was changed"):
         if name is None:
             for header, rows, right in format_tables():
@@ -108,7 +108,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Print a saved report of `numerics`: what rounding does to every operand of a model."""
+    """Print a saved report of the rounding errors of a model."""
     with one_line_errors("nothing was changed"):
         from qtoolkit.products import Numerics  # loads JAX
         from qtoolkit.products.internal import NUMERICS_HEADER

@@ -97,7 +97,7 @@ def dequantize(
     *,
     writing: options.Writing,
 ) -> None:
-    """Write the weights of a quantized checkpoint as float32, bfloat16 or float16.
+    """Write the weights of a quantized checkpoint as floats.
 
     All layouts of `qtoolkit layouts` and GGUF are recognized. The new config.json says nothing of
     quantization.
@@ -124,10 +124,11 @@ def finalize(
     *,
     output: options.Printing,
 ) -> None:
-    """Make a checkpoint of the files that `convert --shard I/N` has written.
+    """Make one checkpoint of the files of all shards.
 
-    All files must exist, made with the same options from the same source, as far as its headers
-    and samples of its weights tell. The result is byte for byte what one process writes.
+    `convert --shard I/N` writes these files. All must exist, made with the same options from the
+    same source, as far as its headers and samples of its weights tell. The result is byte for byte
+    what one process writes.
     """
     if discard and (overwrite or output.style not in ("text", "nothing")):
         raise failure(

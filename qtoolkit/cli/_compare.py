@@ -45,10 +45,11 @@ def compare(
     ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Compare the numbers of two checkpoints, quantized weights with their scales.
+    """Compare the numbers of two checkpoints.
 
-    For each tensor: signal to noise, the largest |a - b|, the shares of elements that were clamped
-    and that underflowed to zero, and how many are NaN or infinite in A or B.
+    Quantized weights are dequantized first. For each tensor: the SQNR (signal-to-noise ratio), the
+    largest |a - b|, the shares of elements that saturated and that underflowed to zero, and how
+    many are NaN or infinite in A or B.
     """
     checkpoints.compare  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):
@@ -75,12 +76,12 @@ def verify(
     converted: Annotated[str, typer.Argument(metavar="CONVERTED", help="Its result.")],
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Quantize SRC again and compare its codes and scales with CONVERTED; write nothing.
+    """Quantize SRC again, and compare CONVERTED with the result.
 
-    Formats and layout are read from CONVERTED, so no options are needed. Its config.json, or
-    hf_quant_config.json, must be the one that `convert` writes for these weights; if another
-    program made CONVERTED, less of it is checked. Static input scales must be finite and above 0.
-    Exits with 1 if something differs.
+    Every code and scale is compared; nothing is written. Formats and layout are read from
+    CONVERTED, so no options are needed. Its config.json, or hf_quant_config.json, must be the one
+    that `convert` writes for these weights; if another program made CONVERTED, less of it is
+    checked. Static input scales must be finite and above 0. Exits with 1 if something differs.
     """
     checkpoints.verify  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):

@@ -36,7 +36,7 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """List the tensors of a checkpoint, quantized ones with their scales."""
+    """List the tensors of a checkpoint, and their scales."""
     with one_line_errors("nothing was changed"), checkpoints.open_source(src) as source:
         if as_json:
             typer.echo(json.dumps(_data(source, stats), indent=2))
@@ -56,7 +56,7 @@ def layouts(
     ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """List the layouts that `convert` writes and reads, or show one of them."""
+    """List the layouts of quantized checkpoints, or show one."""
     with one_line_errors("nothing was changed"):
         if as_json:
             keys = ("format", "scaling", "name", "about", "needs_input_scale")

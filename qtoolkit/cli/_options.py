@@ -104,7 +104,7 @@ FORMAT = typer.Option(
     callback=_target,
     autocompletion=completion(target_names()),
     show_default="e4m3fn",
-    help=f"Number format: {', '.join(target_names())}; or a name of `qtoolkit layouts`, W4A16.",
+    help=f"Number format: {', '.join(target_names())}; or a scheme such as W4A16.",
 )
 LAYOUT = typer.Option(
     **one_of("--layout", WRITTEN),

@@ -257,7 +257,8 @@ class Numerics:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"Numerics: invalid JSON ({error}), expected to_json's") from error
+            message = f"Numerics: invalid JSON ({error}), expected that of to_json"
+            raise ValueError(message) from error
         if not isinstance(data, dict) or data.get("type") != "Numerics":
             raise ValueError("Numerics: the text is no report of numerics, expected to_json's")
         if data.get("version") != _VERSION:

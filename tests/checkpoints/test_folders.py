@@ -303,7 +303,7 @@ def test_targets_that_would_lose_something(source, tmp_path):
     (tmp_path / "link").symlink_to(source)
     with pytest.raises(CheckpointError, match="is the source itself"):
         convert(source, tmp_path / "link", overwrite=True)
-    with pytest.raises(CheckpointError, match="one of the source and the target lies in the other"):
+    with pytest.raises(CheckpointError, match="the source and the target lie inside one another"):
         convert(source, source / "dst")
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "thesis.tex").touch()

@@ -297,7 +297,7 @@ def test_the_commands(bucket, source):
     code, _, error = run("convert", target, target, "--overwrite")
     assert (code, error.partition(";")[0]) == (1, f"qtoolkit: {target}: is the source itself")
     code, _, error = run("convert", target, f"{target}/inner")
-    assert error.startswith(f"qtoolkit: {target}/inner: one of the source and the target lies")
+    assert error.startswith(f"qtoolkit: {target}/inner: the source and the target lie inside")
 
 
 def test_what_is_not_read_from_urls():
@@ -320,8 +320,8 @@ def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
     [
         ("memory:///bkt/src", "is the source itself"),
         ("memory://bkt//src/", "is the source itself"),
-        ("memory:///bkt/src/inner", "one of the source and the target lies in the other"),
-        ("memory:///bkt", "one of the source and the target lies in the other"),
+        ("memory:///bkt/src/inner", "the source and the target lie inside one another"),
+        ("memory:///bkt", "the source and the target lie inside one another"),
     ],
 )
 def test_a_source_is_known_by_every_name(source, other, message):

@@ -156,7 +156,7 @@ def test_dequantize_and_quantize_anew(source, tmp_path):
     again = run("convert", tmp_path / "dst", tmp_path / "again", *CT)
     assert "dequantized first" in again.stdout
     assert fails("dequantize", source, tmp_path / "no").startswith(
-        f"{source}: nothing in it is quantized in a layout that is read"
+        f"{source}: nothing in it is quantized in a known layout"
     )
 
 
@@ -164,7 +164,7 @@ def test_a_dry_run_of_a_dequantization(source, tmp_path):
     run("convert", source, tmp_path / "dst", *CT)
     line = ["dequantize", tmp_path / "dst", tmp_path / "back", "--max-memory", "360MiB"]
     assert fails("dequantize", source, tmp_path / "no", "--dry-run").startswith(
-        f"{source}: nothing in it is quantized in a layout that is read"
+        f"{source}: nothing in it is quantized in a known layout"
     )
     planned = run(*line, "--dry-run")
     assert planned.exit_code == 0, planned.output

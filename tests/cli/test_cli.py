@@ -111,7 +111,7 @@ def test_errors_are_one_line_that_names_the_file(source, tmp_path):
     )
     assert fails("convert", source, tmp_path).startswith(f"{tmp_path}: is a folder")
     assert fails("convert", source, f"{out}/") == (
-        f"{out}/: what is written is a safetensors file, expected a name that says so; name it "
+        f"{out}/: the target is a safetensors file, expected a name that ends so; name it "
         f"{out}.safetensors"
     )
     binary = tmp_path / "empty" / "binary"

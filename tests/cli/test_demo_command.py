@@ -63,7 +63,7 @@ def test_ctrl_c_is_one_line(start, tmp_path, seconds):
     process = start(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    assert process.stdout.readline().startswith("text:")
+    assert process.stdout.readline().startswith("text of ")
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
