@@ -10,7 +10,7 @@ from flax import linen as nn
 from qtoolkit.linen._flow import sensitivity
 from qtoolkit.linen._kernels import Kernels, noting_kernels
 from qtoolkit.linen._post_training import plain_model
-from qtoolkit.linen._state import at
+from qtoolkit.linen._state import at, unboxed
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Allocation
 from qtoolkit.products.internal import allocated, serving_rules, stored_kernel
@@ -74,7 +74,7 @@ def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[s
     sizes: dict[str, int] = {}
     unquantized: dict[str, int] = {}
     for path, uses in kernels.uses.items():
-        use, x, layer = uses[0], at(params, path), "/".join(path[:-1])
+        use, x, layer = uses[0], unboxed(at(params, path)), "/".join(path[:-1])
         lead = x.ndim - len(use.shape)
         if use.operand is None or path in kernels.other_uses or tuple(x.shape[lead:]) != use.shape:
             continue

@@ -13,7 +13,15 @@ from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.linen._kernels import Kernel, noting_kernels
 from qtoolkit.linen._post_training import plain_model, with_params
 from qtoolkit.linen._run import needs_state
-from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, with_part
+from qtoolkit.linen._state import (
+    COLLECTION,
+    SCALES,
+    at,
+    boxed_as,
+    check_variables,
+    unboxed,
+    with_part,
+)
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
@@ -137,7 +145,7 @@ class _Served:
 
     def kernels(self) -> Iterator[tuple[tuple[str, ...], flow.Kernel]]:
         for path, use in self.uses.items():
-            x, name = at(self.variables["params"], path), "/".join(path)
+            x, name = unboxed(at(self.variables["params"], path)), "/".join(path)
             where = f"quantize: {name}"
             if isinstance(x, QArray):
                 yield path, flow.Kernel(name, where, x, use.operand, use.axes, 0)
@@ -163,7 +171,8 @@ class _Served:
         return parts
 
     def store(self, place: tuple[str, ...], array: QArray) -> None:
-        params = with_part(self.variables["params"], place, array)
+        params = self.variables["params"]
+        params = with_part(params, place, boxed_as(at(params, place), array))
         self.variables = {**self.variables, "params": params}
 
 

@@ -273,3 +273,37 @@ def test_codes_are_multiplied_as_they_are_stored(method, transform):
         expected = expected + np.asarray(dense["bias"]) + np.asarray(layer["shift"])
     got = served.apply(weights, x)
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+class Partitioned(nn.Module):
+    is_boxed: bool
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        init = nn.with_partitioning(init, (None, "model")) if self.is_boxed else init
+        up, down = self.param("up", init, (16, 8)), self.param("down", init, (8, 16))
+        return (x @ up) @ down
+
+
+@pytest.mark.parametrize("algorithm", ["nearest", "gptq"])
+def test_kernels_in_boxes_of_flax(algorithm):
+    """Rules name them, `quantize` stores them in their boxes. Oracle: the module without boxes."""
+    key, x = jax.random.key(0), jax.random.normal(jax.random.key(1), (32, 16))
+    results = []
+    for is_boxed in (True, False):
+        module = Partitioned(is_boxed)
+        variables = module.init(key, x)
+        rules = qt.Rules({"up": None}, qt.Recipe())
+        wrapped = qt.linen.wrap(module, rules)
+        calibration = None if algorithm == "nearest" else [x]
+        served, weights = qt.linen.quantize(
+            module, variables, "int8", x, calibration, algorithm=algorithm
+        )
+        results.append((wrapped.apply(variables, x), served.apply(weights, x)))
+        specs = nn.get_partition_spec(weights["params"])
+        expected = jax.P(None, "model") if is_boxed else jax.P()
+        assert jax.tree.leaves(specs["up"])[0] == expected
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    unwrapped = Partitioned(False).apply(variables, x)
+    np.testing.assert_allclose(results[0][1], unwrapped, atol=0.05 * np.abs(unwrapped).max())
