@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from qtoolkit.linen._flow import sensitivity
 from qtoolkit.linen._post_training import plain_model
-from qtoolkit.linen._state import at
+from qtoolkit.linen._state import at, unboxed
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Allocation
 from qtoolkit.products.internal import (
@@ -59,7 +59,6 @@ def allocate(
       (['int4_group32', 'int4_group32'], 5120)
     """
     plain_model("allocate", module, variables)
-    variables = nn.unbox(variables)
 
     def measured(recipe: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
         wrapped = wrap(module, serving_rules(recipe))
@@ -80,7 +79,7 @@ def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[s
     sizes: dict[str, int] = {}
     unquantized: dict[str, int] = {}
     for path in kernels.uses:
-        use, x, layer = kernels.storable(path), at(params, path), "/".join(path[:-1])
+        use, x, layer = kernels.storable(path), unboxed(at(params, path)), "/".join(path[:-1])
         if use is None or use.operand is None:
             continue
         lead = x.ndim - len(use.shape)

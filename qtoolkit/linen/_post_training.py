@@ -8,14 +8,13 @@ from flax import linen as nn
 from flax.core import DenyList
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from qtoolkit.linen._state import check_variables
+from qtoolkit.linen._state import boxed_as, check_variables, unboxed
 from qtoolkit.products.internal import Batch, PlainModel
 
 
 def plain_model(where: str, module: Any, variables: Any, method: Any = None) -> PlainModel:
     """A module that is not wrapped, as the methods run it."""
     check_variables(where, variables)
-    variables = nn.unbox(variables)
     if getattr(module, "qtoolkit_rules", None) is not None:
         raise ValueError(
             f"{where}: {type(module).__name__} is wrapped, and the method needs the inputs of its "
@@ -32,10 +31,12 @@ def plain_model(where: str, module: Any, variables: Any, method: Any = None) -> 
         return batch.given_to(apply)
 
     flat = flatten_dict(variables["params"])
-    return PlainModel(call, {"/".join(path): array for path, array in flat.items()})
+    return PlainModel(call, {"/".join(path): unboxed(x) for path, x in flat.items()})
 
 
 def with_params(variables: Any, arrays: Mapping[str, Any]) -> Any:
     """The tree of parameters with arrays by name."""
     flat = flatten_dict(variables["params"])
-    return unflatten_dict({path: arrays.get("/".join(path), x) for path, x in flat.items()})
+    names = {path: "/".join(path) for path in flat}
+    new = {path: boxed_as(x, arrays.get(names[path], unboxed(x))) for path, x in flat.items()}
+    return unflatten_dict(new)

@@ -11,7 +11,15 @@ from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.linen._post_training import plain_model, with_params
-from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, with_part
+from qtoolkit.linen._state import (
+    COLLECTION,
+    SCALES,
+    at,
+    boxed_as,
+    check_variables,
+    unboxed,
+    with_part,
+)
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
@@ -74,8 +82,8 @@ def quantize(
 
     Returns:
       The module from `wrap`, and the variables with `QArray`s in "params"; everything else in them
-      is unchanged, but for parameters that took factors or rotations. Boxes such as
-      `nn.Partitioned` are removed, as by `nn.unbox`.
+      is unchanged, but for parameters that took factors or rotations. Kernels in boxes such as
+      `nn.Partitioned` stay in them.
 
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
@@ -97,7 +105,7 @@ def quantize(
     """
     check_variables("quantize", variables, '; pass {"params": params}')
     how = settings(algorithm, calibration, sequential, damping, act_order)
-    served = _Served(module, nn.unbox(variables), recipe, kv_cache, inputs, method)
+    served = _Served(module, variables, recipe, kv_cache, inputs, method)
     if not flow.quantize(served, calibration, how):
         raise ValueError(
             f"quantize: {type(module).__name__} has no kernel to store with these inputs: the "
@@ -135,7 +143,7 @@ class _Served:
 
     def kernels(self) -> Iterator[tuple[tuple[str, ...], flow.Kernel]]:
         for path, use in self.uses.items():
-            x, name = at(self.variables["params"], path), "/".join(path)
+            x, name = unboxed(at(self.variables["params"], path)), "/".join(path)
             where = f"quantize: {name}"
             if isinstance(x, QArray):
                 yield path, flow.Kernel(name, where, x, use.operand, use.axes, 0)
@@ -161,7 +169,8 @@ class _Served:
         return parts
 
     def store(self, place: tuple[str, ...], array: QArray) -> None:
-        params = with_part(self.variables["params"], place, array)
+        params = self.variables["params"]
+        params = with_part(params, place, boxed_as(at(params, place), array))
         self.variables = {**self.variables, "params": params}
 
 

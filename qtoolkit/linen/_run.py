@@ -25,7 +25,7 @@ from qtoolkit.linen._parameters import (
     own_parameters,
     run_with_arrays,
 )
-from qtoolkit.linen._state import COLLECTION, SCALES, Kept
+from qtoolkit.linen._state import COLLECTION, SCALES, Kept, unboxed
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     MODEL,
@@ -423,7 +423,7 @@ class _Run:
 def kernels_of(module: nn.Module) -> list[str]:
     """The names of a module's own parameters that may be kernels: those with two axes or more."""
     params = module.variables.get("params", {}).items()
-    return [name for name, x in params if len(getattr(x, "shape", ())) > 1]
+    return [name for name, x in params if len(getattr(unboxed(x), "shape", ())) > 1]
 
 
 def _is_layer(kind: Any, name: str) -> bool:

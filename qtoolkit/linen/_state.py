@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core import FrozenDict, freeze
 
 from qtoolkit.products.internal import (
     HISTORY,
@@ -22,6 +23,7 @@ from qtoolkit.products.internal import (
     observe,
     probe_of,
 )
+from qtoolkit.scaling import QArray
 
 COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
 
@@ -135,6 +137,7 @@ class _Step:
 
     def finished(self, value: Any, grads: Any, probes: Any) -> tuple[Any, ...]:
         state = _mapped(self.state, lambda path, kept: advance(observe(kept, probes.get(path))))
+        state = freeze(state) if isinstance(self.state, FrozenDict) else state
         if self.has_aux:
             value = value[0], _with_state(value[1], state)
         return value, grads, state
@@ -219,6 +222,19 @@ def _holds_mapping(part: Kept) -> bool:
 
 def at(tree: Any, path: Path) -> Any:
     return functools.reduce(lambda part, name: part[name], path, tree)
+
+
+def unboxed(parameter: Any) -> Any:
+    """The array of a parameter that may lie in a box of Flax, such as `nn.Partitioned`."""
+    if not isinstance(parameter, nn.meta.AxisMetadata):
+        return parameter
+    return jax.tree.leaves(parameter, is_leaf=lambda x: isinstance(x, QArray))[0]
+
+
+def boxed_as(parameter: Any, array: Any) -> Any:
+    """`array` in the box in which the array of `parameter` lies, if it lies in one."""
+    is_box = isinstance(parameter, nn.meta.AxisMetadata)
+    return parameter.replace_boxed(array) if is_box else array
 
 
 def with_part(tree: Any, path: Path, part: Any) -> Any:

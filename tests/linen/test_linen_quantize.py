@@ -275,22 +275,35 @@ def test_codes_are_multiplied_as_they_are_stored(method, transform):
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
 
 
-class Boxed(nn.Module):
+class Partitioned(nn.Module):
+    is_boxed: bool
+
     @nn.compact
     def __call__(self, x):
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-        return nn.Dense(8)(nn.relu(nn.Dense(32, kernel_init=init)(x)))
+        init = nn.initializers.lecun_normal()
+        init = nn.with_partitioning(init, (None, "model")) if self.is_boxed else init
+        up, down = self.param("up", init, (16, 8)), self.param("down", init, (8, 16))
+        return (x @ up) @ down
 
 
-def test_boxed_parameters():
-    variables = Boxed().init(jax.random.key(0), X)
-    assert isinstance(variables["params"]["Dense_1"]["kernel"], nn.Partitioned)
-    batches = [jax.random.normal(jax.random.key(1), (64, X.shape[-1]))]
-    for options in ({}, {"calibration": batches, "algorithm": "gptq"}):
-        made = [
-            qt.linen.quantize(Boxed(), given, "int4_group32", X, **options)[1]
-            for given in (variables, nn.unbox(variables))
-        ]
-        for ours, theirs in zip(*map(jax.tree.leaves, made), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-        assert isinstance(made[0]["params"]["Dense_1"]["kernel"], QArray)
+@pytest.mark.parametrize("algorithm", ["nearest", "gptq"])
+def test_kernels_in_boxes_of_flax(algorithm):
+    """Rules name them, `quantize` stores them in their boxes. Oracle: the module without boxes."""
+    key, x = jax.random.key(0), jax.random.normal(jax.random.key(1), (32, 16))
+    results = []
+    for is_boxed in (True, False):
+        module = Partitioned(is_boxed)
+        variables = module.init(key, x)
+        rules = qt.Rules({"up": None}, qt.Recipe())
+        wrapped = qt.linen.wrap(module, rules)
+        calibration = None if algorithm == "nearest" else [x]
+        served, weights = qt.linen.quantize(
+            module, variables, "int8", x, calibration, algorithm=algorithm
+        )
+        results.append((wrapped.apply(variables, x), served.apply(weights, x)))
+        specs = nn.get_partition_spec(weights["params"])
+        expected = jax.P(None, "model") if is_boxed else jax.P()
+        assert jax.tree.leaves(specs["up"])[0] == expected
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    unwrapped = Partitioned(False).apply(variables, x)
+    np.testing.assert_allclose(results[0][1], unwrapped, atol=0.05 * np.abs(unwrapped).max())

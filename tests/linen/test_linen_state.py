@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import serialization
+from flax.core import freeze
 
 import qtoolkit as qt
 from qtoolkit import Recipe, recipes
@@ -474,3 +475,11 @@ def test_a_history_is_refused_by_a_module_of_another_recipe():
     without = {"params": variables["params"]}
     expected = current.apply(current.init(KEY, X), X)
     np.testing.assert_array_equal(current.apply(without, X), expected)
+
+
+def test_the_state_of_a_frozen_dict_is_one(variables):
+    """As a loop needs it that carries the variables. Oracle: the same with a dictionary."""
+    frozen = freeze(variables)
+    _, _, state = value_and_grad(loss)(frozen, X)
+    assert jax.tree.structure(state) == jax.tree.structure(frozen["qtoolkit"])
+    jax.tree.map(np.testing.assert_array_equal, state.unfreeze(), after(variables, X)["qtoolkit"])
