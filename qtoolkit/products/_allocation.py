@@ -50,17 +50,15 @@ class Allocation(Rules[Recipe]):
         chosen, gap = knapsack(sizes, costs, limit)
         rules = {exactly(path): recipes[i] for path, i in zip(paths, chosen, strict=True)}
         super().__init__(rules, default=None)
-        values = {
-            "paths": tuple(paths),
-            "names": tuple(names),
-            "chosen": chosen,
-            "bytes": tuple(tuple(map(int, row)) for row in sizes),
-            "costs": tuple(tuple(map(float, row)) for row in costs),
-            "limit": int(limit),
-            "gap": gap,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            paths=tuple(paths),
+            names=tuple(names),
+            chosen=chosen,
+            bytes=tuple(tuple(map(int, row)) for row in sizes),
+            costs=tuple(tuple(map(float, row)) for row in costs),
+            limit=int(limit),
+            gap=gap,
+        )
 
     @property
     def size(self) -> int:

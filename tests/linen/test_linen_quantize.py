@@ -307,3 +307,25 @@ def test_kernels_in_boxes_of_flax(algorithm):
     jax.tree.map(np.testing.assert_array_equal, *results)
     unwrapped = Partitioned(False).apply(variables, x)
     np.testing.assert_allclose(results[0][1], unwrapped, atol=0.05 * np.abs(unwrapped).max())
+
+
+class Transposed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (24, 32))
+        return x @ kernel.T
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "smoothquant", "hadamard"])
+def test_a_transposed_kernel_keeps_what_a_method_made_of_it(algorithm):
+    """Packed codes cannot be transposed: its numbers were rounded a second time, to nearest."""
+    mixing = jax.random.normal(jax.random.key(1), (32, 32)) * 0.3 + jnp.eye(32)
+    x = jax.random.normal(jax.random.key(0), (64, 32)) @ mixing
+    variables = Transposed().init(jax.random.key(2), x)
+    served, weights = qt.linen.quantize(
+        Transposed(), variables, "int4_group32", x, [x], algorithm=algorithm
+    )
+    kernel = np.asarray(weights["params"]["kernel"].dequantize(), np.float64)
+    np.testing.assert_allclose(
+        served.apply(weights, x), np.asarray(x, np.float64) @ kernel.T, rtol=1e-4, atol=1e-5
+    )

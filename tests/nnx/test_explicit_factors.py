@@ -190,7 +190,7 @@ class Residual(nnx.Module):
         if self.between == "a gate":
             y = y * nnx.sigmoid(y)
         if self.between == "an integer":
-            y = jnp.round(64 * y).astype(jnp.int32).astype(jnp.float32) / 64
+            y = (64 * y).astype(jnp.int32).astype(jnp.float32) / 64
         if self.between == "1 + gain":
             y = y * (1 + self.position[0])
         branch = self.down(nnx.relu(self.up(y)))
