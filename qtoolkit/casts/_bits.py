@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from qtoolkit.casts._elementwise import by_platform, elementwise, unfolded
+from qtoolkit.casts._elementwise import by_platform, elementwise
 from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat, format
 
 FLOAT32_MANTISSA = 23
@@ -135,21 +135,22 @@ def _exact_float32(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(pattern(x), jnp.float32)
 
 
+@elementwise
 def codes_from_dtype(x: jax.Array, fmt: Format) -> jax.Array:
     """The codes of an array of the format's own dtype, as `fmt.code_dtype`."""
     if fmt.bits == 1:
         return x.astype(fmt.code_dtype)
     unsigned = np.dtype(f"uint{fmt.bits}")
-    return lax.bitcast_convert_type(unfolded(x), unsigned).astype(fmt.code_dtype)
+    return lax.bitcast_convert_type(x, unsigned).astype(fmt.code_dtype)
 
 
+@elementwise
 def dtype_from_codes(codes: jax.Array, fmt: Format) -> jax.Array:
     """The array of the format's own dtype with these codes."""
     assert fmt.dtype is not None
     if fmt.bits == 1:
         return codes.astype(fmt.dtype)
-    codes = unfolded(codes.astype(np.dtype(f"uint{fmt.bits}")))
-    return lax.bitcast_convert_type(codes, fmt.dtype)
+    return lax.bitcast_convert_type(codes.astype(np.dtype(f"uint{fmt.bits}")), fmt.dtype)
 
 
 def exact_from_pattern(bits: jax.Array, normalized: bool = True) -> Exact:

@@ -106,24 +106,39 @@ def _traced(
         return _Traced(jax.make_jaxpr(flat)(*numbers), out_structure)
 
 
-def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
-    shape = arrays[0].shape
-    if len(shape) > 1:
-        arrays = tuple(map(_unfolded, arrays))
+def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr, for_cpu: bool) -> list[jax.Array]:
+    shape = inner = arrays[0].shape
+    # XLA evaluates `bitcast_convert` of a constant by copying its bytes. If the operand is a
+    # transposed constant that was passed to a function (an inner `jax.jit`), it stands in memory in
+    # the order of the constant, and the result has its elements at wrong places (jax 0.10 and 0.12;
+    # `jnp.signbit` shows it, too). A reshape puts the elements into their order. For CPUs a barrier
+    # does better, which XLA removes before it fuses; for GPUs XLA removes it late, and a cast would
+    # not be fused with what makes its operand.
+    if len(shape) > 1 and for_cpu:
+        arrays = tuple(map(lax.optimization_barrier, arrays))
+    elif len(shape) > 1:
+        inner = (1, *shape)
     # Compute arrays of one element as scalars; otherwise XLA needs one simplification pass over the
     # whole program for each operation.
-    is_number = bool(shape) and all(n == 1 for n in shape) and not is_sharded(arrays[0])
-    if not is_number:
+    if all(n == 1 for n in shape) and not is_sharded(arrays[0]):
+        inner = ()
+    if inner == shape:
         return _replayed(*arrays, jaxpr=jaxpr)
-    numbers = (lax.reshape(x, ()) for x in arrays)
-    return [lax.reshape(x, shape) for x in _replayed(*numbers, jaxpr=jaxpr)]
+    reshaped = (lax.reshape(x, inner) for x in arrays)
+    return [lax.reshape(x, shape) for x in _replayed(*reshaped, jaxpr=jaxpr)]
 
 
-def _lowered(ctx: mlir.LoweringRuleContext, *arrays: Any, jaxpr: ClosedJaxpr, x64: bool) -> Any:
+def _lowered(
+    ctx: mlir.LoweringRuleContext,
+    *arrays: Any,
+    jaxpr: ClosedJaxpr,
+    x64: bool,
+    for_cpu: bool = False,
+) -> Any:
     # Programs are lowered outside of the `jax.enable_x64` that they were traced in. Without it
     # constants of 64 bits would lose half of them, also in the operations inside of this one.
     with jax.enable_x64(True) if x64 else nullcontext():
-        return mlir.lower_fun(_evaluated)(ctx, *arrays, jaxpr=jaxpr)
+        return mlir.lower_fun(_evaluated)(ctx, *arrays, jaxpr=jaxpr, for_cpu=for_cpu)
 
 
 def is_sharded(x: jax.Array) -> bool:
@@ -302,6 +317,7 @@ _elementwise.def_abstract_eval(
 )
 _define(_elementwise, _evaluated)
 mlir.register_lowering(_elementwise, _lowered)
+mlir.register_lowering(_elementwise, functools.partial(_lowered, for_cpu=True), platform="cpu")
 _look_up.def_abstract_eval(lambda x, table: x.update(dtype=table.entries.dtype, weak_type=False))
 _define(_look_up, _entries)
 
@@ -331,29 +347,6 @@ def is_somewhere(x: jax.Array) -> jax.Array:
     # so LLVM, which runs after XLA, proves the result and drops the comparison. From the sum of the
     # indices it cannot: dividing tiles of 128x128 took a third longer.
     return _is_somewhere.bind(x)
-
-
-def unfolded(x: jax.Array) -> jax.Array:
-    """`x`, on CPUs in a way that XLA cannot evaluate when it compiles, even if `x` is a constant.
-
-    XLA evaluates `bitcast_convert` of a constant by copying its bytes. If the operand is a
-    transposed constant that was passed to a function (an inner `jax.jit`), it stands in memory in
-    the order of the constant, and the result has its elements at wrong places (jax 0.10 and 0.12;
-    `jnp.signbit` shows it too). So casts never read the pattern of what XLA knows.
-    """
-    return x if _inlined.depth else _unfolded(x)  # arrays that elementwise operations get are
-
-
-# Only for CPUs, where XLA removes the barrier before it fuses. On GPUs a barrier, or a select with
-# a predicate that XLA does not know, keeps a cast from being fused with what makes its operand:
-# native FP8 matmuls compiled for an H100 then move more bytes than tests/cuda allows.
-_unfolded = by_platform(
-    "unfolded",
-    # `vmap` may have added axes since the function was traced.
-    cpu=lambda x: lax.optimization_barrier(x) if x.ndim > 1 else x,
-    others=lambda x: x,
-    aval=lambda x: x,
-)
 
 
 def traced_for_cpu() -> bool:

@@ -8,15 +8,16 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from qtoolkit.casts._bits import exact_float32
-from qtoolkit.casts._elementwise import elementwise, unfolded
+from qtoolkit.casts._elementwise import elementwise
 
 
+@elementwise
 def ordinal(x: jax.Array) -> jax.Array:
     """The places of floats in their order, as signed integers of their width."""
     # 0 for both zeros, 1 for the least subnormal, -1 for its negative. Infinities come after all
     # numbers, NaNs after infinities.
     integer = np.dtype(f"int{8 * x.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(unfolded(x), integer)
+    bits = lax.bitcast_convert_type(x, integer)
     return jnp.where(bits < 0, np.array(np.iinfo(integer).min, integer) - bits, bits)
 
 
@@ -47,10 +48,11 @@ def widened(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.float64 else exact_float32(x)
 
 
+@elementwise
 def magnitude_ordinal(x: jax.Array) -> jax.Array:
     """`ordinal` of |x|, as unsigned integers; `infinity_ordinal` or more if x is not finite."""
     unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(unfolded(x), unsigned)
+    bits = lax.bitcast_convert_type(x, unsigned)
     return bits & unsigned.type(2 ** (8 * unsigned.itemsize - 1) - 1)
 
 

@@ -68,7 +68,6 @@ from qtoolkit.casts._elementwise import (
     is_sharded,
     on_cpu,
     traced_for_cpu,
-    unfolded,
     varying_alike,
 )
 from qtoolkit.casts._hardware import has_native_codes, native_codes, row_major

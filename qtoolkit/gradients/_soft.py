@@ -25,7 +25,6 @@ from qtoolkit.casts.internal import (
     ordinal,
     ordinal_of,
     round_values,
-    unfolded,
     widened,
 )
 from qtoolkit.formats import Format
@@ -246,7 +245,6 @@ def _position(x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Arra
     derivative is 2 / gap, as between fixed neighbours; in float32, gaps below 2**-100 count as that
     large. float32, or float64 for float64.
     """
-    x = unfolded(x)
     below, above = _neighbours(x, lower, upper, fmt)
     x, below, above = _rescaled(widened(x), below, above)
     return ((x - below) - (above - x)) / jnp.where(above > below, above - below, 1)

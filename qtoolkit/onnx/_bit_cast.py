@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from qtoolkit.casts.internal import unfolded, without_derivative
+from qtoolkit.casts.internal import elementwise, without_derivative
 from qtoolkit.onnx._operator import Operator
 from qtoolkit.onnx._types import CAST_TYPES, DTYPES, FLOAT6, FORMATS, DataType, TypeLike
 
@@ -81,16 +81,20 @@ _NO_DERIVATIVE = (
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _bit_cast(x: jax.Array, source: DataType, target: DataType) -> jax.Array:
-    if source is target:
-        return x
-    x = unfolded(x)
+    return x if source is target else _reread(x, source, target)
+
+
+@elementwise
+def _reread(x: jax.Array, source: DataType, target: DataType) -> jax.Array:
     if source is DataType.BOOL:
         x = x.astype(jnp.uint8)
     if source is DataType.COMPLEX64:
-        x = jnp.stack([x.real, x.imag], axis=-1)
+        low, high = (lax.bitcast_convert_type(part, jnp.uint32) for part in (x.real, x.imag))
+        x = low.astype(jnp.uint64) | high.astype(jnp.uint64) << np.uint64(32)
     if target is DataType.BOOL:
         return lax.bitcast_convert_type(x, jnp.uint8) != 0
     if target is DataType.COMPLEX64:
-        parts = lax.bitcast_convert_type(x, jnp.float32)
-        return lax.complex(parts[..., 0], parts[..., 1])
+        bits = lax.bitcast_convert_type(x, jnp.uint64)
+        words = (word.astype(jnp.uint32) for word in (bits, bits >> np.uint64(32)))
+        return lax.complex(*(lax.bitcast_convert_type(word, jnp.float32) for word in words))
     return lax.bitcast_convert_type(x, DTYPES[target])

@@ -17,6 +17,7 @@ from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import (
     NEAREST,
     UNCLAMPED,
+    elementwise,
     exact_float32,
     product,
     quotient,
@@ -24,7 +25,6 @@ from qtoolkit.casts.internal import (
     round_values,
     settled,
     to_stored,
-    unfolded,
 )
 from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Overflow, Specials
 
@@ -139,22 +139,24 @@ def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) ->
     # The operations read x first, then scale, then shift. The last one here overrides the others.
     for operand in (shift, scale, x):
         if operand is not None:
-            negative = jnp.where(operand == operand, negative, jnp.signbit(unfolded(operand)))
+            negative = jnp.where(operand == operand, negative, _bits(operand) >= np.uint32(1 << 31))
     return negative
 
 
+@elementwise
 def _bits_with_payloads(x: jax.Array, y: jax.Array) -> jax.Array:
     """The bits of `y`, which is `x` converted to float32; NaNs get the mantissa bits of `x`."""
     if x.dtype != jnp.float16:
         return _bits(y)
     # XLA makes NaNs of float16 quiet when it converts them to float32.
-    half_bits = lax.bitcast_convert_type(unfolded(x), jnp.uint16).astype(jnp.uint32)
+    half_bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     payload = (half_bits & np.uint32(0x03FF)) << np.uint32(13)
     return jnp.where(y == y, _bits(y), (_bits(y) & np.uint32(0xFF800000)) | payload)
 
 
+@elementwise
 def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(unfolded(x), jnp.uint32)
+    return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def _float(bits: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts.internal import from_stored, product, quotient, unfolded
+from qtoolkit.casts.internal import from_stored, ordinal, product, quotient
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._observer import (
     MAX,
@@ -195,7 +195,7 @@ class MinMax(Observer):
         return _asymmetric(self)[1]
 
     def _after(self, x: Array) -> Self:
-        is_negative = jnp.signbit(unfolded(x))
+        is_negative = ordinal(x) < 0
         below, above = (
             amax_bits(jnp.where(side, x, jnp.zeros_like(x)), self.spec)
             for side in (is_negative, ~is_negative)

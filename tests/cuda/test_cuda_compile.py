@@ -10,6 +10,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import topologies
@@ -148,3 +149,15 @@ def test_a_language_model_trains_without_waiting_for_the_host(name):
         return jax.value_and_grad(loss, allow_int=True)(state)
 
     assert "conditional(" not in compiled(gradients, state, struct(8, 129, dtype=jnp.uint8))
+
+
+def test_transposed_constant_of_an_inner_jit():
+    """XLA evaluates it when it compiles, and would put its bytes at wrong places. Oracle: ml_dtypes
+    and NumPy.
+    """
+    constant = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    codes = jax.jit(lambda c: jax.jit(lambda x: qt.encode(x, "e5m2"))(c.T))
+    text = compiled(lambda x: (codes(constant), x + 1), struct(3))
+    expected = constant.T.astype(jnp.float8_e5m2).view(np.uint8).tolist()
+    rows = ", ".join(f"{{ {first}, {second} }}" for first, second in expected)
+    assert f"constant({{ {rows} }})" in text
