@@ -1,7 +1,6 @@
 """GPTQ, AWQ and SmoothQuant for the kernels of a model, whichever Flax package it is from."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from qtoolkit.products._folding import (
     with_factors,
 )
 from qtoolkit.products._inputs import Batch
+from qtoolkit.products._lines import warn
 from qtoolkit.products._operand import Current, Operand
 from qtoolkit.products._stored import stored_kernel
 from qtoolkit.products._tracking import Use, tracked
@@ -310,11 +310,11 @@ class _Solver:
             and (is_few := np.asarray(hessian.rows.reshape(-1) < hessian.channels)).any()
         ]
         if few:
-            warnings.warn(
+            warn(
                 "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
                 f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
                 "calibrate with more samples",
-                stacklevel=5,
+                UserWarning,
             )
 
     def joined(self, name: str, array: Array) -> QArray:

@@ -42,8 +42,6 @@ from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     BY_RULE,
     check_all_quantized,
-    lacks_history,
-    report_of,
     strict_inputs,
 )
 from qtoolkit.products._states import (
