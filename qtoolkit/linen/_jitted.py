@@ -1,7 +1,6 @@
 """Layers under `nn.jit` that share the trace of another layer, although rules tell them apart."""
 
 import itertools
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 
 from qtoolkit.formats import Rules
 from qtoolkit.products import Recipe
+from qtoolkit.products.internal import warn
 
 _SHARED = (
     "wrap: {}: nn.jit uses the trace of {}, an equal layer, and so its recipe, though the rules "
@@ -42,7 +42,7 @@ def warn_of_shared_traces(
             other = path + inner.removeprefix(first)
             is_inside = f"{inner}/".startswith(f"{first}/")
             if is_inside and rules.lookup([inner], ran[inner]) != rules.lookup([other], ran[inner]):
-                warnings.warn(_SHARED.format(other, inner), RuntimeWarning, stacklevel=3)
+                warn(_SHARED.format(other, inner))
                 break
 
 

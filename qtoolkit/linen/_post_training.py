@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from flax import linen as nn
 from flax.core import DenyList
 from flax.traverse_util import flatten_dict, unflatten_dict
 

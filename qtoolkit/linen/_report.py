@@ -15,13 +15,11 @@ from qtoolkit.linen._run import path_of, recording_modules
 from qtoolkit.linen._state import COLLECTION, check_arguments
 from qtoolkit.products import Report
 from qtoolkit.products.internal import (
-    MODEL,
     Batch,
     Place,
     check_all_quantized,
+    flow,
     kernels_in,
-    lacks_history,
-    report_of,
     strict_inputs,
     unused_rules,
 )
@@ -79,7 +77,6 @@ def report(
         _check_no_options(rngs=rngs, method=method)
     else:
         check_arguments("report", wrapped, variables)
-    batch = Batch.of((inputs, options))
     # Replace state by zeros, so that it counts as constant and nothing differentiates by it.
     kept = variables.get(COLLECTION, {}) if isinstance(variables, Mapping) else {}
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
@@ -97,13 +94,15 @@ def report(
             flags = {"rngs": rngs, "method": method, "mutable": mutable}
             return wrapped.apply(given, *args, **flags, **kwargs)
 
-        return report_of(batch.bound(function), (others, batch.arrays), (), unstarted)
+        return flow.report(function, others, (inputs, options), layers)
 
-    unstarted = {
-        path_of(key).replace(".", "/") or MODEL
+    layers = [
+        (
+            path_of(key).replace(".", "/"),
+            [x["history"] for x in products.values() if "history" in x],
+        )
         for key, products in kept.items()
-        if lacks_history(state["history"] for state in products.values() if "history" in state)
-    }
+    ]
     with recording_modules() as recorded:
         try:
             found = traced(mutable)

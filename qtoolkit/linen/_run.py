@@ -350,7 +350,9 @@ class _Run:
         multiply = self._multiply(call, layer, paths)
         trace = MatmulTrace(multiply, {}, mark=layer.mark, other_uses=other_uses, seen=call.seen)
         is_measured = not _is_under(call.module, ["custom_vjp("])
-        for_dot = LayerRecipe(layer.recipe.without_state(), layer.path)  # calls of `qtoolkit.dot`
+        for_dot = dataclasses.replace(
+            layer, recipe=layer.recipe.without_state()
+        )  # of `qtoolkit.dot`
 
         @contextmanager
         def quantizing() -> Iterator[None]:

@@ -7,7 +7,7 @@ from flax import linen, nnx
 
 from qtoolkit.nnx._rewriting import has_products, is_left, leave, product_states
 from qtoolkit.products import Product, Report, native_calls
-from qtoolkit.products.internal import BY_RULE, MODEL, Batch, lacks_history, report_of
+from qtoolkit.products.internal import BY_RULE, MODEL, flow
 
 
 def check_module(where: str, model: Any) -> None:
@@ -64,49 +64,39 @@ def report(
       layers/0 backward excluded by a rule
     """
     function, wrapped, inputs = _called(wrapped, inputs, method)
-    paths: list[str] = []
-    unmarked: set[str] = set()
-    unstarted: set[str] = set()
-    seen: set[int] = set()
+    sites = [(site, m) for _, m in nnx.iter_modules(wrapped) if (site := site_of(m)) is not None]
+    layers = [(site.path, _histories(module)) for site, module in sites]
+    unwrapped: set[str] = set()
+    graph, state = nnx.split(wrapped)
 
-    def tagged(path: tuple[Any, ...], node: Any) -> Any:
-        """A copy of a layer; the matmuls of one that a rule excludes then say so."""
-        if not isinstance(node, nnx.Module) or id(node) in seen:
-            return node
-        seen.add(id(node))
-        site = site_of(node)
-        shown = "/".join(map(str, path))
-        if site is not None:
-            paths.append(site.path)
-            states = product_states(node).values()
-            if lacks_history(
-                state.history.get_value() for state in states if hasattr(state, "history")
-            ):
-                unstarted.add(site.path or MODEL)
-        elif has_products(node):
-            if not is_left(node):
-                unmarked.add(shown or MODEL)
-            leave(node, shown)
-        return node
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+        model = nnx.merge(graph, state, copy=True)
+        for path, module in nnx.iter_modules(model):
+            if site_of(module) is None and not is_left(module) and has_products(module):
+                shown = "/".join(map(str, path))
+                unwrapped.add(shown or MODEL)
+                leave(module, shown)  # its matmuls then say to which layer they belong
+        return function(model, *args, **kwargs)
 
-    model = nnx.recursive_map(tagged, wrapped, graph=True)
-    graph, state = nnx.split(model)
-    batch = Batch.of((inputs, options))
-    call = batch.bound(lambda state, *args, **kw: function(nnx.merge(graph, state), *args, **kw))
-    found = report_of(call, (state, batch.arrays), tuple(dict.fromkeys(paths)), unstarted)
-    if paths:
+    found = flow.report(call, state, (inputs, options), layers)
+    if layers:
         reason = "its layer is not wrapped: wrap the model again after layers are replaced"
     else:  # what `wrap` returned was not used, or all its rules are None
         reason = "no layer of the model is wrapped"
 
     def explained(product: Product) -> Product:
-        is_by_rule = bool(paths) and product.path not in unmarked
+        is_by_rule = bool(layers) and product.path not in unwrapped
         if product.reason != BY_RULE or is_by_rule:
             return product
         return dataclasses.replace(product, reason=reason)
 
     ran = None if compiled is None else native_calls(compiled)
     return dataclasses.replace(found, left=tuple(map(explained, found.left)), compiled=ran)
+
+
+def _histories(layer: Any) -> list[Any]:
+    states = product_states(layer).values()
+    return [state.history.get_value() for state in states if hasattr(state, "history")]
 
 
 def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, Any, Any]:

@@ -308,14 +308,15 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
         def state_of(name: str) -> ForwardState | None:
             return states[name].track() if name in states else None
 
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         noted = noted_kernels()
         dots = site and dataclasses.replace(site, recipe=site.recipe.without_state())
 
         # `with_numbers` runs it a second time if the method needs numbers of NumPy's integers.
         def run(integers: bool) -> Any:
-            given = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
-            args, kwargs = jax.tree.unflatten(structure, given)
+            # Each by itself: a method may write to what it is given, such as a list of outputs.
+            given = [as_jax(x, integers, _is_node) for x in args]
+            named_given = {name: as_jax(x, integers, _is_node) for name, x in kwargs.items()}
+            leaves = jax.tree.leaves((given, named_given), is_leaf=_is_node)
             parameters: dict[Any, str] = {}
             notes = None if noted is None else _Notes(noted, site, {}, set())
             note = () if notes is None else (notes.note,)
@@ -323,8 +324,8 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
             mark = None if site is None else site.mark
             other_uses = None if noted is None else set[Any]()
             trace = MatmulTrace(multiply, parameters, mark=mark, other_uses=other_uses)
-            trace.know_arguments([None if _is_node(leaf) else leaf for leaf in given])
-            for i, node in enumerate(given):
+            trace.know_arguments([None if _is_node(leaf) else leaf for leaf in leaves])
+            for i, node in enumerate(leaves):
                 _know(trace, parameters, node, f"argument{i}")
             _know(trace, parameters, self)  # the last: an argument may be a parameter of its own
             module = _with_arrays(self, trace, parameters)
@@ -340,7 +341,7 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
 
             if notes is not None:
                 notes.know(module, parameters)
-            out = run_in(context, method, module, *args, **kwargs)
+            out = run_in(context, method, module, *given, **named_given)
             if notes is not None:
                 notes.kernels.note_others(trace, out, notes.paths, notes.own)
             return out

@@ -28,6 +28,7 @@ from qtoolkit.nnx._rewriting import (
     is_left,
     layer_of,
     leave,
+    made_of,
     methods_of,
     name_of,
     original_class,
@@ -228,17 +229,15 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         shown = "/".join(map(str, path))
         if not isinstance(node, nnx.Module):
             return node
+        if rules is not None:  # what an earlier wrap has made of it
+            become(node, methods=(), left=None, carries=False)
         if shown in recipes:
             found, recipe = recipes[shown]
             if recipe is not None:
                 attach(node, recipe, found, kernels=found.recipes)
-            else:
-                detach(node)
-                leave(
-                    node, shown
-                )  # so that the trace of a module around it passes by its matmuls, too
-        elif rules is not None and is_left(node):  # by an earlier wrap
-            detach(node)
+            else:  # the trace of a module around it then passes by its matmuls, too
+                forget(node)
+                leave(node, shown)
         if isinstance(node, nnx.SpectralNorm):
             # It estimates by matmuls with the kernel, in high precision: the trace of a module
             # around it would replace them. The layer in it has a trace of its own.
@@ -347,8 +346,9 @@ def attach(
     """
     found = FoundModule(layer, [""]) if found is None else found
     site, states = LayerRecipe(recipe, found.paths[0], tuple(kernels)), product_states(layer)
-    detach(layer)
-    become(layer, methods=methods_of(layer))
+    forget(layer)
+    methods = dict.fromkeys((*made_of(layer).methods, *methods_of(layer)))
+    become(layer, methods=tuple(methods))
     layer.qtoolkit_site = site
     if any(one is not None and one.keeps_state for one in (recipe, *dict(kernels).values())):
         _keep(layer, recipe, site, names)
@@ -382,12 +382,11 @@ def _keep(layer: Any, recipe: Recipe, site: LayerRecipe, names: Mapping[str, Any
         setattr(layer, PRODUCTS, Products(states))
 
 
-def detach(layer: Any) -> None:
-    """Undoes what an earlier wrap did to a layer."""
+def forget(layer: Any) -> None:
+    """Removes what an earlier wrap has given to a layer."""
     for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
         if name in vars(layer):
             delattr(layer, name)
-    become(layer, methods=(), left=None, carries=False)
 
 
 def needs_no_scale(layer: Any) -> bool:

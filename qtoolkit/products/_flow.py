@@ -28,6 +28,7 @@ from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._post_training import PlainModel, Settings, tuned
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._report import Report, lacks_history, report_of
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
 from qtoolkit.products._states import LEARNED, first_values
 from qtoolkit.products._step_metrics import (
@@ -161,6 +162,21 @@ def frozen_amaxes(
             missing.append(layer.path)
     check_calibrated("freeze", dict.fromkeys(missing))
     return amaxes
+
+
+def report(
+    function: Callable[..., Any], arrays: Any, inputs: Any, layers: Iterable[tuple[str, list[Any]]]
+) -> Report:
+    """Reports on `function(arrays, *args, **options)`.
+
+    Args:
+      inputs: (args, options).
+      layers: The paths of the layers that have a recipe, with the histories of their matmuls.
+    """
+    batch, layers = Batch.of(inputs), [(path or MODEL, histories) for path, histories in layers]
+    unstarted = {path for path, histories in layers if lacks_history(histories)}
+    paths = tuple(dict.fromkeys(path for path, _ in layers))
+    return report_of(batch.bound(function), (arrays, batch.arrays), paths, unstarted)
 
 
 def numerics(adapter: Adapter, arrays: Any, batch: Any, loss_fn: Any, given: str) -> Numerics:

@@ -5,7 +5,6 @@ Where it is not, the kernel keeps them: its matmul divides and rotates the input
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._channels import Key, Node, Root
+from qtoolkit.products._lines import warn
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._tracking import Use
@@ -225,10 +225,10 @@ def _explicit_rotations(graph: Graph, names: Sequence[str]) -> Transforms:
         axis = use.how.contracted[-1] - use.kernel.ndim
         transforms[name] = InputTransform(None, (block, 0, axis))
     if odd:
-        warnings.warn(
+        warn(
             f"quantize: hadamard: {len(odd)} kernels are not rotated, because they have an odd "
             f"number of input channels: {', '.join(odd[:8])}{' ...' * (len(odd) > 8)}",
-            stacklevel=6,
+            UserWarning,
         )
     return transforms
 

@@ -13,7 +13,6 @@ returns the state unchanged, and whose derivative rule returns the updated one. 
 """
 
 import contextvars
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,9 @@ from jax import lax
 from jax.extend.core import Primitive, get_opaque_trace_state, take_current_trace
 from jax.interpreters import ad, batching, mlir
 
+from qtoolkit.products._control_flow import PassingTrace
 from qtoolkit.products._instruments import instrument, set_variable
+from qtoolkit.products._lines import warn
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import (
@@ -63,12 +64,13 @@ COTANGENTS = (
     "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
 )
 DROPPED = (
-    "differentiated without qtoolkit.nnx.value_and_grad: a model that nnx.merge makes inside of "
-    "jax.checkpoint, jax.lax.scan or another transform is dropped with its new histories of "
-    "delayed scales and keys of stochastic rounding, so the state stays as it is: if no step has "
-    "moved it, scales are current ones; differentiate by qtoolkit.nnx.value_and_grad, use the "
-    "transform of nnx, such as nnx.remat, or return nnx.state(model, qtoolkit.nnx.ScalingState) "
-    "and write nnx.update(original, state)"
+    "differentiated without qtoolkit.nnx.value_and_grad: new histories of delayed scales and keys "
+    "of stochastic rounding are dropped, with a model that nnx.merge makes inside of the function, "
+    "of jax.checkpoint or of jax.lax.scan, or because nnx.scan broadcasts the state, so the state "
+    "stays as it is: if no step has moved it, scales are current ones; differentiate by "
+    "qtoolkit.nnx.value_and_grad, use the transform of nnx, such as nnx.remat, let nnx.scan carry "
+    "the state, or return nnx.state(model, qtoolkit.nnx.ScalingState) and write "
+    "nnx.update(original, state)"
 )
 
 # The state by which a matmul is computed depends on who differentiates it. The primitive returns
@@ -192,6 +194,11 @@ def recorded(
         lead=0,
     )
     by = [name for name in names if name in _COMPUTED_BY]
+    before, after = kept[names[0]], outs[len(by)]
+    _watched.pop(id(before), None)  # the state of an earlier run of this matmul is used here
+    if after is not before and not isinstance(after, jax.core.Tracer):
+        differentiated = next(x for x in _traces() if not isinstance(x, PassingTrace))
+        _warn_if_dropped(after, differentiated)
     used = {**kept, **dict(zip(by, outs, strict=False))}
     return used, dict(zip(names, outs[len(by) :], strict=True))
 
@@ -239,49 +246,54 @@ def _differentiated(operands: Sequence[Any], params: Mapping[str, Any]) -> list[
     state = dict(zip(params["names"], values, strict=True))
     has_history = HISTORY in state
     if not params["is_carried"]:
-        warnings.warn(_TWICE if params["is_ours"] else STALE, RuntimeWarning, stacklevel=2)
+        warn(_TWICE if params["is_ours"] else STALE)
         # Zeros in a history mean current scales. The last step: else a warm-up would never end.
         replaced = {HISTORY: jnp.zeros_like, STEP: lambda x: jnp.full_like(x, np.uint32(2**32 - 1))}
         used = [replaced[name](state[name]) for name in _COMPUTED_BY if name in state]
         return [*used, *values]
     if has_history and params["delayed"][2]:
-        warnings.warn(COTANGENTS, RuntimeWarning, stacklevel=2)
+        warn(COTANGENTS)
     # Nobody sees the cotangent here, so its row of the history is empty: it has a current scale.
     used = [state[HISTORY].at[..., 2, :].set(0)] if has_history else []
     used += [state[STEP]] if STEP in state else []
     if has_history:
         state[HISTORY], state[BAD] = _updated_history(state, arrays, params)
     after = advance(state)
-    _warn_if_dropped(after[params["names"][0]])
+    first = after[params["names"][0]]
+    if isinstance(first, jax.core.Tracer):  # else `recorded` watches it
+        _warn_if_dropped(first, first._trace)
     return [*used, *(after[name] for name in params["names"])]
 
 
-_watched: dict[int, Any] = {}  # the references live until their tracers are freed
+_watched: dict[int, Any] = {}  # references to new states, by the id of the state
 
 
-def _warn_if_dropped(state: Any) -> None:
+def _warn_if_dropped(state: Any, trace: Any) -> None:
     """Warns if the new state of a matmul is lost, because a function drops the model it has made.
 
-    Who returns or uses the state holds its tracer until JAX has made a jaxpr. So a tracer that is
-    freed while JAX still traces the function is in nobody's hands.
+    Who returns or uses the state holds it until JAX has traced or differentiated the function. So a
+    state that is freed before is in nobody's hands.
+
+    Args:
+      trace: The one by which JAX traces or differentiates the function.
     """
-    if not isinstance(state, jax.core.Tracer):
-        return
+    key, made_in = id(state), weakref.ref(trace)
+
+    def freed(_: Any) -> None:
+        del _watched[key]
+        if any(now is made_in() for now in _traces()):  # that of a derivative may lie on top
+            warn(DROPPED)
+
+    _watched[key] = weakref.ref(state, freed)
+
+
+def _traces() -> Iterator[Any]:
+    """The traces that run now, the innermost first."""
     with take_current_trace() as trace:
         pass
-    traced_in = weakref.ref(trace)
-
-    def freed(reference: Any) -> None:
-        del _watched[id(reference)]
-        with take_current_trace() as now:
-            pass
-        while now is not None and now is not traced_in():  # that of a derivative lies on top
-            now = getattr(now, "parent_trace", None)
-        if now is not None:
-            warnings.warn(DROPPED, RuntimeWarning, stacklevel=2)
-
-    reference = weakref.ref(state, freed)
-    _watched[id(reference)] = reference
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
 
 
 def _updated_history(state: Kept, arrays: Any, params: Mapping[str, Any]) -> tuple[Array, Array]:

@@ -18,18 +18,19 @@ _NEEDS_NUMBERS = (
 )
 
 
-def as_jax(tree: Any, integers: bool = True) -> Any:
+def as_jax(tree: Any, integers: bool = True, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """A pytree with JAX arrays in place of NumPy arrays, with their dtypes as JAX has them.
 
     It is the tree itself if there is nothing to convert: a model may write to what it is given.
 
     Args:
       integers: Whether arrays of integers and booleans are converted, too.
+      is_leaf: As in `jax.tree.flatten`.
     """
     # To a trace a NumPy array is a constant, and what is computed from constants and a parameter
     # counts as a parameter: the scores of two activations would be rounded as by a kernel, and
     # named after it.
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(tree, is_leaf)
     is_converted = [_is_data(x) and (integers or not _is_whole(x)) for x in leaves]
     if not any(is_converted):
         return tree

@@ -11,8 +11,14 @@ import jax.numpy as jnp
 
 from qtoolkit.products._analyses import Matmul, MatmulNames, following_features
 from qtoolkit.products._bilinear import DotGeneral
-from qtoolkit.products._instruments import instrument, note_kernel, set_variable
-from qtoolkit.products._matmul_trace import MatmulTrace, Multiply, is_watched, replacing_matmuls
+from qtoolkit.products._instruments import instrument, note_matmul, set_variable
+from qtoolkit.products._matmul_trace import (
+    MatmulTrace,
+    Multiply,
+    is_watched,
+    replacing_matmuls,
+    running,
+)
 from qtoolkit.products._place import MODEL, Mark, Place, with_mark
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
@@ -84,8 +90,7 @@ class LayerRecipe:
           state: What the layer keeps for it, in the order (input, kernel, cotangent).
           missing: What to say if it is None, though the recipe has state, and is differentiated.
         """
-        # A matmul whose kernel a rule excludes comes here only from `dot` in a custom derivative,
-        # which does not know which parameter it multiplies: it takes the recipe of the layer.
+        # The second, if `dot` multiplies a stored kernel, of which it does not know the name.
         recipe = self.recipe_of(matmul.kernel_name) or self.recipe
         is_missing = state is None and bool(recipe.is_delayed or recipe.warm_up)
         recipe = recipe if state is not None else recipe.without_state()
@@ -95,7 +100,7 @@ class LayerRecipe:
         if callable(state):
             state = state(*operands[::-1]) if is_swapped else state(*operands)
         place = Place(self.path, name)
-        note_kernel(place, operands, matmul.kernel)
+        note_matmul(self, place, None if matmul.kernel is None else operands[matmul.kernel])
         with jax.named_scope(self.path or MODEL):  # for profilers: nothing of ours reads it
             out = quantized_product(
                 f"{matmul.name} of {self.path}" if self.path else matmul.name,
@@ -137,13 +142,30 @@ def in_high_precision(path: str, seen: list[str] | None = None) -> Iterator[None
         yield
 
 
+def _parameters(layer: LayerRecipe, lhs: Any, rhs: Any) -> tuple[str, str]:
+    """The names of the parameters that `dot` multiplies, in a layer with rules for some of them."""
+    trace = running()
+    arrays = [x.__jax_array__() if hasattr(x, "get_value") else x for x in (lhs, rhs)]
+    names = ["", ""] if trace is None else [trace.parameter(x) for x in arrays]
+    if not any(names) and not is_watched():
+        kernels = ", ".join(name for name, _ in layer.kernels)
+        raise ValueError(
+            f"dot: {layer.path or MODEL}: rules name {kernels}, and inside of jax.jit, a loop or "
+            "vmap dot does not know which parameter it multiplies, expected a call outside of "
+            "them, or of a parameter that the function closes over; write lhs @ rhs there"
+        )
+    return names[0], names[1]
+
+
 def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     """`jax.numpy.dot` by the recipe of the wrapped layer that calls it; outside of one, plainly.
 
     For your own layers: `qtoolkit.dot(x, self.kernel)` in place of `x @ self.kernel`. Usually it
     knows which operand is a parameter. Inside of a custom derivative, and with nnx also inside of a
     function under `jax.jit`, a loop or `vmap`, it does not, and takes rhs for the kernel: write `@`
-    there for a matmul of two activations.
+    there for a matmul of two activations. If rules name parameters of the layer, it knows them in a
+    custom derivative, too; elsewhere it raises, except for a parameter that a function closes over.
+    The backward function of a `jax.custom_vjp` runs after the layer, so plainly.
 
     Args:
       lhs: [..., k].
@@ -152,6 +174,9 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
 
     Returns:
       The shape and dtype of `jax.numpy.dot`.
+
+    Raises:
+      ValueError: Rules name parameters of the layer, and `dot` does not know which it multiplies.
 
     Raises, Gradient: As `dot_general`.
 
@@ -168,10 +193,17 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     layer, state = _layer_of_dot.get()
     operands: tuple[Any, Any] = lhs, rhs  # may be QArrays: the kernels of a quantized module
     stored = [isinstance(operand, QArray) for operand in operands]
-    is_replaced = is_watched() and not any(stored)  # the trace sees the `jnp.dot` below
+    # Below, a trace sees the `jnp.dot`. In a custom derivative it replaces none.
+    trace = running() if is_watched() else None
+    is_replaced = trace is not None and trace.multiply is not None and not any(stored)
     if layer is None or is_replaced or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
     parameters = ("kernel", "") if stored == [True, False] else ("", "kernel")
+    if layer.kernels and not any(stored):
+        parameters = _parameters(layer, lhs, rhs)
+        if layer.recipe_of(parameters[1] or parameters[0]) is None:
+            mark = Mark(Place(layer.path, "dot"), is_excluded=True)
+            return with_mark(jnp.dot(lhs, rhs, precision=precision), mark)
     function, dtype = DotGeneral(numbers, precision), jnp.result_type(lhs, rhs)
     return layer.product(Matmul("dot", function, lhs, rhs, (), parameters, dtype), "dot", state)

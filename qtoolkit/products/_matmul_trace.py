@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
 from qtoolkit.products._analyses import (
@@ -130,7 +131,7 @@ class MatmulTrace(PassingTrace):
         # A `MatmulTrace` right below has nothing to do: this one decides.
         super().__init__(parent.parent_trace if isinstance(parent, MatmulTrace) else parent)
         # The module around this one is known by a variable, as a `vmap` or a loop may lie between.
-        around = _running.get()
+        around = running()
         self._known: dict[int, tuple[Any, Known]] = {} if around is None else around._known
         self._parameters: list[jax.Array] = []
         self.multiply, self.names, self.mark = multiply, names, mark
@@ -180,6 +181,10 @@ class MatmulTrace(PassingTrace):
             return known
         return _ACTIVATION if isinstance(x, jax.core.Tracer) else _CONSTANT
 
+    def parameter(self, x: Any) -> str:
+        """The name of the parameter from which an array comes; "" for an activation."""
+        return self.names.get(self.known_of(x).source.parameter, "")
+
     def stored(self, x: Any) -> Any:
         """The codes and scales of the stored parameter that an array is, if it is one; else `x`."""
         original = self.known_of(x).original
@@ -219,19 +224,36 @@ class MatmulTrace(PassingTrace):
                         return out
             return self._excluded(primitive, args, params, known, mark)
 
-    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        outs = self.parent_trace.process_custom_jvp_call(*args, **params)
-        return self._custom_call("custom_jvp_call", args[-1], outs)
+    def process_custom_jvp_call(self, *call: Any, **params: Any) -> Any:
+        return self._custom_call(self.parent_trace.process_custom_jvp_call, *call, **params)
 
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        outs = self.parent_trace.process_custom_vjp_call(*args, **params)
+    def process_custom_vjp_call(self, *call: Any, **params: Any) -> Any:
+        outs = self._custom_call(self.parent_trace.process_custom_vjp_call, *call, **params)
         with set_current_trace(self.parent_trace):
-            outs = [self._marked(out, self.mark) for out in outs]
-        return self._custom_call("custom_vjp_call", args[-1], outs)
+            return [self._marked(out, self.mark) for out in outs]
 
-    def _custom_call(self, name: str, args: Any, outs: Any) -> Any:
-        self._note(Step(name, {}, *_types(args, outs)), [self.known_of(x) for x in args], outs)
+    def _custom_call(self, process: Any, primitive: Any, *call: Any, **params: Any) -> Any:
+        *functions, args = call  # the function and its jvp; or the function, fwd and bwd
+        known = [self.known_of(x) for x in args]
+        functions[0] = self._followed(functions[0], known)
+        # A jvp gets all primals first; fwd gets each argument together with a flag.
+        functions[1] = self._followed(functions[1], known, len(functions) - 1)
+        outs = process(primitive, *functions, args, **params)
+        self._note(Step(primitive.name, {}, *_types(args, outs)), known, outs)
         return outs
+
+    def _followed(self, function: Any, known: Sequence[Known], step: int = 1) -> Any:
+        """A function in which `qtoolkit.dot` knows its layer, also if JAX calls it much later."""
+        context = contextvars.copy_context()
+
+        def following(function: Any, *args: Any) -> Any:
+            with replacing_matmuls(MatmulTrace(None, self.names)) as trace:
+                for x, one in zip(args[::step], known, strict=False):
+                    trace.know(x, one.within())
+                return function(*args)
+
+        run = lambda *args: context.run(following, *args)  # noqa: E731
+        return linear_util.transformation2(run)(function)
 
     def process_shard_map(
         self, primitive: Any, function: Callable[..., Any], args: Any, **params: Any
@@ -369,10 +391,7 @@ class MatmulTrace(PassingTrace):
             args[0] if lhs.original is None else lhs.original,
             args[1] if rhs.original is None else rhs.original,
             tuple(args[2:]),
-            (
-                self.names.get(lhs.source.parameter, ""),
-                self.names.get(rhs.source.parameter, ""),
-            ),
+            (self.parameter(args[0]), self.parameter(args[1])),
             args[0].dtype if dtype is None else dtype,
             (lhs.source, rhs.source),
             (lhs.features, rhs.features),
@@ -410,6 +429,7 @@ def _types(args: Any, outs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 _running: contextvars.ContextVar[MatmulTrace | None] = contextvars.ContextVar("run", default=None)
+running = _running.get  # the trace of a method, also if a `vmap` or a loop lies between
 # Part of the key by which `jax.jit` finds compiled functions: without it, an eager call of
 # `jnp.matmul` would run one that was compiled before, and no trace would see its matmul.
 _watched = jax.make_user_context(None)

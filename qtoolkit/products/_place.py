@@ -7,7 +7,6 @@ or a parameter of the jitted matmul, would not do: equal matmuls of many layers 
 """
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from qtoolkit.products._lines import warn
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 
 MODEL = "(model)"  # the path of the model itself
@@ -107,7 +107,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     if isinstance(dot, ad.Zero):
         return _place_p.bind(x, **params), dot
     if params["mark"].warning:
-        warnings.warn(params["mark"].warning, RuntimeWarning, stacklevel=2)
+        warn(params["mark"].warning)
     return _place_p.bind(x, **params), _place_p.bind(dot, **params)
 
 

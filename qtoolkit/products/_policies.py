@@ -57,7 +57,7 @@ dgrad: (e5m2 by tensor) x (e4m3fn by tensor); wgrad: (e4m3fn by tensor) x (e5m2 
 
     def rules(self, paths: Sequence[str]) -> Rules[Recipe]:
         """The rules for layers of these paths, in the order in which they run."""
-        kept = [*paths[: self.first], *paths[len(paths) - self.last :]]
+        kept = [*paths[: self.first], *paths[max(0, len(paths) - self.last) :]]
         return Rules({f"^{re.escape(path)}$": None for path in kept}, default=self.recipe)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from qtoolkit.products._folding import (
     with_factors,
 )
 from qtoolkit.products._inputs import Batch
+from qtoolkit.products._lines import warn
 from qtoolkit.products._operand import Current, Operand
 from qtoolkit.products._stored import stored_kernel
 from qtoolkit.products._tracking import Use, tracked
@@ -260,10 +260,10 @@ def _warn_of_skipped_batches(
     }
     if counts:
         listed = ", ".join(f"{name} ({count})" for name, count in [*counts.items()][:8])
-        warnings.warn(
+        warn(
             "quantize: inputs of these kernels hold NaNs or infinities in some batches, which are "
             f"skipped: {listed}{' ...' * (len(counts) > 8)}; expected finite inputs",
-            stacklevel=5,
+            UserWarning,
         )
 
 
@@ -341,11 +341,11 @@ class _Solver:
             and (is_few := np.asarray(hessian.rows.reshape(-1) < hessian.channels)).any()
         ]
         if few:
-            warnings.warn(
+            warn(
                 "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
                 f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
                 "calibrate with more samples",
-                stacklevel=5,
+                UserWarning,
             )
 
     def joined(self, name: str) -> QArray:

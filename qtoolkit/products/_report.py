@@ -2,8 +2,6 @@
 
 import collections
 import dataclasses
-import importlib.util
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from qtoolkit.products._control_flow import MATMULS, QUANTIZED_MATMUL, SCALED, jaxprs_in
 from qtoolkit.products._derivative import Cotangent
 from qtoolkit.products._instruments import Quantized, has_no_derivative, instrumented
+from qtoolkit.products._lines import librarys_line, users_line
 from qtoolkit.products._multiplications import (
     is_native,
     multiplications_of,
@@ -24,20 +23,10 @@ from qtoolkit.products._multiplications import (
     runs_of,
 )
 from qtoolkit.products._operand import Learned
-from qtoolkit.products._place import MODEL, Mark, marks_of
+from qtoolkit.products._place import Mark, marks_of
 from qtoolkit.products._recipe import UNQUANTIZED
 from qtoolkit.products._stored import STORED
 from qtoolkit.scaling import QArray
-
-# Folders of installed packages, not just names: a user's model may lie in a folder named "flax".
-_FOLDERS = {
-    spec.name: os.path.join(os.path.dirname(spec.origin), "")
-    for spec in map(importlib.util.find_spec, ("jax", "jaxlib", "flax", "qtoolkit", "optax"))
-    if spec is not None and spec.origin is not None
-}
-_LIBRARIES = tuple(_FOLDERS.values())
-# Our own lines, and what JAX calls every function by, say nothing about a matmul.
-_NOT_SHOWN = (_FOLDERS["qtoolkit"], os.path.join(_FOLDERS["jax"], "_src", "traceback_util.py"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +187,7 @@ def report_of(
     quantized = tuple(product for product in products if not product.reason)
     left = tuple(product for product in products if product.reason)
     reached = {product.path for product in products}
-    unreached = tuple(path or MODEL for path in paths if (path or MODEL) not in reached)
+    unreached = tuple(path for path in paths if path not in reached)
     return Report(quantized, left, unreached, is_forward_only)
 
 
@@ -349,7 +338,7 @@ def _products(
                 found = _quantized(eqn, own)
             else:
                 part_here = part if "transpose(" in here else "forward"
-                where = _users_line(eqn) or line or _librarys_line(eqn)
+                where = users_line(eqn) or line or librarys_line(eqn)
                 found = _left(eqn, own, part_here, around, where)
             yield dataclasses.replace(found, multiplications=number)
         else:
@@ -357,7 +346,7 @@ def _products(
             outer = _OPAQUE.get(name, around)
             # JAX keeps some twenty frames of a traceback, and `jnp.linalg.solve` and others use all
             # of them: there the line of an equation around it says where the user called it.
-            outer_line = _users_line(eqn) or line
+            outer_line = users_line(eqn) or line
             again = times * runs_of(eqn)
             for inner in jaxprs_in(eqn.params):
                 yield from _products(inner, part, here, own, inside, outer, outer_line, again)
@@ -437,26 +426,3 @@ def _left(eqn: Any, mark: Mark | None, part: str, around: str, where: str) -> Pr
         reason = "computed by itself, in no wrapped layer"
     path = "" if mark is None else mark.path
     return Product(path, part, shapes, reason, where)
-
-
-def _users_line(eqn: Any) -> str:
-    """The innermost line of the user's program that made an equation; "" if JAX has not kept it."""
-    lines = (_shown(frame) for frame in _frames(eqn) if not frame.file_name.startswith(_LIBRARIES))
-    return next(lines, "")
-
-
-def _librarys_line(eqn: Any) -> str:
-    """The innermost line of Flax that made an equation, else the outermost known line of JAX."""
-    others = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_NOT_SHOWN)]
-    of_flax = [frame for frame in others if frame.file_name.startswith(_FOLDERS["flax"])]
-    frame = next(iter(of_flax), others[-1] if others else None)
-    return "" if frame is None else _shown(frame)
-
-
-def _frames(eqn: Any) -> list[Any]:
-    frames = getattr(eqn.source_info.traceback, "frames", None) or ()
-    return [frame for frame in frames if not frame.file_name.startswith("<")]
-
-
-def _shown(frame: Any) -> str:
-    return f"{os.path.basename(frame.file_name)}:{frame.line_num}"

@@ -20,6 +20,7 @@ from qtoolkit.products._report import text_table
 from qtoolkit.scaling import QArray
 
 _STATIC: Any = {"static": True}
+Kernels = tuple[tuple[str, Recipe | None], ...]  # see `LayerRecipe`
 
 
 @jax.tree_util.register_dataclass
@@ -32,11 +33,13 @@ class Sensitivity:
         with no layer quantized; then with all.
       paths: The paths of the layers, in the order in which they run.
       recipes: Their recipes, in the same order.
+      kernels: For each layer the parameters that have another recipe, with that recipe.
     """
 
     losses: jax.Array
     paths: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
     recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
+    kernels: tuple[Kernels, ...] = dataclasses.field(metadata=_STATIC)
 
     @property
     def wide(self) -> float:
@@ -76,8 +79,10 @@ class Sensitivity:
             )
         worst = [path for path, _ in self.ranking[:keep]]
         pairs: list[tuple[str, Recipe | None]] = [(exactly(path), None) for path in worst]
-        others = zip(self.paths, self.recipes, strict=True)
-        pairs += [(exactly(path), recipe) for path, recipe in others if path not in worst]
+        for path, recipe, kernels in zip(self.paths, self.recipes, self.kernels, strict=True):
+            if path not in worst:
+                pairs += [(exactly(f"{path}/{name}".strip("/")), own) for name, own in kernels]
+                pairs.append((exactly(path), recipe))
         return Rules(pairs, default=None)
 
     def __str__(self) -> str:
@@ -116,11 +121,17 @@ class _Choosing:
 
     Attributes:
       chosen: A boolean for each path. None: quantize all, in a first run that lists the layers.
-      recipes: Filled while the model runs: the recipe of each layer, by its path.
+      recipes, kernels: Filled while the model runs: by the path of each layer its recipe, and its
+        parameters that have another one.
     """
 
     chosen: dict[str, jax.Array] | None
     recipes: dict[str, Recipe] = dataclasses.field(default_factory=dict)
+    kernels: dict[str, Kernels] = dataclasses.field(default_factory=dict)
+
+    def note(self, layer: Any, place: Place, kernel: Any) -> None:
+        self.recipes.setdefault(place.path, layer.recipe)
+        self.kernels.setdefault(place.path, layer.kernels)
 
     def product(
         self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
@@ -155,4 +166,5 @@ def sensitivity_of(function: Callable[..., Any], *arguments: Any) -> Sensitivity
     count = len(paths)
     choices = np.concatenate([np.eye(count), np.zeros((1, count)), np.ones((1, count))])
     losses = jax.lax.map(loss_with, jnp.asarray(choices, bool))
-    return Sensitivity(losses, paths, tuple(listing.recipes.values()))
+    kernels = tuple(listing.kernels.get(path, ()) for path in paths)
+    return Sensitivity(losses, paths, tuple(listing.recipes.values()), kernels)

@@ -25,6 +25,7 @@ from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import Kernel, Kernels, noted_kernels, noting_kernels
 from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot
 from qtoolkit.products._lifted_state import LiftingTrace, state_after
+from qtoolkit.products._lines import warn
 from qtoolkit.products._matching import (
     Module,
     check_rules,
@@ -48,8 +49,6 @@ from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     BY_RULE,
     check_all_quantized,
-    lacks_history,
-    report_of,
     strict_inputs,
 )
 from qtoolkit.products._states import (

@@ -4,6 +4,7 @@ Oracles: NumPy for the magnitudes (buckets of an eighth of a binade); `qt.nnx.va
 which other tests show what it does; `Current` scaling where no state is carried.
 """
 
+import inspect
 import warnings
 
 import jax
@@ -218,12 +219,29 @@ class Twice(nnx.Module):
         return run(self.layer, x[0], x)
 
 
-@pytest.mark.parametrize("make", [Merged, Scanned, recurrent, Twice])
-def test_a_loop_in_a_module_moves_the_state_of_a_layer_once(make):
+class Headed(nnx.Module):
+    """A matmul of its own after a copy of a layer that is dropped."""
+
+    def __init__(self):
+        self.net, self.head = Net(), nnx.Param(jnp.eye(8))
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.net)
+        return jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))(state, x) @ self.head
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        *((make, None) for make in (Merged, Scanned, recurrent, Twice, Headed)),
+        (Headed, (X,)),
+    ],
+)
+def test_a_loop_in_a_module_moves_the_state_of_a_layer_once(make, inputs):
     """By the largest magnitude in it: of copies merged in `jax.checkpoint` and `jax.lax.scan`, and
     of state that a scan carries from one time step to the next. Oracle: `qt.nnx.value_and_grad`.
     """
-    model, other = (qt.nnx.wrap(make(), FORWARD) for _ in range(2))
+    model, other = (qt.nnx.wrap(make(), FORWARD, inputs=inputs) for _ in range(2))
     step, expected = nnx.jit(nnx.value_and_grad(loss)), nnx.jit(qt.nnx.value_and_grad(loss))
     for factor in (1, 3, jnp.inf, 2):
         (value, grads), (wanted, others) = step(model, factor * X), expected(other, factor * X)
@@ -232,6 +250,74 @@ def test_a_loop_in_a_module_moves_the_state_of_a_layer_once(make):
     for mine, theirs in zip(histories(model), histories(other), strict=True):
         np.testing.assert_array_equal(mine[..., :2, :], theirs[..., :2, :])
         assert mine[..., :2, :3].all()
+
+
+def told(step, *args):
+    """What warnings say and to which lines of this file they point."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(*args)
+    lines = inspect.getsource(inspect.getmodule(told)).splitlines()
+    assert {warning.filename for warning in caught} <= {__file__}
+    return {(str(w.message), lines[w.lineno - 1].strip()) for w in caught}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_user_is_told_that_a_copy_of_the_loss_is_dropped(jit):
+    """Also eagerly, where no tracer is freed; and at the line that differentiates."""
+    graph, params, rest = nnx.split(qt.nnx.wrap(Net(), FORWARD), nnx.Param, ...)
+
+    def of(params, rest, x):
+        copy = nnx.merge(graph, params, rest, copy=True)
+        return loss(copy, x) + loss(copy, 2 * x), copy
+
+    def dropping(params, rest, x):
+        return jax.grad(lambda params: of(params, rest, x)[0])(params)
+
+    def keeping(params, rest, x):
+        def returning(params):
+            value, copy = of(params, rest, x)
+            return value, nnx.state(copy, qt.nnx.ScalingState)
+
+        return jax.grad(returning, has_aux=True)(params)
+
+    ((message, line),) = told(jit(dropping), params, rest, X)
+    assert "are dropped, with a model that nnx.merge makes inside of the function" in message
+    assert line == "return jax.grad(lambda params: of(params, rest, x)[0])(params)"
+    assert not told(jit(keeping), params, rest, X)
+
+
+def test_warnings_point_to_the_line_that_differentiates():
+    """Not to those of the layers: Python shows a warning once for each line."""
+    model = qt.nnx.wrap(Net(), BOTH)
+
+    def closing(x):
+        return jax.grad(lambda x: loss(model, x))(x)
+
+    def passing(x):
+        return nnx.value_and_grad(loss)(model, x)
+
+    for step in (closing, passing, jax.jit(closing)):
+        ((_, line),) = told(step, X)
+        assert (
+            line
+            == inspect.getsource(closing if step is not passing else passing)
+            .splitlines()[-1]
+            .strip()
+        )
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_user_is_told_that_a_scan_broadcasts_the_state(jit):
+    def of(model, x):
+        axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+        run = nnx.scan(lambda x, m: jnp.tanh(m(x)), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
+        return jnp.mean(run(x, model) ** 2)
+
+    model = qt.nnx.wrap(_stack(nnx.Rngs(0).split(3)), FORWARD)
+    with pytest.warns(RuntimeWarning, match=r"because nnx.scan broadcasts the state, so the state"):
+        jit(nnx.value_and_grad(of))(model, X)
+    assert not histories(model)[0].any()
 
 
 def test_keys_advance_and_say_nothing():
