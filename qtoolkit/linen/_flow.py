@@ -11,8 +11,16 @@ from flax import linen as nn
 
 from qtoolkit.formats import Rules
 from qtoolkit.linen._post_training import plain_model
-from qtoolkit.linen._run import key_of, path_of
-from qtoolkit.linen._state import COLLECTION, SCALES, at, check_arguments, products_of, with_part
+from qtoolkit.linen._state import (
+    COLLECTION,
+    SCALES,
+    at,
+    check_arguments,
+    key_of,
+    path_of,
+    products_of,
+    with_part,
+)
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
 from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, flow, input_statistics

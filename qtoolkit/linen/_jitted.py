@@ -34,11 +34,11 @@ def warn_of_shared_traces(
       params: The parameters of the wrapped module.
     """
     shapes = {path: _shapes(node) for path, node in _subtrees(params, "")}
-    outermost = [path for path in jitted if path.rpartition("/")[0] not in jitted]
+    outermost = [path for path in sorted(jitted) if path.rpartition("/")[0] not in jitted]
     for first, path in itertools.product(outermost, shapes):
         if path in ran or shapes[path] != shapes.get(first):
             continue
-        for inner in jitted:
+        for inner in sorted(jitted):
             other = path + inner.removeprefix(first)
             is_inside = f"{inner}/".startswith(f"{first}/")
             if is_inside and rules.lookup([inner], ran[inner]) != rules.lookup([other], ran[inner]):

@@ -70,14 +70,14 @@ def run_with_arrays(call: MethodCall, trace: MatmulTrace, paths: dict[int, Any])
     """Run a method under a trace that knows the parameters; stored kernels become float arrays.
 
     Only the kernels of the module itself are dequantized. Those of a submodule are dequantized when
-    its own method is called. The paths of the module's own parameters are added to `paths`.
+    its own method is called. `paths` are those of the module's own parameters; the float arrays are
+    added.
     """
     module, names = call.module, trace.names
     collections = {name: x for name, x in module.variables.items() if name != "params"}
     trace.know_inputs(collections)
     trace.know_arguments(jax.tree.leaves((call.args, call.kwargs)))
-    own = own_parameters(module)
-    paths.update(own)
+    own = dict(paths)
     is_stored = any(
         isinstance(x, QArray) and _identity(x) in own
         for x in jax.tree.leaves(module.variables.get("params", {}), is_leaf=_is_stored)

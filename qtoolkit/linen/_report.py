@@ -11,8 +11,8 @@ from flax import linen as nn
 from flax.core import DenyList
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
-from qtoolkit.linen._run import path_of, recording_modules
-from qtoolkit.linen._state import COLLECTION, check_arguments
+from qtoolkit.linen._run import recording_modules
+from qtoolkit.linen._state import COLLECTION, check_arguments, path_of
 from qtoolkit.products import Report
 from qtoolkit.products.internal import (
     Batch,

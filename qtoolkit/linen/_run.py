@@ -25,7 +25,15 @@ from qtoolkit.linen._parameters import (
     own_parameters,
     run_with_arrays,
 )
-from qtoolkit.linen._state import COLLECTION, SCALES, Kept, unboxed
+from qtoolkit.linen._state import (
+    COLLECTION,
+    KEPT_NOWHERE,
+    MISSING,
+    SCALES,
+    Kept,
+    key_of,
+    unboxed,
+)
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     MODEL,
@@ -68,17 +76,6 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.OptimizedLSTMCell: "__call__",
 }
 _ATTENTION = nn.MultiHeadDotProductAttention
-_ROOT = "self"  # the wrapped module
-_MISSING = (
-    "differentiated without the state of delayed scales or a warm-up, which the variables lack: "
-    'scales are current ones; pass {**variables, "params": params}, with the collection "qtoolkit" '
-    "that init returned"
-)
-_KEPT_NOWHERE = (
-    "differentiated under nn.jit, or where Flax differentiates inside of the model: layers keep no "
-    "state there, so their delayed scales are current ones; use a recipe with current scales for "
-    "them, e.g. te_current, or compile the whole step by jax.jit in place of nn.jit"
-)
 
 
 class Recorded(dict[Rules[Recipe], dict[str, Module]]):
@@ -185,20 +182,6 @@ def _put(module: nn.Module, collection: str, path: str, states: dict[str, Any]) 
         module.put_variable(collection, key_of(path), {**states, **before})
 
 
-def key_of(path: str) -> str:
-    """The key of a layer in the collections: "self.mlp.Dense_0", or "self" for the wrapped module.
-
-    A key must not be the name of a submodule. Flax would treat state with the key "Dense_0" as that
-    layer's own variables, and an `nn.vmap` around the layer would slice it.
-    """
-    return f"{_ROOT}/{path}".strip("/").replace("/", ".")
-
-
-def path_of(key: str) -> str:
-    """The path of a layer, with dots, from its key."""
-    return key.removeprefix(_ROOT).removeprefix(".")
-
-
 def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
     values = [*(value for _, value in rules.rules), rules.default]
     return [value for value in values if value is not None]
@@ -243,6 +226,7 @@ class _Run:
       is_mutable, trace: Whether the collection "qtoolkit" may be written, and in which trace.
       changes: The state that matmuls have changed: {(path of the layer, matmul): {name: array}}.
       jitted: The paths of the modules that were traced under `nn.jit`.
+      parameters: The paths of the parameters of all modules that ran, by the ids of their arrays.
     """
 
     rules: Rules[Recipe]
@@ -261,6 +245,7 @@ class _Run:
     trace: Any = dataclasses.field(default_factory=present_trace)
     changes: dict[tuple[str, str], dict[str, Any]] = dataclasses.field(default_factory=dict)
     jitted: set[str] = dataclasses.field(default_factory=set)
+    parameters: dict[Any, str] = dataclasses.field(default_factory=dict)
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
@@ -345,14 +330,16 @@ class _Run:
         """Runs a method with its matmuls computed by a recipe."""
         check_kernels(call.module, call.path)
         kernels = noted_kernels()
-        paths: dict[int, Any] = {}  # of the module's own parameters, by the ids of their arrays
+        # Of the module's own parameters, by the ids of their arrays.
+        paths: dict[int, Any] = own_parameters(call.module)
         other_uses = None if kernels is None else set[Any]()
-        multiply = self._multiply(call, layer, paths)
-        trace = MatmulTrace(multiply, {}, mark=layer.mark, other_uses=other_uses, seen=call.seen)
+        trace = MatmulTrace(None, {}, mark=layer.mark, other_uses=other_uses, seen=call.seen)
+        passed = self._recipes_of_arguments(call, layer.recipe, trace)
+        layer = dataclasses.replace(layer, kernels=(*layer.kernels, *passed))
+        trace.multiply = self._multiply(call, layer, paths)
+        self.parameters |= {x: "/".join(path[len(self.root) :]) for x, path in paths.items()}
         is_measured = not _is_under(call.module, ["custom_vjp("])
-        for_dot = dataclasses.replace(
-            layer, recipe=layer.recipe.without_state()
-        )  # of `qtoolkit.dot`
+        for_dot = dataclasses.replace(layer, recipe=layer.recipe.without_state())  # `qtoolkit.dot`
 
         @contextmanager
         def quantizing() -> Iterator[None]:
@@ -364,6 +351,17 @@ class _Run:
         if kernels is not None:
             kernels.note_others(trace, out, paths, paths)
         return out
+
+    def _recipes_of_arguments(
+        self, call: MethodCall, recipe: Recipe, trace: MatmulTrace
+    ) -> list[tuple[str, Recipe | None]]:
+        """The recipes of parameters that the module around passes, where rules name these."""
+        found = []
+        for i, x in enumerate(jax.tree.leaves((call.args, call.kwargs))):
+            path = self.parameters.get(trace.known_of(x).source.parameter)
+            own = recipe if path is None else self.rules.lookup([call.path, path], call.kinds)
+            found += [(f"argument{i}", own)] if own != recipe else []
+        return found
 
     def _multiply(self, call: MethodCall, layer: LayerRecipe, paths: Mapping[int, Any]) -> Multiply:
         """The function that computes a matmul of the method in place of JAX.
@@ -405,7 +403,7 @@ class _Run:
             home = (path, product) if self.is_mutable else None
             return ForwardState(own, f"{path}:{product}", {**state, **change}, write, rng, home)
 
-        missing = _KEPT_NOWHERE if is_without_state else _MISSING
+        missing = KEPT_NOWHERE if is_without_state else MISSING
         return layer.multiply(state_of, lambda product: f"{call.name}.{product}", note, missing)
 
     def full_path(self, path: str) -> str:

@@ -26,6 +26,17 @@ from qtoolkit.products.internal import (
 from qtoolkit.scaling import QArray
 
 COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
+_ROOT = "self"  # the wrapped module
+MISSING = (
+    "differentiated without the state of delayed scales or a warm-up, which the variables lack: "
+    'scales are current ones; pass {**variables, "params": params}, with the collection "qtoolkit" '
+    "that init returned"
+)
+KEPT_NOWHERE = (
+    "differentiated under nn.jit, or where Flax differentiates inside of the model: layers keep no "
+    "state there, so their delayed scales are current ones; use a recipe with current scales for "
+    "them, e.g. te_current, or compile the whole step by jax.jit in place of nn.jit"
+)
 
 Kept = Mapping[str, Any]
 Path = tuple[str, ...]
@@ -208,6 +219,20 @@ def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
         for name, inner in part.items():
             yield from _parts((*path, name), inner)
         yield path, part
+
+
+def key_of(path: str) -> str:
+    """The key of a layer in the collections: "self.mlp.Dense_0", or "self" for the wrapped module.
+
+    A key must not be the name of a submodule. Flax would treat state with the key "Dense_0" as that
+    layer's own variables, and an `nn.vmap` around the layer would slice it.
+    """
+    return f"{_ROOT}/{path}".strip("/").replace("/", ".")
+
+
+def path_of(key: str) -> str:
+    """The path of a layer, with dots, from its key."""
+    return key.removeprefix(_ROOT).removeprefix(".")
 
 
 def products_of(collection: Any) -> list[tuple[Path, Kept]]:

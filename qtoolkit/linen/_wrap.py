@@ -54,20 +54,19 @@ def wrap(
     quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. A parameter that one
-    module passes to another is a kernel there, too. Normalization, softmax, look-up of embeddings
-    and everything else stays as it is. Recipes with `Delayed` scaling or stochastic rounding keep
-    state in the collection "qtoolkit", which `init` makes and `value_and_grad` updates. `Learned`
-    scales are in the collection "qtoolkit_scales"; their first values come from `start_scales`.
-    Random keys come from the rng collection "qtoolkit" if `apply` is given one, else from the
-    state; without both they follow from the values that are rounded. Layers under `nn.jit` keep no
-    state, since its traces outlive a call: they use current scales, and cannot have learned ones.
-    Equal layers of one class under `nn.jit` share the trace of the first one, and so its recipe:
-    rules cannot tell them apart, and a warning says so. Compile the whole step by `jax.jit`
-    instead. Where Flax
-    differentiates inside of the model, by `nn.vjp`, `nn.jvp`, `nn.value_and_grad` or
-    `nn.custom_vjp`, delayed scales become current; under the last one learned scales are refused.
-    Under `jax.vmap` and `nn.vmap` each matmul scales each example by itself, as
-    `qtoolkit.dot_general` does.
+    module passes to another is a kernel there, too, and rules name it by its path where it is made.
+    Normalization, softmax, look-up of embeddings and everything else stays as it is. Recipes with
+    `Delayed` scaling or stochastic rounding keep state in the collection "qtoolkit", which `init`
+    makes and `value_and_grad` updates. `Learned` scales are in the collection "qtoolkit_scales";
+    their first values come from `start_scales`. Random keys come from the rng collection "qtoolkit"
+    if `apply` is given one, else from the state; without both they follow from the values that are
+    rounded. Layers under `nn.jit` keep no state, since its traces outlive a call: they use current
+    scales, and cannot have learned ones. Equal layers of one class under `nn.jit` share the trace
+    of the first one, and so its recipe: rules cannot tell them apart, and a warning says so.
+    Compile the whole step by `jax.jit` instead. Where Flax differentiates inside of the model, by
+    `nn.vjp`, `nn.jvp`, `nn.value_and_grad` or `nn.custom_vjp`, delayed scales become current; under
+    the last one learned scales are refused. Under `jax.vmap` and `nn.vmap` each matmul scales each
+    example by itself, as `qtoolkit.dot_general` does.
 
     Args:
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is

@@ -258,6 +258,8 @@ class MatmulTrace(PassingTrace):
     def process_shard_map(
         self, primitive: Any, function: Callable[..., Any], args: Any, **params: Any
     ) -> Any:
+        if self.look is not None:
+            self.look(self)
         known = [self.known_of(x) for x in args]
 
         def inside(*shards: Any) -> Any:

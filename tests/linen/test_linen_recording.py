@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 import qtoolkit as qt
 from qtoolkit.products import Delayed, Operand, Recipe
@@ -251,3 +252,23 @@ def test_devices_of_pmap_have_one_history(step):
     for device in range(2):
         bits = np.abs(np.asarray(x)).max().view(np.uint32)
         assert history[device, 0, 0] == (((bits >> 20) + 1) << 20).view(np.float32)
+
+
+class Sharded(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
+        mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        run = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+        return run(x, kernel)
+
+
+def test_a_parameter_that_is_first_used_in_shard_map_has_its_name():
+    """Its matmul found no history under the name that `init` gave it. Oracle: a Dense layer."""
+    module = qt.linen.wrap(Sharded(), FORWARD)
+    variables = module.init(jax.random.key(0), X)
+    _, variables = ours(module, variables, X)
+    dense = qt.linen.wrap(nn.Dense(8, use_bias=False), FORWARD)
+    state = dense.init(jax.random.key(0), X)["qtoolkit"]
+    _, expected = ours(dense, {"params": variables["params"], "qtoolkit": state}, X)
+    jax.tree.map(np.testing.assert_array_equal, variables["qtoolkit"], expected["qtoolkit"])

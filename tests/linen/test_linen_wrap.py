@@ -621,6 +621,37 @@ def test_who_records_what_runs_sees_layers_under_jit_every_time():
         assert served.apply(weights, X).shape == (*X.shape[:-1], 8)
 
 
+class Reader(nn.Module):
+    @nn.compact
+    def __call__(self, x, table):
+        return (x @ table.T) @ self.param("own", nn.initializers.ones, (16, 8))
+
+
+class Passing(nn.Module):
+    """Its parameter is multiplied by another module."""
+
+    @nn.compact
+    def __call__(self, x):
+        table = self.param("table", nn.initializers.normal(), (16, x.shape[-1]))
+        return Reader(name="reader")(x, table.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("rules", [{"table": None}, {"table": None, "reader": A}])
+def test_a_rule_for_a_parameter_that_another_module_multiplies(rules):
+    """Oracle: the report, and the module with the first matmul in high precision."""
+    module = wrap(Passing(), Rules(rules, A))
+    variables = module.init(KEY, X)
+    by_kernel = [product.reason for product in report(module, variables, X).left]
+    assert len(by_kernel) == 3
+    table, own = (variables["params"][k] for k in ("table", "reader"))
+    hidden = X @ table.astype(jnp.bfloat16).T
+    np.testing.assert_allclose(
+        module.apply(variables, X),
+        qt.einsum("bti,io->bto", hidden, own["own"], recipe=A),
+        rtol=1e-6,
+    )
+
+
 class Repeated(nn.Module):
     kind: type[nn.Module]
 
