@@ -7,7 +7,7 @@ or a parameter of the jitted matmul, would not do: equal matmuls of many layers 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,11 @@ from jax.interpreters import ad, batching, mlir
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 
 MODEL = "(model)"  # the path of the model itself
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first eight names, for messages."""
+    return ", ".join(names[:8]) + " ..." * (len(names) > 8)
 
 
 class Place(NamedTuple):
