@@ -154,12 +154,15 @@ def with_leading_axes(array: QArray, stacked: int) -> QArray:
     Under `vmap` all kernels of a stack are one operand to a method that runs the model, and may
     share a scale. `vmap` maps all leaves of the stored array along the same axes.
     """
-    lead, lengths = array.shape[:stacked], array.lengths
-    if not stacked or lengths is None or len(lengths) < array.ndim:
+    lead, rank = array.shape[:stacked], array.ndim - stacked
+    if array.lengths is None or len(array.lengths) <= rank:
         return array
 
     def own(x: Array | None) -> Array | None:
-        return None if x is None else jnp.broadcast_to(x, (*lead, *x.shape[stacked:]))
+        if x is None:
+            return None
+        x = x.reshape(*x.shape, *(1,) * (stacked - x.ndim))  # a tensor scale
+        return jnp.broadcast_to(x, (*lead, *x.shape[stacked:]))
 
     return dataclasses.replace(
         array,
@@ -167,7 +170,7 @@ def with_leading_axes(array: QArray, stacked: int) -> QArray:
         tensor_scale=own(array.tensor_scale),
         zero_point=own(array.zero_point),
         factors=own(array.factors),
-        lengths=lengths[stacked:],
+        lengths=array.lengths[-rank:],
     )
 
 

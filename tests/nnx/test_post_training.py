@@ -154,6 +154,37 @@ def test_kernels_that_are_mapped_over(spec, method, is_shared):
     assert np.abs(y - wide).max() < {"int8": 0.03}.get(spec, 0.3) * np.abs(wide).max()
 
 
+class ParallelStack(nnx.Module):
+    """A stack under `scan` of layers under `vmap`."""
+
+    def __init__(self):
+        @nnx.vmap(in_axes=0, out_axes=0)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def made(rngs):
+            return nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+        self.layers = made(nnx.Rngs(0).split((2, 3)))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layers):
+            return nnx.vmap(lambda layer, x: layer(x))(layers, x)
+
+        return run(x, self.layers)
+
+
+@pytest.mark.parametrize("method", ["gptq", "smoothquant"])
+@pytest.mark.parametrize("spec", ["int8", "nvfp4"])
+def test_a_stack_of_kernels_that_are_mapped_over(spec, method):
+    model = ParallelStack()
+    seen = [jnp.stack([x, 2 * x, x + 1]) for x in (x.reshape(-1, WIDTH) for x in batches())]
+    served = qt.nnx.quantize(model, spec, seen, method=method)
+    kernels = np.asarray(served.layers.kernel.get_value().dequantize(), np.float64)
+    y = np.asarray(seen[0], np.float64) @ kernels[0] @ kernels[1]
+    mine = nnx.jit(lambda model, x: model(x))(served, seen[0])
+    np.testing.assert_allclose(mine, y, rtol=1e-3, atol=1e-4 * np.abs(y).max())
+
+
 class Block(nnx.Module):
     def __init__(self, gate):
         rngs = nnx.Rngs(1)
