@@ -126,6 +126,13 @@ def quantize(
       >>> wrapped = qt.nnx.wrap(model, qt.Recipe((None, "int4_group32"), gradient=None))
       >>> bool((served(x) == wrapped(x)).all())
       True
+      >>> class Layer(nnx.Module):
+      ...     def __init__(self):
+      ...         self.weight = nnx.Param(jnp.ones((32, 4)))
+      ...     def __call__(self, x):
+      ...         return x @ self.weight
+      >>> qt.nnx.quantize(Layer(), "int8", inputs=(x,)).weight.get_value()
+      QArray(int8 by tensor, float32[32,4]: codes uint8[32,4], scale float32[1,1])
     """
     how = settings(method, calibration, sequential, damping, act_order)
     if how.needs_inputs and not isinstance(calibration, InputStatistics):

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +14,7 @@ from qtoolkit.formats import BlockFormat
 from qtoolkit.products._inputs import Batch
 from qtoolkit.products._instruments import Tapped, tapped
 from qtoolkit.products._operand import Operand
-from qtoolkit.products._place import MODEL, Place
+from qtoolkit.products._place import MODEL, Place, listed
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.scaling import (
@@ -298,8 +297,8 @@ def check_calibrated(where: str, missing: Iterable[str]) -> None:
     """Raises if there are layers without calibration; names them."""
     names = [path or MODEL for path in missing]
     if names:
-        some = ", ".join(itertools.islice(names, 8)) + (" ..." if len(names) > 8 else "")
         raise ValueError(
-            f"{where}: not calibrated: {some}; expected every quantized layer: calibrate with "
-            "batches that reach them, or exclude them by a rule with None (the model itself: '^$')"
+            f"{where}: not calibrated: {listed(names)}; expected every quantized layer: calibrate "
+            "with batches that reach them, or exclude them by a rule with None (the model itself: "
+            "'^$')"
         )

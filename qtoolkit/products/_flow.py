@@ -37,7 +37,7 @@ from qtoolkit.products._step_metrics import (
     measuring_step,
     metrics_of,
 )
-from qtoolkit.products._stored import check_trainable, stored_kernel
+from qtoolkit.products._stored import check_trainable, stored_kernel, with_leading_axes
 from qtoolkit.scaling import QArray
 
 
@@ -279,7 +279,9 @@ def quantize(model: Served, calibration: Any, how: Settings) -> bool:
     stored = False
     for place, kernel in list(model.kernels()):
         array = kernel.value if isinstance(kernel.value, QArray) else made.get(kernel.name)
-        if array is None:
+        if array is not None:
+            array = with_leading_axes(array, kernel.stacked)
+        else:
             array = stored_kernel(
                 kernel.where,
                 kernel.value,

@@ -18,6 +18,7 @@ from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._channels import Key, Node, Root
 from qtoolkit.products._lines import warn
 from qtoolkit.products._operand import Operand
+from qtoolkit.products._place import listed
 from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._tracking import Use
 from qtoolkit.scaling import Hessian, smoothing_factors
@@ -226,8 +227,8 @@ def _explicit_rotations(graph: Graph, names: Sequence[str]) -> Transforms:
         transforms[name] = InputTransform(None, (block, 0, axis))
     if odd:
         warn(
-            f"quantize: hadamard: {len(odd)} kernels are not rotated, because they have an odd "
-            f"number of input channels: {', '.join(odd[:8])}{' ...' * (len(odd) > 8)}",
+            f"quantize: hadamard: these kernels are not rotated, because they have an odd "
+            f"number of input channels: {listed(odd)}",
             UserWarning,
         )
     return transforms

@@ -7,7 +7,7 @@ or a parameter of the jitted matmul, would not do: equal matmuls of many layers 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,11 @@ from qtoolkit.products._lines import warn
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 
 MODEL = "(model)"  # the path of the model itself
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first eight names, for messages."""
+    return ", ".join(names[:8]) + " ..." * (len(names) > 8)
 
 
 class Place(NamedTuple):

@@ -26,6 +26,7 @@ from qtoolkit.products._folding import (
 from qtoolkit.products._inputs import Batch
 from qtoolkit.products._lines import warn
 from qtoolkit.products._operand import Current, Operand
+from qtoolkit.products._place import listed
 from qtoolkit.products._stored import stored_kernel
 from qtoolkit.products._tracking import Use, tracked
 from qtoolkit.scaling import Hessian, QArray
@@ -253,16 +254,15 @@ def tuned(
 def _warn_of_skipped_batches(
     kernels: Mapping[str, Operand], seen: Mapping[Key, Hessian | None]
 ) -> None:
-    counts = {
-        shown(key): int(hessian.bad)
+    names = [
+        f"{shown(key)} ({hessian.bad})"
         for key, hessian in seen.items()
         if key[0] in kernels and hessian is not None and int(hessian.bad)
-    }
-    if counts:
-        listed = ", ".join(f"{name} ({count})" for name, count in [*counts.items()][:8])
+    ]
+    if names:
         warn(
             "quantize: inputs of these kernels hold NaNs or infinities in some batches, which are "
-            f"skipped: {listed}{' ...' * (len(counts) > 8)}; expected finite inputs",
+            f"skipped: {listed(names)}; expected finite inputs",
             UserWarning,
         )
 
@@ -343,8 +343,7 @@ class _Solver:
         if few:
             warn(
                 "quantize: gptq: experts or groups that got fewer rows of inputs than they have "
-                f"channels are rounded to nearest: {', '.join(few[:8])}{' ...' * (len(few) > 8)}; "
-                "calibrate with more samples",
+                f"channels are rounded to nearest: {listed(few)}; calibrate with more samples",
                 UserWarning,
             )
 

@@ -149,6 +149,32 @@ def _by_own_scale(
     )
 
 
+def with_leading_axes(array: QArray, stacked: int) -> QArray:
+    """The array of a stack, with scales and factors along the stack's axes.
+
+    Under `vmap` all kernels of a stack are one operand to a method that runs the model, and may
+    share a scale. `vmap` maps all leaves of the stored array along the same axes.
+    """
+    lead, rank = array.shape[:stacked], array.ndim - stacked
+    if array.lengths is None or len(array.lengths) <= rank:
+        return array
+
+    def own(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        x = x.reshape(*x.shape, *(1,) * (stacked - x.ndim))  # a tensor scale
+        return jnp.broadcast_to(x, (*lead, *x.shape[stacked:]))
+
+    return dataclasses.replace(
+        array,
+        scale=own(array.scale),
+        tensor_scale=own(array.tensor_scale),
+        zero_point=own(array.zero_point),
+        factors=own(array.factors),
+        lengths=array.lengths[-rank:],
+    )
+
+
 def check_trainable(tree: Any) -> None:
     """Raises TypeError if a tree that somebody wants to differentiate by holds stored kernels."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, QArray))

@@ -122,6 +122,69 @@ def test_kernels_of_a_stack_have_inputs_of_their_own():
     assert errors[0] < errors[1]
 
 
+class Parallel(nnx.Module):
+    """Layers under `vmap`, which all read the same inputs, or each its own."""
+
+    def __init__(self, is_shared):
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def made(rngs):
+            return nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+        self.layers, self.axis = made(nnx.Rngs(0).split(3)), None if is_shared else 0
+
+    def __call__(self, x):
+        run = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, self.axis), out_axes=0)
+        return run(self.layers, x)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("method", ["gptq", "smoothquant", "hadamard+awq"])
+@pytest.mark.parametrize("spec", ["int8", "nvfp4", "int4_group32"])
+def test_kernels_that_are_mapped_over(spec, method, is_shared):
+    """Scales and factors that all shared had no axis to map over: the served model raised."""
+    model = Parallel(is_shared)
+    seen = [x.reshape(-1, WIDTH) for x in batches()]
+    seen = seen if is_shared else [jnp.stack([x, 2 * x, x + 1]) for x in seen]
+    served = qt.nnx.quantize(model, spec, seen, method=method)
+    kernels = np.asarray(served.layers.kernel.get_value().dequantize(), np.float64)
+    y = np.asarray(seen[0], np.float64) @ kernels
+    mine = nnx.jit(lambda model, x: model(x))(served, seen[0])
+    np.testing.assert_allclose(mine, y, rtol=1e-3, atol=1e-4 * np.abs(y).max())
+    wide = np.asarray(model(seen[0]))
+    assert np.abs(y - wide).max() < {"int8": 0.03}.get(spec, 0.3) * np.abs(wide).max()
+
+
+class ParallelStack(nnx.Module):
+    """A stack under `scan` of layers under `vmap`."""
+
+    def __init__(self):
+        @nnx.vmap(in_axes=0, out_axes=0)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def made(rngs):
+            return nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+        self.layers = made(nnx.Rngs(0).split((2, 3)))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layers):
+            return nnx.vmap(lambda layer, x: layer(x))(layers, x)
+
+        return run(x, self.layers)
+
+
+@pytest.mark.parametrize("method", ["gptq", "smoothquant"])
+@pytest.mark.parametrize("spec", ["int8", "nvfp4"])
+def test_a_stack_of_kernels_that_are_mapped_over(spec, method):
+    model = ParallelStack()
+    seen = [jnp.stack([x, 2 * x, x + 1]) for x in (x.reshape(-1, WIDTH) for x in batches())]
+    served = qt.nnx.quantize(model, spec, seen, method=method)
+    kernels = np.asarray(served.layers.kernel.get_value().dequantize(), np.float64)
+    y = np.asarray(seen[0], np.float64) @ kernels[0] @ kernels[1]
+    mine = nnx.jit(lambda model, x: model(x))(served, seen[0])
+    np.testing.assert_allclose(mine, y, rtol=1e-3, atol=1e-4 * np.abs(y).max())
+
+
 class Block(nnx.Module):
     def __init__(self, gate):
         rngs = nnx.Rngs(1)
