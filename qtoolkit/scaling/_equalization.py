@@ -47,8 +47,8 @@ def smoothing_factors(
         `equalize` rounds nothing.
 
     Returns:
-      [channels], float32, from 2**-126 to 2**126. 1 where one of the two is zero or not finite:
-      there is nothing to balance.
+      [channels], float32, from 2**-126 to 2**126. 1 where one of the two is below 2**-126 or
+      not finite: there is nothing to balance.
 
     Raises:
       TypeError: Another dtype.
@@ -98,7 +98,7 @@ def cross_layer_factors(
 
     Returns:
       [channels], float32: sqrt(amax of w1 / amax of w2), over what belongs to each channel; 1 where
-      one of them is zero.
+      one of them is below 2**-126.
 
     Raises:
       TypeError: Another dtype.
@@ -211,7 +211,9 @@ def _along(factors: jax.Array, array: jax.Array, axis: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _factors(first: jax.Array, second: jax.Array, alpha: float, power_of_two: bool) -> jax.Array:
     first, second = (exact_float32(lax.stop_gradient(a)) for a in (first, second))
-    balanced = (first > 0) & (second > 0) & jnp.isfinite(first) & jnp.isfinite(second)
+    # Not `> 0`: whether a subnormal number is, depends on the program.
+    least = np.finfo(np.float32).tiny
+    balanced = (first >= least) & (second >= least) & jnp.isfinite(first) & jnp.isfinite(second)
     one = jnp.ones_like(first)
     first, second = jnp.where(balanced, first, one), jnp.where(balanced, second, one)
     # A quotient of powers overflows only for alpha near 0 or 1, and is limited there.

@@ -42,11 +42,11 @@ def test_powers_of_two_are_the_nearest_by_logarithm():
 
 
 def test_channels_without_range_keep_factor_one():
-    a = np.array([0, 1, 0, np.inf, np.nan, 1, 4], np.float32)
-    w = np.array([1, 0, 0, 1, 1, np.inf, 1], np.float32)
+    a = np.array([0, 1, 0, np.inf, np.nan, 1, 1e-41, 1, 4], np.float32)
+    w = np.array([1, 0, 0, 1, 1, np.inf, 1, 1e-41, 1], np.float32)
     for power_of_two in (False, True):
         got = smoothing_factors(a, w, power_of_two=power_of_two)
-        np.testing.assert_array_equal(got, [1, 1, 1, 1, 1, 1, 2])
+        np.testing.assert_array_equal(got, [1, 1, 1, 1, 1, 1, 1, 1, 2])
 
 
 def test_factors_stay_within_normal_numbers():
