@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
-from qtoolkit.products._control_flow import PassingTrace, jaxprs_in, scan_lengths
+from qtoolkit.products._control_flow import INLINED, PassingTrace, jaxprs_in, scan_lengths
 from qtoolkit.products._forward_state import moved_state, recorded_p
 from qtoolkit.products._states import BAD, HISTORY
 
@@ -49,7 +49,7 @@ class LiftingTrace(PassingTrace):
                 return outs
             run = _LOOPS.get(primitive.name)
             homes = [self.homes.get(id(x), (x, None))[1] for x in args]
-            is_known = any(home is not None for home in homes)
+            is_known = any(home is not None for home in homes) and run is not _jit
             if run is None or not any(_moves_state(x, is_known) for x in jaxprs_in(params)):
                 return primitive.bind(*args, **params)
             outs, moves = run(args, params, homes)
@@ -142,6 +142,10 @@ def _scan(args: Any, params: Any, homes: Sequence[Hashable]) -> tuple[list[Any],
     return [*carry, *ys], moves
 
 
+def _jit(args: Any, params: Any, homes: Sequence[Hashable]) -> tuple[list[Any], Moves]:
+    return _body(params["jaxpr"], homes)(*args)
+
+
 def _remat(args: Any, params: Any, homes: Sequence[Hashable]) -> tuple[list[Any], Moves]:
     options = {name: params[name] for name in ("prevent_cse", "policy")}
     outs: tuple[list[Any], Moves]
@@ -171,6 +175,7 @@ def _cond(args: Any, params: Any, homes: Sequence[Hashable]) -> tuple[list[Any],
 _LOOPS: dict[str, Callable[[Sequence[Any], Any, Sequence[Hashable]], tuple[list[Any], Moves]]] = {
     "scan": _scan,
     "cond": _cond,
+    **dict.fromkeys(INLINED, _jit),
     "checkpoint": _remat,
     "remat": _remat,
     "remat2": _remat,
