@@ -6,7 +6,6 @@ faster, neither eager nor traced, and they see the kernel only after its cast to
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -20,7 +19,7 @@ from jax.extend.core import set_current_trace
 
 from qtoolkit.formats import BlockFormat
 from qtoolkit.nnx._cache import caching
-from qtoolkit.nnx._state import ProductState
+from qtoolkit.nnx._state import ProductState, homes
 from qtoolkit.products.internal import (
     ForwardState,
     Kernels,
@@ -230,23 +229,21 @@ def follow(module: Any) -> None:
 
 
 def carry(module: Any) -> None:
-    """Lets a module update the states of layers that run in its loops, or as dropped copies.
+    """Lets a module update the states of layers that it runs in loops of JAX.
 
-    An example is `jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))`: see `LiftingTrace`.
-    Of Flax's modules only `nnx.RNN` has a loop.
+    Such as `jax.checkpoint(self.mlp)(x)`, and `jax.checkpoint(lambda state, x: nnx.merge(graph,
+    state)(x))`, whose copy is dropped: see `LiftingTrace`. Of Flax's modules only `nnx.RNN` has a
+    loop.
     """
     kind = original_class(type(module))
     if kind.__module__.split(".")[0] != "flax" or issubclass(kind, nnx.RNN):
         become(module, carries=True)
 
 
-_is_carrying: contextvars.ContextVar[bool] = contextvars.ContextVar("carrying", default=False)
-
-
 def _carrying(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def carrying(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_carrying.get() or not moves_forward():
+        if homes.get() or not moves_forward():
             return method(self, *args, **kwargs)
         return run_in(functools.partial(_carried, self), method, self, *args, **kwargs)
 
@@ -255,17 +252,18 @@ def _carrying(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _carried(module: Any) -> Iterator[None]:
-    """In this context copies of the module's layers move the states of the layers themselves.
+    """In this context loops of the module, and copies of its layers, move the states of the layers.
 
     A copy is known by its arrays: they are operands of the loop in which it is made.
     """
     states = [x for _, x in nnx.iter_modules(module) if isinstance(x, ProductState)]
-    homes = [(x.first_moving(), i) for i, x in enumerate(states)]
+    firsts = [(x.first_moving(), i) for i, x in enumerate(states)]
+    firsts = [(x, i) for x, i in firsts if x is not None]
     moves: dict[Any, Any] = {}
-    trace = LiftingTrace(moves, [(x, home) for x, home in homes if x is not None])
+    trace = LiftingTrace(moves, firsts)
     is_needless = trace.is_eager or not trace.homes
     lifting = contextlib.nullcontext() if is_needless else set_current_trace(trace)
-    with set_variable(_is_carrying, True), lifting:
+    with set_variable(homes, {id(states[i]): i for _, i in firsts}), lifting:
         yield
     for home, move in moves.items():
         states[home].write(state_after(states[home].arrays, move))
@@ -420,12 +418,18 @@ def _know(trace: MatmulTrace, names: dict[Any, str], node: Any, argument: str = 
     if isinstance(node, nnx.Module):
         own = {name: x for name, x in vars(node).items() if isinstance(x, nnx.Variable)}
         variables = [((name,), x) for name, x in own.items()]
-        others = {name: x for name, x in vars(node).items() if name not in (*own, _SITE)}
+        others = {name: x for name, x in vars(node).items() if name not in (*own, _SITE, PRODUCTS)}
         is_simple = (
             isinstance(x, _STATIC) or name.startswith("_pytree__") for name, x in others.items()
         )
         if not all(is_simple):  # else 0.2 ms for each layer
-            variables = nnx.to_flat_state(nnx.state(node))
+            # Not `nnx.state`: it makes a cycle of references, which holds the arrays of the model
+            # until Python looks for such, and then no lost state is noticed either.
+            variables = [
+                (path, x)
+                for path, x in nnx.iter_graph(node, graph=True)
+                if isinstance(x, nnx.Variable | jax.Array) and PRODUCTS not in path
+            ]
     for path, variable in variables:
         is_variable = isinstance(variable, nnx.Variable)  # else an array that is an attribute
         arrays = jax.tree.leaves(variable.get_value() if is_variable else variable)

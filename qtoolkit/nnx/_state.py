@@ -1,5 +1,6 @@
 """The state of wrapped layers: histories of magnitudes, keys, calibrated and learned scales."""
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,10 @@ from qtoolkit.products.internal import (
     uncalibrated,
     unstarted,
 )
+
+# By the `id` of each state of the module that runs, by what a `LiftingTrace` knows it.
+homes: contextvars.ContextVar[Mapping[int, int] | None]
+homes = contextvars.ContextVar("homes", default=None)
 
 
 class _Statistic(nnx.BatchStat):
@@ -197,7 +202,8 @@ class ProductState(nnx.Module):
             )
         is_moved = any(name in arrays for name in MOVING)
         write = self.write if is_moved and self._is_writable else None
-        return ForwardState(self.recipe, self.path, arrays, write)
+        home = (homes.get() or {}).get(id(self))
+        return ForwardState(self.recipe, self.path, arrays, write, home=home)
 
     def take_over(self, was: "ProductState") -> None:
         """Takes over the state that the matmul had under another recipe, where it is valid.

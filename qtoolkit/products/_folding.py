@@ -227,7 +227,7 @@ def _explicit_rotations(graph: Graph, names: Sequence[str]) -> Transforms:
         transforms[name] = InputTransform(None, (block, 0, axis))
     if odd:
         warn(
-            f"quantize: hadamard: these kernels are not rotated, because they have an odd "
+            "quantize: hadamard: these kernels are not rotated, because they have an odd "
             f"number of input channels: {listed(odd)}",
             UserWarning,
         )

@@ -55,8 +55,8 @@ STALE = (
     "differentiated without qtoolkit.{nnx,linen}.value_and_grad: histories of delayed scales and "
     "keys of stochastic rounding do not move here, so scales are current ones and equal numbers "
     "are rounded equally in every step; differentiate by value_and_grad of qtoolkit.nnx or "
-    "qtoolkit.linen, or let the forward pass update the state: nnx.value_and_grad of an argument "
-    'that is the model, or apply(..., mutable=["qtoolkit"])'
+    "qtoolkit.linen, or let the forward pass update the state, outside of jax.shard_map: "
+    'nnx.value_and_grad of an argument that is the model, or apply(..., mutable=["qtoolkit"])'
 )
 COTANGENTS = (
     "differentiated without qtoolkit.{nnx,linen}.value_and_grad: the delayed scales of lhs and rhs "

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
 from qtoolkit.products._control_flow import (
+    INLINED,
     Body,
     PassingTrace,
     jaxprs_in,
@@ -31,7 +32,7 @@ from qtoolkit.products._states import BAD, HISTORY
 # The moves of each matmul, by its `home`. Several moves of one matmul, as in the iterations of a
 # loop, become one: their elementwise maximum. Zeros are no move.
 Moves = dict[Hashable, dict[str, Any]]
-_LOOPS = ("scan", "cond", "checkpoint", "remat", "remat2")
+_LOOPS = ("scan", "cond", "checkpoint", "remat", "remat2", *INLINED)
 
 
 class _Carried(NamedTuple):
@@ -65,7 +66,8 @@ class LiftingTrace(PassingTrace):
                 return [*outs[:-count], *args[:count]]  # here the state stays as it was
             name = primitive.name
             homes = [self.homes.get(id(x), (x, None))[1] for x in args]
-            is_known = name == "scan" or any(home is not None for home in homes)
+            has_home = name not in INLINED and any(home is not None for home in homes)
+            is_known = name == "scan" or has_home
             if name not in _LOOPS or not any(_moves_state(x, is_known) for x in jaxprs_in(params)):
                 return primitive.bind(*args, **params)
             outs, moves = _lifted(name, args, params, homes)
@@ -162,6 +164,8 @@ def _lifted(
     name: str, args: Any, params: Any, homes: Sequence[Hashable]
 ) -> tuple[list[Any], Moves]:
     """Runs a loop or `remat` and returns its results, and the moves in it."""
+    if name in INLINED:
+        return _body(params["jaxpr"], homes)(*args)
     if name == "scan":
         return _scan(args, params, homes)
     shapes: Moves = {}

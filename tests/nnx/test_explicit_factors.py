@@ -299,7 +299,7 @@ def test_a_rotation_is_folded_with_the_bias_between_layers():
 
 def test_an_odd_number_of_channels_is_not_rotated():
     layer, x = nnx.Linear(15, 4, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (64, 15))
-    with pytest.warns(UserWarning, match="1 kernels are not rotated, because they have an odd"):
+    with pytest.warns(UserWarning, match="these kernels are not rotated, because they have an odd"):
         served = qt.nnx.quantize(layer, "int8", [x], method="hadamard")
     assert served.kernel.get_value().rotation is None
 

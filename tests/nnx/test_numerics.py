@@ -340,6 +340,28 @@ def test_sums_and_other_operands(found):
         found + 3
 
 
+class Routed(nnx.Module):
+    def __init__(self):
+        self.router, self.up = (
+            nnx.Param(jax.random.normal(jax.random.key(i), (16, 16))) for i in (0, 1)
+        )
+
+    def __call__(self, x):
+        return (x @ x.T) @ x @ self.router @ self.up
+
+
+def test_rules_of_a_sensitivity_keep_those_for_parameters():
+    """The first matmul, of two activations, says nothing about the layer. Oracle: the old rules."""
+    model = nnx.Dict(moe=Routed(), last=nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
+    rules = qt.Rules({"moe/router": None}, default=qt.recipes.weight_only_e4m3)
+    inputs = jax.random.normal(jax.random.key(2), (8, 16))
+    wrapped = qt.nnx.wrap(model, rules)
+    run = lambda model, x: jnp.mean(model.last(model.moe(x)) ** 2)  # noqa: E731
+    found = qt.nnx.sensitivity(wrapped, inputs, run).rules(keep=0)
+    again = qt.nnx.wrap(model, found)
+    assert str(qt.nnx.report(run, again, inputs)) == str(qt.nnx.report(run, wrapped, inputs))
+
+
 def test_advice_of_a_sensitivity_is_for_that_model():
     model = qt.nnx.wrap(Net(), qt.Rules({"^a$": INT8, "^b$": qt.Recipe(BLOCKS)}, default=None))
     target = X[:, :4]

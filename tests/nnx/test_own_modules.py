@@ -449,3 +449,23 @@ def test_a_passed_parameter_is_rounded_as_a_kernel(how):
 def test_inputs_that_are_none_are_refused_whatever_the_recipe():
     with pytest.raises(TypeError, match=r"wrap: inputs has type int.*write inputs=\(x,\)"):
         qt.nnx.wrap(Passing("array"), qt.recipes.te_current, inputs=3)
+
+
+class Collecting(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.eye(16))
+
+    def __call__(self, x, outs, *, named):
+        outs.append(x @ self.kernel)
+        named["last"] = outs[-1]
+        return outs[-1]
+
+
+@pytest.mark.parametrize("x", [X, np.asarray(X)], ids=["jax", "numpy"])
+def test_a_method_may_write_to_what_it_is_given(x):
+    """It wrote to a copy. Oracle: the plain model."""
+    for model in (Collecting(), qt.nnx.wrap(Collecting())):
+        outs, named = [], {}
+        out = model(x, outs, named=named)
+        assert outs == [out]
+        assert named == {"last": out}

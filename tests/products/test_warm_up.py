@@ -91,6 +91,11 @@ def test_first_and_last_layers_stay(first, last):
     assert {p.path for p in report.left} == {*expected[:first], *expected[4 - last :]}
 
 
+def test_more_last_layers_than_there_are():
+    policy = qt.policies.first_last_high_precision(qt.recipes.te_current, first=0, last=5)
+    assert [value for _, value in policy.rules(["a", "b", "c"]).rules] == [None] * 3
+
+
 def test_the_order_of_layers_has_to_be_known():
     policy = qt.policies.first_last_high_precision(qt.recipes.te_current)
     for wrap, model in ((qt.nnx.wrap, stack()), (qt.linen.wrap, linen.Dense(4))):
