@@ -274,6 +274,7 @@ class Rounding:
                 amax = jnp.full((), history.initial, jnp.float32)
             if history is not None and delayed is not None:
                 of_history = delayed * np.float32(2.0**history.margin)
+                of_history = jnp.minimum(of_history, np.finfo(np.float32).max)
                 amax = jnp.where(of_history > 0, of_history, amax)
         scale = scale_from(amax.reshape((1,) * x.ndim), fmt, None)
         return Scales(power_above(scale) if operand.has_power_of_two else scale)
