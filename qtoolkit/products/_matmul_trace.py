@@ -162,6 +162,9 @@ class MatmulTrace(PassingTrace):
         They are activations, or parameters that the module around this one has. These are named
         like the argument, because their path there may be that of a parameter here.
         """
+        around = _running.get()
+        if around is not None and around.look is not None:
+            around.look(around)  # it may just have made the parameter
         for i, argument in enumerate(arguments):
             for x in jax.tree.leaves(argument):
                 parameter = self.known_of(x).source.parameter

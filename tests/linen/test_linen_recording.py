@@ -254,21 +254,35 @@ def test_devices_of_pmap_have_one_history(step):
         assert history[device, 0, 0] == (((bits >> 20) + 1) << 20).view(np.float32)
 
 
-class Sharded(nn.Module):
+def sharded(x, kernel):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    return run(x, kernel)
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x, kernel):
+        return x @ kernel
+
+
+class Using(nn.Module):
+    how: str
+
     @nn.compact
     def __call__(self, x):
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
-        mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-        run = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
-        return run(x, kernel)
+        return sharded(x, kernel) if self.how == "shard_map" else Inner()(x, kernel)
 
 
-def test_a_parameter_that_is_first_used_in_shard_map_has_its_name():
+@pytest.mark.parametrize("how", ["shard_map", "another module"])
+def test_a_parameter_just_made_has_its_name(how):
     """Its matmul found no history under the name that `init` gave it. Oracle: a Dense layer."""
-    module = qt.linen.wrap(Sharded(), FORWARD)
+    module = qt.linen.wrap(Using(how), FORWARD)
     variables = module.init(jax.random.key(0), X)
     _, variables = ours(module, variables, X)
     dense = qt.linen.wrap(nn.Dense(8, use_bias=False), FORWARD)
     state = dense.init(jax.random.key(0), X)["qtoolkit"]
     _, expected = ours(dense, {"params": variables["params"], "qtoolkit": state}, X)
-    jax.tree.map(np.testing.assert_array_equal, variables["qtoolkit"], expected["qtoolkit"])
+    got, expected = (jax.tree.leaves(v["qtoolkit"]) for v in (variables, expected))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
