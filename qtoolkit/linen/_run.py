@@ -148,8 +148,9 @@ def run(
             explain_reserved_name(error)
             raise
     for (path, product), move in moves.items():
-        before = {**states[key_of(path)][product], **call.changes[path, product]}
-        call.changes[path, product] = state_after(before, move)
+        changes = call.changes[path, product]
+        before = {**states[key_of(path)][product], **changes}
+        call.changes[path, product] = state_after(before, move, is_moved=bool(changes))
     for (path, product), change in call.changes.items():
         if change:
             of_layer = module.variables[COLLECTION][key_of(path)]
