@@ -148,9 +148,8 @@ def run(
             explain_reserved_name(error)
             raise
     for (path, product), move in moves.items():
-        changes = call.changes[path, product]
-        before = {**states[key_of(path)][product], **changes}
-        call.changes[path, product] = state_after(before, move, is_moved=bool(changes))
+        old, new = states[key_of(path)][product], call.changes[path, product]
+        call.changes[path, product] = state_after({**old, **new}, move, is_moved=bool(new))
     for (path, product), change in call.changes.items():
         if change:
             of_layer = module.variables[COLLECTION][key_of(path)]
@@ -339,9 +338,7 @@ class _Run:
         multiply = self._multiply(call, layer, paths)
         trace = MatmulTrace(multiply, {}, mark=layer.mark, other_uses=other_uses, seen=call.seen)
         is_measured = not _is_under(call.module, ["custom_vjp("])
-        for_dot = dataclasses.replace(
-            layer, recipe=layer.recipe.without_state()
-        )  # of `qtoolkit.dot`
+        for_dot = dataclasses.replace(layer, recipe=layer.recipe.without_state())
 
         @contextmanager
         def quantizing() -> Iterator[None]:
