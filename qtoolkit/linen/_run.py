@@ -159,8 +159,8 @@ def run(
         ran = {path: call.kinds_of(path) for path in [*call.kinds]}
         warn_of_shared_traces(rules, ran, call.jitted, module.variables.get("params", {}))
     for (path, product), move in moves.items():
-        before = {**states[key_of(path)][product], **call.changes[path, product]}
-        call.changes[path, product] = state_after(before, move)
+        old, new = states[key_of(path)][product], call.changes[path, product]
+        call.changes[path, product] = state_after({**old, **new}, move, is_moved=bool(new))
     for (path, product), change in call.changes.items():
         if change:
             of_layer = module.variables[COLLECTION][key_of(path)]

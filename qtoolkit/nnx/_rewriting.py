@@ -266,7 +266,9 @@ def _carried(module: Any) -> Iterator[None]:
     with set_variable(homes, {id(states[i]): i for _, i in firsts}), lifting:
         yield
     for home, move in moves.items():
-        states[home].write(state_after(states[home].arrays, move))
+        state = states[home]
+        is_moved = all(state.first_moving() is not x for x, _ in firsts)
+        state.write(state_after(state.arrays, move, is_moved=is_moved))
 
 
 def name_of(kind: type, method: str, name: str) -> str:

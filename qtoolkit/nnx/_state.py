@@ -251,8 +251,9 @@ def value_and_grad(
       metrics: Whether to measure what rounding did in this very step. The function then returns
         them as its third result: {"layers/0:0": {"lhs": {"saturated": ...}}}, by matmul and
         operand, with "saturated", "underflowed" and "bad", shares of the elements, and "amax" and
-        "scale". Bad are elements that are not finite, and those that are beyond the format's
-        largest value by more than a factor of 2.
+        "scale", which may be up to 12.5 % too large if the matmul runs several times. Bad are
+        elements that are not finite, and those that are beyond the format's largest value by more
+        than a factor of 2.
 
     Returns:
       A function of (model, *args, **kwargs) that returns (value, gradients), or ((value, aux),

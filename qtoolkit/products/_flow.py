@@ -107,7 +107,8 @@ def value_and_grad(
         with measuring_step(products, zeros) if metrics else nullcontext():
             return loss(model, *args, **kwargs)
 
-    with without_forward_updates():
+    about = explained("value_and_grad: metrics=True") if metrics else nullcontext()
+    with without_forward_updates(), about:
         value, grads, probes, rows = step.differentiated(
             watched, measurement_zeros(products), args, kwargs
         )

@@ -92,12 +92,19 @@ def _moved_by(args: Any, outs: Any, params: Mapping[str, Any]) -> dict[str, Any]
     return move
 
 
-def state_after(state: Mapping[str, Any], move: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a product after a move."""
+def state_after(
+    state: Mapping[str, Any], move: Mapping[str, Any], *, is_moved: bool
+) -> dict[str, Any]:
+    """The state of a product after a move.
+
+    Args:
+      is_moved: Whether the product has also run outside of loops, and moved `state`.
+    """
     new = {name: state[name] + x for name, x in move.items() if name not in (HISTORY, "is_skipped")}
     if HISTORY in move:
         is_new = jnp.any(move[HISTORY] != 0, axis=(-2, -1)) & ~move["is_skipped"]
-        new[HISTORY] = jnp.where(is_new[..., None, None], move[HISTORY], state[HISTORY])
+        history = jnp.maximum(move[HISTORY], state[HISTORY]) if is_moved else move[HISTORY]
+        new[HISTORY] = jnp.where(is_new[..., None, None], history, state[HISTORY])
     return new
 
 

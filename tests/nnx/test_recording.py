@@ -290,6 +290,25 @@ def test_loops_of_a_module_move_the_state_that_they_close_over(name, inputs):
         assert mine[:2, :2].all()
 
 
+class Twice(nnx.Module):
+    """Runs a layer in `jax.checkpoint` and outside of it."""
+
+    def __init__(self, is_first):
+        self.layer, self.is_first = _linear(), is_first
+
+    def __call__(self, x):
+        run = jax.checkpoint(lambda x: self.layer(x))
+        return self.layer(3 * x) + run(x) if self.is_first else run(x) + self.layer(3 * x)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_layer_in_a_loop_and_outside_keeps_the_larger(is_first):
+    """The magnitude outside was lost if the loop came first. Oracle: NumPy."""
+    model = qt.nnx.wrap(Twice(is_first), FORWARD)
+    nnx.jit(nnx.value_and_grad(loss))(model, X)
+    assert histories(model)[0][0, 0] == edge(3 * np.abs(X).max())
+
+
 def told(step, *args):
     """What warnings say and to which lines of this file they point."""
     with warnings.catch_warnings(record=True) as caught:
