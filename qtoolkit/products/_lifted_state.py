@@ -210,7 +210,7 @@ def _scan(args: Any, params: Any, homes: Sequence[Hashable]) -> tuple[list[Any],
             lifted[home] = largest
             continue
         state = {name: outs[i] for name, i in zip(home.names, home.places, strict=True)}
-        after = state_after(state, largest)
+        after = state_after(state, largest, is_moved=False)
         for name, i in zip(home.names, home.places, strict=True):
             outs[i] = after[name]
     return outs, lifted
