@@ -45,6 +45,11 @@ from qtoolkit.products.internal import (
 from qtoolkit.scaling import QArray
 
 _FRAMEWORK = set(dir(nnx.Module))
+_MISSING = (
+    "differentiated without the state of delayed scales or a warm-up: wrap does not know the "
+    "matmuls in your own modules, so their scales are current ones; let it trace the model, as in "
+    "qtoolkit.nnx.wrap(model, recipe, inputs=(x,))"
+)
 _SITE, _MADE = "qtoolkit_site", "qtoolkit_made"
 PRODUCTS = "qtoolkit_products"
 _OWN = {"__call__.kernel": "0"}
@@ -319,8 +324,10 @@ def _entered(method: Callable[..., Any], method_name: str) -> Callable[..., Any]
             leaves = jax.tree.leaves((given, named_given), is_leaf=_is_node)
             parameters: dict[Any, str] = {}
             notes = None if noted is None else _Notes(noted, site, {}, set())
-            note = () if notes is None else (notes.note,)
-            multiply = None if site is None else site.multiply(state_of, named, *note)
+            note = {} if notes is None else {"note": notes.note}
+            multiply = None
+            if site is not None:
+                multiply = site.multiply(state_of, named, missing=_MISSING, **note)
             mark = None if site is None else site.mark
             other_uses = None if noted is None else set[Any]()
             trace = MatmulTrace(multiply, parameters, mark=mark, other_uses=other_uses)

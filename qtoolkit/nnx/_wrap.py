@@ -81,8 +81,9 @@ def wrap(
 
     Layers of Flax keep histories for delayed scales, keys for stochastic rounding, and learned
     scales. Which matmuls there are in your own modules only a trace can tell: they keep the same
-    if `wrap` is given `inputs` or `strict`. If not, they use current scales, equal numbers are
-    rounded equally in every step, and a matmul with a learned scale raises when it is called.
+    if `wrap` is given `inputs` or `strict`. If not, they use current scales, as a warning says
+    when they are differentiated, equal numbers are rounded equally in every step, and a matmul with
+    a learned scale raises when it is called.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models

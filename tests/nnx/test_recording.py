@@ -6,6 +6,7 @@ which other tests show what it does; `Current` scaling where no state is carried
 
 import inspect
 import warnings
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +234,7 @@ class Headed(nnx.Module):
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [
-        *((make, None) for make in (Merged, Scanned, recurrent, Twice, Headed)),
+        *((make, None) for make in (Merged, Scanned, recurrent, Twice)),
         (Headed, (X,)),
     ],
 )
@@ -279,18 +280,22 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("inputs", [(X,), None], ids=["inputs", "none"])
 def test_loops_of_a_module_move_the_state_that_they_close_over(name, inputs):
-    """They stayed as they were. Oracle: `qt.nnx.value_and_grad`; and nothing is told."""
+    """They stayed as they were. Oracle: `qt.nnx.value_and_grad`. Nothing is told but that, without
+    `inputs`, the module's own matmul has no state.
+    """
     model, other = (qt.nnx.wrap(Looping(LOOPS[name]), FORWARD, inputs=inputs) for _ in range(2))
     step, expected = nnx.jit(nnx.value_and_grad(loss)), nnx.jit(qt.nnx.value_and_grad(loss))
-    for factor in (1, 3):
-        np.testing.assert_allclose(step(model, factor * X)[0], expected(other, factor * X)[0])
+    lacking = pytest.warns(RuntimeWarning, match="does not know the matmuls in your own modules")
+    with nullcontext() if inputs else lacking:
+        for factor in (1, 3):
+            np.testing.assert_allclose(step(model, factor * X)[0], expected(other, factor * X)[0])
     assert len(histories(model)) == (1 if inputs is None else 2)
     for mine, theirs in zip(histories(model), histories(other), strict=True):
         np.testing.assert_array_equal(mine[:2], theirs[:2])
         assert mine[:2, :2].all()
 
 
-class Twice(nnx.Module):
+class InAndOut(nnx.Module):
     """Runs a layer in `jax.checkpoint` and outside of it."""
 
     def __init__(self, is_first):
@@ -304,7 +309,7 @@ class Twice(nnx.Module):
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_layer_in_a_loop_and_outside_keeps_the_larger(is_first):
     """The magnitude outside was lost if the loop came first. Oracle: NumPy."""
-    model = qt.nnx.wrap(Twice(is_first), FORWARD)
+    model = qt.nnx.wrap(InAndOut(is_first), FORWARD)
     nnx.jit(nnx.value_and_grad(loss))(model, X)
     assert histories(model)[0][0, 0] == edge(3 * np.abs(X).max())
 
@@ -416,11 +421,11 @@ class Block(nnx.Module):
 
 
 def test_layers_inside_of_a_traced_method_are_carried():
-    model, other = (qt.nnx.wrap(Block(), FORWARD) for _ in range(2))
     x = X[None]
+    model, other = (qt.nnx.wrap(Block(), FORWARD, inputs=(x,)) for _ in range(2))
     nnx.jit(nnx.value_and_grad(loss))(model, x)
     nnx.jit(qt.nnx.value_and_grad(loss))(other, x)
-    assert len(histories(model)) == 6
+    assert len(histories(model)) == 7
     for mine, theirs in zip(histories(model), histories(other), strict=True):
         np.testing.assert_array_equal(mine[:2], theirs[:2])
     before = histories(model)
