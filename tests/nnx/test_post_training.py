@@ -460,7 +460,7 @@ def test_other_misuse():
         wide = [batch.astype(jnp.float64) for batch in batches()]
         with pytest.raises(TypeError, match="first/kernel: its inputs have dtype float64, exp"):
             qt.nnx.calibrate(model, wide, "hessian")
-    with pytest.raises(TypeError, match="sequential=True runs the model"):
+    with pytest.raises(TypeError, match="sequential=True must run the model"):
         qt.nnx.quantize(model, "int4", found, method="gptq", sequential=True)
     with pytest.raises(ValueError, match=r"is wrapped|stored as codes already"):
         qt.nnx.quantize(qt.nnx.quantize(model, "int4"), "int4", batches(), method="gptq")
