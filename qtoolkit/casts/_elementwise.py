@@ -43,6 +43,8 @@ def elementwise(function: Function) -> Function:
         leaves, structure = jax.tree.flatten(arguments)
         is_array = tuple(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
         arrays = list(itertools.compress(leaves, is_array))
+        if not arrays:  # numbers of NumPy alone
+            return function(*arguments)
         others = tuple(leaf for leaf, it_is in zip(leaves, is_array, strict=True) if not it_is)
         # For the cache: 1 and 1.0 are equal, and so are 0.0 and -0.0, but not what they make.
         kinds = tuple(

@@ -210,7 +210,7 @@ def marked(values: Array, bits: int) -> Array:
     # A value's place within a bucket runs from 0 to 1. A bucket holds the number of its values, the
     # sum of their places, and the sum of the squares of these.
     places, marks = _mark(values, np.full(values.shape, bits, np.uint32))
-    starts = marked_size(bits) * np.arange(values.size, dtype=np.int32)
+    starts = marked_size(bits) * np.arange(values.size, dtype=np.int32)[None]
     zeros = jnp.zeros(values.size * marked_size(bits), jnp.float32)
     return zeros.at[places + starts].set(marks)
 

@@ -118,7 +118,7 @@ def test_wrapped_models_compute_as_many_again(of, recipe, name):
 def test_gradients_and_histories_do_not_depend_on_the_policy(recipe):
     x, results = data(), []
     for name in ("nothing_saveable", "dots_saveable"):
-        model = qt.nnx.wrap(Model(), recipe)
+        model = qt.nnx.wrap(Model(), recipe, inputs=(x,))
         remat = nnx.remat(lambda model, x: model(x), policy=getattr(jax.checkpoint_policies, name))
         _, grads = qt.nnx.value_and_grad(lambda model, x, f=remat: f(model, x).sum())(model, x)
         results.append(jax.tree.leaves((grads, nnx.state(model, qt.nnx.ScalingState))))
