@@ -122,16 +122,12 @@ def quantize(
       >>> served = qt.nnx.quantize(model, "int4_group32")
       >>> served.kernel.get_value()
       QArray(int4_group32@0, float32[32,4]: codes uint8[32,2], scale float32[1,4])
-      >>> x = jnp.ones((1, 32))
-      >>> wrapped = qt.nnx.wrap(model, qt.Recipe((None, "int4_group32"), gradient=None))
-      >>> bool((served(x) == wrapped(x)).all())
-      True
       >>> class Layer(nnx.Module):
       ...     def __init__(self):
       ...         self.weight = nnx.Param(jnp.ones((32, 4)))
       ...     def __call__(self, x):
       ...         return x @ self.weight
-      >>> qt.nnx.quantize(Layer(), "int8", inputs=(x,)).weight.get_value()
+      >>> qt.nnx.quantize(Layer(), "int8", inputs=(jnp.ones((1, 32)),)).weight.get_value()
       QArray(int8 by tensor, float32[32,4]: codes uint8[32,4], scale float32[1,1])
     """
     how = settings(method, calibration, sequential, damping, act_order)
