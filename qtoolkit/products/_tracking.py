@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from qtoolkit.products._channels import Key, Link, Node, Origin, Root, Value, following
+from qtoolkit.products._control_flow import scan_lengths
 from qtoolkit.scaling.internal import Contraction
 
 Array = jax.Array
@@ -98,9 +99,8 @@ class _Run(NamedTuple):
             if isinstance(atom, Literal):
                 return Value((atom.val,), Node())
             remaining[atom] -= 1
-            return (
-                env[atom] if remaining[atom] else env.pop(atom)
-            )  # arrays are freed after their use
+            # Arrays are freed after their last use.
+            return env[atom] if remaining[atom] else env.pop(atom)
 
         for eqn in jaxpr.eqns:
             outs = self._computed(eqn, [read(atom) for atom in eqn.invars])
@@ -151,11 +151,8 @@ class _Run(NamedTuple):
         return list(zip(*rows, strict=True))
 
     def _scanned(self, params: Any, inputs: list[Value]) -> list[Value]:
-        if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
-            first, states, _ = (len(part) for part in params["ft_in"].unpack())
-        else:
-            first, states = params["num_consts"], params["num_carry"]
-        second = first + states
+        first, carries = scan_lengths(params)
+        second = first + carries
         consts, carry, stacked = inputs[:first], inputs[first:second], inputs[second:]
         steps: list[list[Value]] = [[] for _ in range(params["length"])]
         order = range(params["length"])
