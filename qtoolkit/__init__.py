@@ -22,7 +22,7 @@ _NAMES_BY_PACKAGE = {
     "scaling": ("QArray", "metrics", "quantize"),
     "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
     "products": (
-        *("Operand", "Recipe", "conv_general_dilated", "dot", "dot_general", "einsum"),
+        *("Operand", "Recipe", "conv_general_dilated", "dot_general", "einsum"),
         *("policies", "ragged_dot", "recipes"),
     ),
     "onnx": (),

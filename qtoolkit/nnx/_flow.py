@@ -1,58 +1,46 @@
 """Measuring wrapped models, and setting the scales that they keep."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._modules import FoundModule
+from qtoolkit.nnx._call import Bound, bound_function
+from qtoolkit.nnx._function import site_of
+from qtoolkit.nnx._modules import matmuls_of_layer
 from qtoolkit.nnx._post_training import plain_model
-from qtoolkit.nnx._report import check_module, site_of
-from qtoolkit.nnx._state import ProductState
-from qtoolkit.nnx._wrap import attach, is_of_flax, needs_no_scale, product_states
-from qtoolkit.products import Calibration, Numerics, Sensitivity
-from qtoolkit.products.internal import AMAX, Constant, Kept, flow, input_statistics
+from qtoolkit.nnx._report import check_module
+from qtoolkit.nnx._state import ProductState, product_states
+from qtoolkit.nnx._wrap import keep, quantizing_of, rewired
+from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
+from qtoolkit.products.internal import AMAX, Batch, Kept, Parameter, flow, input_statistics
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 Loss = Callable[[Any, Any], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Adapter:
-    """An nnx model for `products._flow`: its arrays are its state."""
-
-    graph: Constant
-
-    def model(self, state: Any) -> Any:
-        # A copy: the model may write its state, which `jax.grad` closes over.
-        return nnx.merge(self.graph.value, state, copy=True)
-
-    call = model
-
-
-def _opened(where: str, wrapped: Any) -> tuple[_Adapter, Any]:
+def _call(where: str, wrapped: Any, batch: Batch) -> Bound:
+    """A call of a model with a batch."""
     check_wrapped(where, wrapped)
-    graph, state = nnx.split(wrapped)
-    return _Adapter(Constant(graph)), state
+    inputs = batch.inputs
+    args, options = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return bound_function(lambda model, *a, **k: model(*a, **k), wrapped, args, options)
 
 
-def _layers(model: nnx.Module) -> Iterator[tuple[nnx.Module, Any]]:
-    """Each wrapped layer of a model, with its site."""
-    for _, module in nnx.iter_modules(model):
-        site = site_of(module)
-        if site is not None:
-            yield module, site
+def _call_of_loss(where: str, wrapped: Any, batch: Any, loss_fn: Any) -> Bound:
+    check_wrapped(where, wrapped)
+    loss = flow.checked_loss(where, loss_fn, "wrapped")
+    return bound_function(loss, wrapped, (batch,), {})
 
 
 def _products(model: nnx.Module) -> list[tuple[ProductState, Kept]]:
     return [
-        (state, Kept(site.path, name, state.arrays, needs_no_scale(layer)))
-        for layer, site in _layers(model)
-        for name, state in product_states(layer).items()
+        (state, Kept(site.path, name, state.arrays, isinstance(module, nnx.Embed)))
+        for _, module in nnx.iter_modules(model, graph=True)
+        if (site := site_of(module)) is not None
+        for name, state in product_states(module).items()
     ]
 
 
@@ -98,7 +86,10 @@ def calibrate(
     """
     if observer == "hessian":
         return input_statistics(plain_model("calibrate", wrapped), batches, **options)
-    return flow.calibrate(*_opened("calibrate", wrapped), batches, observer, options)
+    check_wrapped("calibrate", wrapped)
+    return flow.calibrate(
+        lambda batch: _call("calibrate", wrapped, batch), batches, observer, options
+    )
 
 
 def freeze(wrapped: Model, calibration: Calibration) -> Model:
@@ -127,47 +118,43 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
       True
     """
     check_wrapped("freeze", wrapped)
+    sites = [
+        (site, module)
+        for _, module in nnx.iter_modules(wrapped, graph=True)
+        if (site := site_of(module)) is not None
+    ]
     layers = []
-    for layer, site in _layers(wrapped):
-        recipe = site.recipe.with_stored(1) if _is_stored(layer) else site.recipe
-        if recipe.frozen().is_calibrated:
-            may_idle = needs_no_scale(layer) or not is_of_flax(layer)
-            layers.append(flow.Layer(site.path, recipe, may_idle))
+    for site, module in sites:
+        recipe = site.rules.lookup(site.paths, site.kinds)
+        recipe = recipe and (recipe.with_stored(1) if _is_stored(module) else recipe)
+        if recipe and recipe.frozen().is_calibrated and matmuls_of_layer(module):
+            layers.append(flow.Layer(site.path, recipe, isinstance(module, nnx.Embed)))
     line = "freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
-    found = flow.frozen_amaxes(calibration, line, layers)
-    paths = {layer.path for layer in layers}
-    seen: set[int] = set()
-
-    def frozen(_: Any, node: Any) -> Any:
-        site = None if not isinstance(node, nnx.Module) else site_of(node)
-        if site is None or site.path not in paths or id(node) in seen:
-            return node
-        seen.add(id(node))
-        recipe, amaxes = site.recipe.frozen(), found.get(site.path, {})
-        kernels = [(name, own and own.frozen()) for name, own in site.kernels]
-        module = FoundModule(node, [site.path])
-        attach(node, recipe, module, names=dict.fromkeys(amaxes), kernels=kernels)
-        if amaxes:
-            _fill(node, amaxes)
-        if "dot" in amaxes:
-            node.qtoolkit_dot = ProductState(recipe, (), f"{site.path}:dot")
-            node.qtoolkit_dot.write({AMAX: amaxes["dot"]})
-        return node
-
-    return nnx.recursive_map(frozen, wrapped, graph=True)
+    amaxes = flow.frozen_amaxes(calibration, line, layers)
+    frozen: Any = rewired("freeze", wrapped, sites[0][0].rules.map(Recipe.frozen), None)
+    for _, module in list(nnx.iter_modules(frozen, graph=True)):
+        site = site_of(module)
+        if site is None:
+            continue
+        found, quantizing = amaxes.get(site.path, {}), quantizing_of(site)
+        traced = {}
+        for name in found:
+            parameter = Parameter(site.path, name.split("#")[0])
+            is_kernel = hasattr(module, parameter.name.split(".")[0])
+            recipe = quantizing.by_rules(site.path, parameter if is_kernel else None)
+            if recipe is not None:
+                traced[name] = recipe, ()
+        keep(module, traced, product_states(module), is_traced=not matmuls_of_layer(module))
+        for name, kept in product_states(module).items():
+            if name in found and AMAX in kept.arrays:
+                kept.write({AMAX: jnp.broadcast_to(found[name], kept.arrays[AMAX].shape)})
+    return frozen
 
 
 def _is_stored(layer: nnx.Module) -> bool:
     """Whether the layer itself has a stored kernel, which needs no calibration."""
     params = (value for value in vars(layer).values() if isinstance(value, nnx.Param))
     return any(isinstance(value.get_value(), QArray) for value in params)
-
-
-def _fill(layer: Any, amaxes: dict[str, jax.Array]) -> None:
-    """Writes calibrated amaxes into the states of a layer's matmuls."""
-    for name, kept in product_states(layer).items():
-        found = amaxes.get(name, jnp.zeros((3,), jnp.float32))
-        kept.write({AMAX: jnp.broadcast_to(found, kept.arrays[AMAX].shape)})
 
 
 def start_scales(wrapped: nnx.Module, batch: Any) -> None:
@@ -200,8 +187,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       ('qtoolkit_products', '0', 'scales', 0) 1.512
       ('qtoolkit_products', '0', 'scales', 1) 0.545
     """
-    opened, products = _opened("start_scales", wrapped), _products(wrapped)
-    new = flow.start_scales(*opened, batch, [kept for _, kept in products])
+    call, products = _call("start_scales", wrapped, Batch.of(batch)), _products(wrapped)
+    new = flow.start_scales(call, [kept for _, kept in products])
     for (state, _), values in zip(products, new, strict=True):
         state.write(values)
 
@@ -240,7 +227,7 @@ def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
       rhs forward, dgrad 0%
       cotangent dgrad, wgrad 0%
     """
-    return flow.numerics(*_opened("numerics", wrapped), batch, loss_fn, "wrapped")
+    return flow.numerics(_call_of_loss("numerics", wrapped, batch, loss_fn))
 
 
 def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
@@ -274,8 +261,8 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
       >>> [(path, f"{added:.3f}") for path, added in found.ranking]  # the worst first
       [('layers/0', '0.029'), ('layers/1', '0.001')]
     """
-    opened, products = _opened("sensitivity", wrapped), [kept for _, kept in _products(wrapped)]
-    return flow.sensitivity(*opened, batch, loss_fn, "wrapped", products)
+    call = _call_of_loss("sensitivity", wrapped, batch, loss_fn)
+    return flow.sensitivity(call, [kept for _, kept in _products(wrapped)])
 
 
 def check_wrapped(where: str, model: Any) -> None:

@@ -11,7 +11,7 @@ from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import check_rounding
 from qtoolkit.formats import FormatLike, format
 from qtoolkit.gradients import Estimator, fake_convert
-from qtoolkit.nnx._wrap import attach
+from qtoolkit.nnx._wrap import quantize_alone
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import check_recipe
 
@@ -36,7 +36,7 @@ class Fp8Linear(nnx.Linear):
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attach(self, check_recipe("Fp8Linear", recipe))
+        quantize_alone(self, check_recipe("Fp8Linear", recipe))
 
 
 class Fp8Conv(nnx.Conv):
@@ -52,7 +52,7 @@ class Fp8Conv(nnx.Conv):
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attach(self, check_recipe("Fp8Conv", recipe))
+        quantize_alone(self, check_recipe("Fp8Conv", recipe))
 
 
 class Fp8Einsum(nnx.Einsum):
@@ -68,7 +68,7 @@ class Fp8Einsum(nnx.Einsum):
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attach(self, check_recipe("Fp8Einsum", recipe))
+        quantize_alone(self, check_recipe("Fp8Einsum", recipe))
 
 
 class FakeConvert(nnx.Module):

@@ -8,13 +8,81 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._rewriting import has_products, original_class
+from qtoolkit.nnx._classes import original_class
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Module
+from qtoolkit.products.internal import FoundModule as Matched
 from qtoolkit.scaling import QArray
 
 _WITH_KERNEL: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+# Flax's layers that compute matmuls, and the names of these: of kernels, or numbers.
+LAYERS: dict[type[nnx.Module], tuple[str, ...]] = {
+    nnx.Linear: ("kernel",),
+    nnx.LinearGeneral: ("kernel",),
+    nnx.Einsum: ("kernel",),
+    nnx.Conv: ("kernel",),
+    nnx.ConvTranspose: ("kernel",),
+    nnx.MultiHeadAttention: ("0", "1"),
+    nnx.LoRA: ("lora_a", "lora_b"),
+    nnx.Embed: ("embedding",),
+}
+
+
+def matmuls_of_layer(module: Any) -> tuple[str, ...]:
+    """The names of the matmuls of a layer of Flax; () for other modules.
+
+    `qwix.apply_lora_to_model` adds further kernels to layers.
+    """
+    names = next((names for kind, names in LAYERS.items() if isinstance(module, kind)), ())
+    return (*names, *adapters(module)) if names else ()
+
+
+def adapters(module: Any) -> tuple[str, ...]:
+    """The names of further kernels of a layer of Flax."""
+    if not isinstance(module, tuple(LAYERS)):
+        return ()
+    known = ("kernel", "bias", "embedding", "lora_a", "lora_b")
+    params = (name for name, value in vars(module).items() if isinstance(value, nnx.Param))
+    return tuple(name for name in params if name not in known)
+
+
+def is_of_flax(module: Any) -> bool:
+    return original_class(type(module)).__module__.split(".")[0] == "flax"
+
+
+def stacked(layer: Any) -> tuple[int, ...]:
+    """The leading axes of a layer's kernel that `nnx.vmap` added."""
+    kernel: Any
+    match layer:
+        case nnx.MultiHeadAttention():
+            return stacked(layer.query)
+        case nnx.Embed():
+            kernel, rank = layer.embedding, 2
+        case nnx.LoRA():
+            kernel, rank = layer.lora_a, 2
+        case nnx.Linear():
+            kernel, rank = layer.kernel, 2
+        case nnx.LinearGeneral():
+            kernel, axes = layer.kernel, (layer.batch_axis, layer.in_features, layer.out_features)
+            rank = sum(map(len, axes))
+        case nnx.Einsum() | nnx.Conv() | nnx.ConvTranspose():
+            kernel, rank = layer.kernel, len(layer.kernel_shape)
+        case _:  # a user's module
+            return ()
+    return tuple(kernel.shape[: len(kernel.shape) - rank])
+
+
+class Same:
+    """A node as a key of dictionaries: equal to itself alone."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def __hash__(self) -> int:
+        return object.__hash__(self.node)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.node is other.node
 
 
 @dataclasses.dataclass
@@ -40,21 +108,24 @@ class FoundModule:
 
     @property
     def has_products(self) -> bool:
-        return has_products(self.module)
+        """Whether it may compute matmuls: of modules of the user only a trace knows it."""
+        if isinstance(self.module, nnx.List | nnx.Dict):
+            return False
+        return bool(matmuls_of_layer(self.module)) or not is_of_flax(self.module)
 
     @property
     def shown(self) -> str:
         return self.paths[0] or "(the model itself)"
 
-    def as_matched(self) -> Module:
+    def as_matched(self) -> Matched:
         """What rules match."""
         name = original_class(type(self.module)).__name__
-        return Module(self.paths, self.kinds, name, self.has_products)
+        return Matched(self.paths, self.kinds, name, self.has_products)
 
 
 def modules_of(model: nnx.Module) -> list[FoundModule]:
     """Every module once, with all its paths; `nnx.iter_modules` gives the first one alone."""
-    found: dict[int, FoundModule] = {}
+    found: dict[Same, FoundModule] = {}
 
     def visit(node: Any, path: tuple[str, ...], around: tuple[Any, ...]) -> None:
         if any(node is outer for outer in around):
@@ -63,9 +134,9 @@ def modules_of(model: nnx.Module) -> list[FoundModule]:
         if isinstance(node, Products | ProductState):
             return  # of a model that was wrapped before
         if isinstance(node, nnx.Module):
-            this = found.setdefault(id(node), FoundModule(node))
+            this = found.setdefault(Same(node), FoundModule(node))
             this.paths.append("/".join(path))
-            this.kinds += [type(outer) for outer in around if isinstance(outer, nnx.Module)]
+            this.kinds += [original_class(type(x)) for x in around if isinstance(x, nnx.Module)]
         for key, child in _children(node):
             visit(child, (*path, key), around)
 
@@ -119,7 +190,7 @@ def check_parameters(caller: str, found: FoundModule) -> None:
             )
         dtype = getattr(raw, "dtype", None)
         is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        if is_float and jnp.finfo(dtype).bits not in (16, 32):
+        if is_of_flax(found.module) and is_float and jnp.finfo(dtype).bits not in (16, 32):
             raise TypeError(
                 f"{where} has dtype {dtype}, expected float32, float16 or bfloat16; create the "
                 "layer with another param_dtype, or exclude it by a rule with None"

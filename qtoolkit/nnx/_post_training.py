@@ -5,7 +5,9 @@ from typing import Any
 
 from flax import nnx
 
-from qtoolkit.nnx._report import check_module, site_of
+from qtoolkit.nnx._function import site_of
+from qtoolkit.nnx._modules import Same
+from qtoolkit.nnx._report import check_module
 from qtoolkit.products.internal import Batch, PlainModel
 
 
@@ -33,10 +35,10 @@ def with_params(model: nnx.Module, params: Mapping[str, Any]) -> Any:
     return nnx.merge(graph, nnx.from_flat_state(leaves), *rest, copy=True)
 
 
-def parameter_names(model: nnx.Module) -> dict[int, str]:
-    """The names of a model's parameters, as in `plain_model`, by the `id` of the Variable.
+def parameter_names(model: nnx.Module) -> dict[Same, str]:
+    """The names of a model's parameters, as in `plain_model`.
 
     A Variable that several layers share has one name, which need not be a path of each layer.
     """
-    nodes = nnx.iter_graph(model)
-    return {id(x): "/".join(map(str, path)) for path, x in nodes if isinstance(x, nnx.Param)}
+    nodes = nnx.iter_graph(model, graph=True)
+    return {Same(x): "/".join(map(str, path)) for path, x in nodes if isinstance(x, nnx.Param)}

@@ -6,20 +6,28 @@ from typing import Any, NamedTuple, TypeVar
 from flax import nnx
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.nnx._modules import FoundModule, modules_of, own_parameters
+from qtoolkit.nnx._classes import original_class
+from qtoolkit.nnx._function import site_of
+from qtoolkit.nnx._modules import (
+    FoundModule,
+    Same,
+    adapters,
+    is_of_flax,
+    modules_of,
+    stacked,
+)
 from qtoolkit.nnx._post_training import parameter_names, plain_model, with_params
-from qtoolkit.nnx._report import site_of
-from qtoolkit.nnx._rewriting import adapters, original_class, product_states
-from qtoolkit.nnx._wrap import kernels_of, rewired, stacked
+from qtoolkit.nnx._state import product_states
+from qtoolkit.nnx._wrap import quantizing_of, rewired, traced_call
 from qtoolkit.products import InputStatistics, Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
-    Kernels,
+    KernelUses,
+    Parameter,
     PlainModel,
     checked_batches,
     einsum_axes,
     flow,
-    noting_kernels,
     of_kernel,
     serving_rules,
     settings,
@@ -156,6 +164,7 @@ class _Place(NamedTuple):
     layer: Any
     attribute: str
     product: str
+    operand: Operand | None
 
 
 class _Served:
@@ -164,10 +173,10 @@ class _Served:
     def __init__(self, model: Any, rules: Rules[Recipe] | None, kv_cache: Any, inputs: Any) -> None:
         self.original, self.rules, self.kv_cache = model, rules, kv_cache
         self.model = rewired("quantize", model, rules, kv_cache)
-        self.noted = Kernels()
+        self.traced = KernelUses.of(None, None)
         if inputs is not None:
-            with noting_kernels() as self.noted:
-                kernels_of(self.model, inputs)
+            call = traced_call("quantize", self.model, inputs)
+            self.traced = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original)
@@ -181,14 +190,13 @@ class _Served:
 
     def kernels(self) -> list[tuple[list[_Place], flow.Kernel]]:
         """The kernels, each with the places that store it in the same way."""
-        names, paths = parameter_names(self.model), dict[int, list[str]]()
-        for path, parameter in own_parameters(self.model):
-            paths.setdefault(id(parameter), []).append(path)
+        names = parameter_names(self.model)
         found: dict[Any, tuple[list[_Place], flow.Kernel]] = {}
         for one in self.layers():
-            for attribute, axes, lead, product in self._kernels_of(one, paths):
+            for attribute, axes, lead, product in self._kernels_of(one, names):
                 layer: Any = one.module
-                recipe = site_of(layer).recipe_of(attribute)
+                site: Any = site_of(layer)
+                recipe = quantizing_of(site).by_rules(site.path, Parameter(site.path, attribute))
                 parameter, operand = getattr(layer, attribute), recipe and recipe.forward[1]
                 value = parameter.get_value()
                 if isinstance(value, QArray):
@@ -200,14 +208,15 @@ class _Served:
                 scale = kept.scales[1] if kept and operand and operand.is_learned else None
                 state = of_kernel({} if kept is None else kept.arrays)
                 where = f"quantize: {one.shown}: {type(layer).__name__}.{attribute}"
-                name = names.get(id(parameter), "")
+                name = names.get(Same(parameter), "")
                 this = flow.Kernel(name, where, value, operand, axes, lead, state)
-                key = id(parameter), operand, axes, id(scale)
-                found.setdefault(key, ([], this))[0].append(_Place(layer, attribute, product))
+                key = Same(parameter), operand, axes, Same(scale)
+                place = _Place(layer, attribute, product, operand)
+                found.setdefault(key, ([], this))[0].append(place)
         return list(found.values())
 
     def _kernels_of(
-        self, found: FoundModule, paths: Mapping[int, list[str]]
+        self, found: FoundModule, names: Mapping[Same, str]
     ) -> Iterator[tuple[str, Axes, int, str]]:
         """The attributes of a layer that are kernels, with their axes in the matmul, how many
         axes of a stack come before these, and the name of the matmul.
@@ -215,28 +224,28 @@ class _Served:
         layer: Any = found.module
         axes = kernel_axes(layer)
         if axes is not None:
-            yield "kernel", axes, len(stacked(layer)), "0"
-        if original_class(type(layer)).__module__.split(".")[0] == "flax":
+            yield "kernel", axes, len(stacked(layer)), "kernel"
+        if is_of_flax(layer):
             return
         for name in found.kernels:
             parameter = getattr(layer, name)
-            use = self.noted.storable(*paths[id(parameter)])
+            use = self.traced.storable(names.get(Same(parameter), ""))
             if use is None or (axes is not None and name == "kernel"):
                 continue
             shape = tuple(parameter.get_value().shape)
             lead = len(shape) - len(use.shape)
             if shape[lead:] == use.shape:
-                yield name, use.axes, lead, use.product
+                yield name, use.axes, lead, use.name
 
     def store(self, places: list[_Place], array: QArray) -> None:
         first = getattr(places[0].layer, places[0].attribute)
         if array is first.get_value():
             return
         stored = type(first).from_metadata(array, first.get_metadata())
-        for layer, attribute, product in places:
+        for layer, attribute, product, operand in places:
             setattr(layer, attribute, stored)
             kept = product_states(layer).get(product)
-            if kept is not None and site_of(layer).recipe_of(attribute).forward[1].is_learned:
+            if kept is not None and operand is not None and operand.is_learned:
                 kept.scales[1] = None  # it is the scale of the codes now
 
 

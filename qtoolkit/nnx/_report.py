@@ -5,9 +5,11 @@ from typing import Any
 
 from flax import linen, nnx
 
-from qtoolkit.nnx._rewriting import has_products, is_left, leave, product_states
-from qtoolkit.products import Product, Report, native_calls
-from qtoolkit.products.internal import BY_RULE, MODEL, flow
+from qtoolkit.nnx._call import bound_function
+from qtoolkit.nnx._function import site_of
+from qtoolkit.nnx._modules import matmuls_of_layer
+from qtoolkit.products import Report, native_calls
+from qtoolkit.products.internal import MODEL, report_of
 
 
 def check_module(where: str, model: Any) -> None:
@@ -64,39 +66,27 @@ def report(
       layers/0 backward excluded by a rule
     """
     function, wrapped, inputs = _called(wrapped, inputs, method)
-    sites = [(site, m) for _, m in nnx.iter_modules(wrapped) if (site := site_of(m)) is not None]
-    layers = [(site.path, _histories(module)) for site, module in sites]
-    unwrapped: set[str] = set()
-    graph, state = nnx.split(wrapped)
-
-    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
-        model = nnx.merge(graph, state, copy=True)
-        for path, module in nnx.iter_modules(model):
-            if site_of(module) is None and not is_left(module) and has_products(module):
-                shown = "/".join(map(str, path))
-                unwrapped.add(shown or MODEL)
-                leave(module, shown)  # its matmuls then say to which layer they belong
-        return function(model, *args, **kwargs)
-
-    found = flow.report(call, state, (inputs, options), layers)
-    if layers:
-        reason = "its layer is not wrapped: wrap the model again after layers are replaced"
-    else:  # what `wrap` returned was not used, or all its rules are None
+    call = bound_function(function, wrapped, inputs, options)
+    modules = call.traced.modules
+    quantizing = call.traced.quantizing()
+    paths = [
+        path
+        for path, module in _layers_of(wrapped)
+        if path in modules and matmuls_of_layer(module) and quantizing.of_module(path) is not None
+    ]
+    found = report_of(call.traced, call.leaves, call.planted({}), [p or MODEL for p in paths])
+    if not modules:  # what `wrap` returned was not used
         reason = "no layer of the model is wrapped"
-
-    def explained(product: Product) -> Product:
-        is_by_rule = bool(layers) and product.path not in unwrapped
-        if product.reason != BY_RULE or is_by_rule:
-            return product
-        return dataclasses.replace(product, reason=reason)
-
+        left = (dataclasses.replace(product, reason=reason) for product in found.left)
+        found = dataclasses.replace(found, left=tuple(left))
     ran = None if compiled is None else native_calls(compiled)
-    return dataclasses.replace(found, left=tuple(map(explained, found.left)), compiled=ran)
+    return dataclasses.replace(found, compiled=ran)
 
 
-def _histories(layer: Any) -> list[Any]:
-    states = product_states(layer).values()
-    return [state.history.get_value() for state in states if hasattr(state, "history")]
+def _layers_of(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """The wrapped modules of a model, by path."""
+    found = ((site_of(module), module) for _, module in nnx.iter_modules(model, graph=True))
+    return [(site.path, module) for site, module in found if site is not None]
 
 
 def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, Any, Any]:
@@ -123,8 +113,3 @@ def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, An
             "qtoolkit.nnx.report(loss, model, batch)"
         )
     return wrapped, inputs[0], inputs[1:]
-
-
-def site_of(module: Any) -> Any:
-    """The site of a layer that was wrapped, None for others."""
-    return vars(module).get("qtoolkit_site")

@@ -1,6 +1,5 @@
 """The state of wrapped layers: histories of magnitudes, keys, calibrated and learned scales."""
 
-import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,16 +9,18 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.errors import TraceContextError
 
-from qtoolkit.nnx._bridged import bridged_probes, bridged_state, is_bridged_probe, roll_bridged
+from qtoolkit.nnx._function import PRODUCTS
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     AMAX,
     LEARNED,
     MOVING,
     PROBE,
-    ForwardState,
+    Planted,
     advance,
+    as_float32,
     flow,
+    lead_of,
     observe,
     probe_of,
     started,
@@ -27,10 +28,6 @@ from qtoolkit.products.internal import (
     uncalibrated,
     unstarted,
 )
-
-# By the `id` of each state of the module that runs, by what a `LiftingTrace` knows it.
-homes: contextvars.ContextVar[Mapping[int, int] | None]
-homes = contextvars.ContextVar("homes", default=None)
 
 
 class _Statistic(nnx.BatchStat):
@@ -161,19 +158,28 @@ class ProductState(nnx.Module):
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
-        return {name: variable[...] for name, variable in self.variables.items()}
+        """Its arrays, of float32 also if somebody has cast all floats of the model."""
+        return as_float32({name: variable[...] for name, variable in self.variables.items()})
+
+    def planted(self, zeros: jax.Array | None, *, has_probe: bool) -> Planted:
+        """What the matmul is given, see `Program.run`."""
+        arrays = self.arrays
+        if not has_probe:
+            arrays.pop(PROBE, None)
+        return Planted(arrays, zeros, lead_of(arrays))
 
     def write(self, state: Mapping[str, jax.Array]) -> None:
         """Stores arrays in its variables, which nnx brings out of `nnx.jit`, `nnx.grad`, ..."""
         variables = self.variables
         for name, value in state.items():
-            if value is not variables[name].get_value():
+            before = variables[name].get_value()
+            if value is not before:
                 # Not `[...] = value`: it asks a tracer for its sharding, and JAX searches the whole
                 # trace for the message of the error. Six blocks were traced in 1.6 s, not 0.8 s.
-                variables[name].set_value(value)
+                variables[name].set_value(value.astype(before.dtype))
 
     @property
-    def _is_writable(self) -> bool:
+    def is_writable(self) -> bool:
         """Whether nnx lets its variables be written in this trace: not what it closes over."""
         try:
             for variable in self.variables.values():
@@ -182,28 +188,28 @@ class ProductState(nnx.Module):
             return False
         return True
 
-    def first_moving(self) -> jax.Array | None:
-        """The first array that a step changes, by which a copy is known; None: nothing is."""
-        first = next((x for name, x in self.variables.items() if name in MOVING), None)
-        return first.get_raw_value() if first is not None and self._is_writable else None
-
-    def track(self) -> ForwardState:
-        """The state for one call of the matmul, which also writes what the call moves."""
-        arrays = self.arrays
-        amax = arrays.get(AMAX)
-        if isinstance(amax, jax.core.Tracer):  # under `jit` nobody can look: NaN makes NaN
-            amax = None
-        if amax is not None and bool(jnp.any(jnp.isnan(amax))):
+    def check_started(self) -> None:
+        """Raises if a scale has no value yet. Under `jit` nobody can look: NaN makes NaN."""
+        values = {
+            name: variable.get_value()
+            for name, variable in self.variables.items()
+            if name == AMAX or name in LEARNED
+        }
+        for name, value in values.items():
+            if isinstance(value, jax.core.Tracer) or not bool(jnp.any(jnp.isnan(value))):
+                continue
+            if name == AMAX:
+                raise ValueError(
+                    f"nnx: {self.path}: the layer is not calibrated, though its recipe has "
+                    "Static() scaling; expected scales from a calibration: wrap the model with a "
+                    "recipe without Static(), and write qtoolkit.nnx.freeze(wrapped, "
+                    "qtoolkit.nnx.calibrate(wrapped, batches))"
+                )
             raise ValueError(
-                f"nnx: {self.path}: the layer is not calibrated, though its recipe has Static() "
-                "scaling; expected scales from a calibration: wrap the model with a recipe without "
-                "Static(), and write qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, "
-                "batches))"
+                f"nnx: {self.path}: the learned scale of {name.split('_')[0]} has not been "
+                "started; write qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is "
+                "made"
             )
-        is_moved = any(name in arrays for name in MOVING)
-        write = self.write if is_moved and self._is_writable else None
-        home = (homes.get() or {}).get(id(self))
-        return ForwardState(self.recipe, self.path, arrays, write, home=home)
 
     def take_over(self, was: "ProductState") -> None:
         """Takes over the state that the matmul had under another recipe, where it is valid.
@@ -218,6 +224,13 @@ class ProductState(nnx.Module):
     def roll(self, histograms: jax.Array | None) -> None:
         """Updates history and key after a step; takes the gradient of the probe, or None."""
         self.write(advance(observe(self.arrays, histograms)))
+
+
+def product_states(layer: Any) -> dict[str, ProductState]:
+    """The states of a module's matmuls, by name."""
+    kept = vars(layer).get(PRODUCTS)
+    states = {} if kept is None else vars(kept)
+    return {name: state for name, state in states.items() if isinstance(state, ProductState)}
 
 
 def value_and_grad(
@@ -290,15 +303,14 @@ def value_and_grad(
     return function
 
 
-_PROBES = nnx.Any(Probe, is_bridged_probe)
-
-
 class _Step:
     """A training step of an nnx model, see `products._flow.Step`."""
 
+    package = "nnx"
+
     def __init__(self, model: nnx.Module, wrt: Any, has_aux: bool) -> None:
         self.model, self.has_aux = model, has_aux
-        self.wanted = nnx.All(wrt, nnx.Not(nnx.Any(_Statistic, bridged_state())))
+        self.wanted = nnx.All(wrt, nnx.Not(_Statistic))
         trained = nnx.state(model, self.wanted)
         if not trained:
             raise ValueError(
@@ -307,23 +319,19 @@ class _Step:
             )
         self.trained = nnx.to_pure_dict(trained)
 
-    def pure(self, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-        graph, state = nnx.split(self.model)
+    def called(self, loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        from qtoolkit.nnx._call import bound_function  # it imports this file
 
-        def function(state: Any, *args: Any, **kwargs: Any) -> Any:
-            return loss(nnx.merge(graph, state, copy=True), *args, **kwargs)
-
-        return function, state
+        return bound_function(loss, self.model, args, kwargs)
 
     def differentiated(
         self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
     ) -> tuple[Any, Any, Any, Any]:
-        both = nnx.DiffState(0, nnx.Any(self.wanted, _PROBES))
+        both = nnx.DiffState(0, nnx.Any(self.wanted, Probe))
         # `compat`: in the graph mode, whatever mode the user has set for nnx.
         graded = nnx.compat.value_and_grad(loss, argnums=(both, 1), has_aux=self.has_aux)
-        with bridged_probes(self.model):
-            value, (found, rows) = graded(self.model, zeros, *args, **kwargs)
-        probes, grads = nnx.split_state(found, _PROBES, ...)
+        value, (found, rows) = graded(self.model, zeros, *args, **kwargs)
+        probes, grads = nnx.split_state(found, Probe, ...)
         return value, grads, probes, rows
 
     def finished(self, value: Any, grads: Any, probes: Any) -> tuple[Any, ...]:
@@ -393,4 +401,3 @@ def roll(model: nnx.Module, probes: Any) -> None:
         )
     for path, product in products:
         product.roll(histograms.get(path))
-    roll_bridged(model, histograms)

@@ -1,58 +1,50 @@
 """`wrap`: an nnx model whose matmuls are quantized, made by subclasses of the same name."""
 
-import functools
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import narrow_cache
+from qtoolkit.nnx._call import Bound, bound_function
+from qtoolkit.nnx._classes import become, set_attribute
+from qtoolkit.nnx._function import PRODUCTS, SITE, Site, site_of
 from qtoolkit.nnx._modules import (
+    LAYERS,
     FoundModule,
     check_excluded,
     check_parameters,
+    is_of_flax,
+    matmuls_of_layer,
     modules_of,
-    own_parameters,
+    stacked,
 )
-from qtoolkit.nnx._report import check_module, report, site_of
-from qtoolkit.nnx._rewriting import (
-    LAYERS,
-    PRODUCTS,
-    adapters,
-    become,
-    carry,
-    follow,
-    is_left,
-    layer_of,
-    leave,
-    made_of,
-    methods_of,
-    name_of,
-    original_class,
-    product_states,
-)
-from qtoolkit.nnx._state import Products, ProductState
+from qtoolkit.nnx._report import check_module, report
+from qtoolkit.nnx._state import Products, ProductState, product_states
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
-    Batch,
     FirstLast,
-    LayerRecipe,
-    Place,
+    Module,
+    Parameter,
+    Quantizing,
     cache_format,
     check_all_quantized,
     check_rules,
     kernels_as_modules,
-    kernels_in,
-    noted_kernels,
     recipes_of,
     strict_inputs,
     training_rules,
 )
 
 Model = TypeVar("Model", bound=nnx.Module)
+
+
+def _kernels_in(wrapped: Any, given: Any) -> list[str]:
+    """The paths of the modules whose kernels run, in their order."""
+    call = traced_call("wrap", wrapped, given)
+    matmuls = call.traced.program(call.leaves).matmuls
+    return list(dict.fromkeys(m.path for m in matmuls if m.parameter is not None))
 
 
 def wrap(
@@ -130,16 +122,15 @@ def wrap(
       >>> model(x), wrapped(x)  # 0.3 became 0.3125
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
+    given = strict if inputs is None else inputs
+    if given is not None and not callable(given):
+        strict_inputs(given, "strict" if inputs is None else "inputs")
     if isinstance(recipe, FirstLast):
         plain = rewired("wrap", model, training_rules(recipe.recipe), None)
-        given = strict if inputs is None else inputs
-        recipe = recipe.rules_for(given, functools.partial(kernels_of, plain))
+        recipe = recipe.rules_for(given, lambda given: _kernels_in(plain, given))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
-    given = strict if inputs is None else inputs
     if given is not None:
-        if not callable(given):
-            strict_inputs(given, "strict" if inputs is None else "inputs")
-        _keep_all(wrapped, given)
+        keep_traced("wrap", wrapped, given)
     if strict is not None:
         if callable(strict):
             found = report(strict, wrapped)
@@ -148,66 +139,6 @@ def wrap(
             found = report(wrapped, *args, **options)
         check_all_quantized(type(wrapped).__name__, found)
     return wrapped
-
-
-def _keep_all(wrapped: Any, given: Any) -> None:
-    """Gives the matmuls in modules of the user what they keep, if a call with `given` runs them.
-
-    Stacks of layers, as `nnx.vmap` makes them, are known by their kernels: these have leading axes
-    that the kernels in the matmuls do not have.
-    """
-    modules = [found.module for found in modules_of(wrapped)]
-    layers: list[tuple[Any, LayerRecipe]] = [
-        (module, vars(module)["qtoolkit_site"])
-        for module in modules
-        if "qtoolkit_site" in vars(module)
-    ]
-    layers = [(layer, site) for layer, site in layers if site.recipe.keeps_state]
-    if not layers:
-        return
-    kernels = kernels_of(wrapped, given)
-    for layer, site in layers:
-        shapes = {place.name: shape for place, shape in kernels.items() if place.path == site.path}
-        own = {name: _lead(layer, name, shape) for name, shape in shapes.items() if shape}
-        leads = {name: lead for name, lead in own.items() if lead is not None}
-        lead = next(iter(leads.values()), ())
-        names = {
-            name: (site.recipe, leads.get(name, lead))
-            if shape
-            else (site.recipe.of_activations(), lead)
-            for name, shape in shapes.items()
-        }
-        found = FoundModule(layer, [site.path])
-        attach(layer, site.recipe, found, names=names, kernels=site.kernels)
-
-
-def kernels_of(wrapped: Any, given: Any) -> dict[Place, tuple[int, ...] | None]:
-    """The matmuls that run when a model is called with `given`: see `kernels_in`."""
-    args, options = ((), {}) if callable(given) else strict_inputs(given)
-    batch, (graph, state) = Batch.of((args, options)), nnx.split(wrapped)
-
-    def run(state: Any, *args: Any, **options: Any) -> Any:
-        model: Any = nnx.merge(graph, state, copy=True)
-        if noted := noted_kernels():
-            noted.paths |= {id(x.get_value()): path for path, x in own_parameters(model)}
-        return given(model) if callable(given) else model(*args, **options)
-
-    return kernels_in(batch.bound(run), state, batch.arrays)
-
-
-def _lead(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The leading axes of a parameter, "up" or "encode.up#2", of which matmuls take slices.
-
-    None for what is no parameter of the layer but an argument.
-    """
-    parts = name.split("#")[0].split(".")
-    for first in range(len(parts)):
-        path = tuple(int(part) if part.isdigit() else part for part in parts[first:])
-        for known, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
-            if tuple(known) == path:
-                whole = jnp.shape(variable.get_value())
-                return tuple(whole[: len(whole) - len(shape)])
-    return None
 
 
 def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:
@@ -219,207 +150,149 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     check_module(where, model)
     cache = None if kv_cache is None else cache_format(where, kv_cache)
     modules = modules_of(model)
-    layers = _checked_layers(where, model, modules, rules, cache)
-    recipes = {} if rules is None else _recipes(where, model, rules, layers, modules)
-    # Layers of Flax take no parameters as arguments, but a module of the user may get one from a
-    # module around it, which must then be followed.
-    of_user = [path for path, (f, recipe) in recipes.items() if recipe and not is_of_flax(f.module)]
-    stateful = [path for path, (_, recipe) in recipes.items() if recipe and recipe.keeps_state]
+    _check_layers(where, model, modules, rules, cache)
+    found = {path: one for one in modules for path in one.paths}
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
-        shown = "/".join(map(str, path))
-        if not isinstance(node, nnx.Module):
-            return node
-        if rules is not None:  # what an earlier wrap has made of it
-            become(node, methods=(), left=None, carries=False)
-        if shown in recipes:
-            found, recipe = recipes[shown]
-            if recipe is not None:
-                attach(node, recipe, found, kernels=found.recipes)
-            else:  # the trace of a module around it then passes by its matmuls, too
-                forget(node)
-                leave(node, shown)
-        if isinstance(node, nnx.SpectralNorm):
-            # It estimates by matmuls with the kernel, in high precision: the trace of a module
-            # around it would replace them. The layer in it has a trace of its own.
-            leave(node, shown)
-        start = f"{shown}/".lstrip("/")  # "" for the model itself, which is around all modules
-        if not is_left(node) and any(f"{one}/".startswith(start) for one in of_user):
-            follow(node)
-        if not is_left(node) and any(f"{one}/".startswith(start) for one in stateful):
-            carry(node)
+        one = found.get("/".join(map(str, path)))
+        if one is not None and isinstance(node, nnx.Module) and rules is not None:
+            before = product_states(node)
+            become(node)
+            paths, kinds = tuple(one.paths), tuple(dict.fromkeys(one.kinds))
+            set_attribute(node, SITE, Site(paths, kinds, rules))
+            keep(node, {}, before)
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
     if cache is not None:
-        for found in modules_of(copied):
-            if isinstance(found.module, nnx.MultiHeadAttention):
-                become(found.module, cache=cache)
-                narrow_cache(found.module, cache)
+        for one in modules_of(copied):
+            if isinstance(one.module, nnx.MultiHeadAttention):
+                become(one.module, cache)
+                narrow_cache(one.module, cache)
     return copied
 
 
-def _checked_layers(
+def _check_layers(
     where: str,
     model: nnx.Module,
     modules: "list[FoundModule]",
     rules: Rules[Recipe] | None,
     cache: BlockFormat | None,
-) -> "list[FoundModule]":
-    """The modules that compute matmuls; raises if nothing matches what the user asked for."""
+) -> None:
+    """Raises if nothing matches what the user asked for, or a layer cannot be quantized."""
     name = type(model).__name__
-    if cache and not any(isinstance(found.module, nnx.MultiHeadAttention) for found in modules):
+    if cache and not any(isinstance(one.module, nnx.MultiHeadAttention) for one in modules):
         raise ValueError(
             f"{where}: kv_cache={cache.name} for {name}, which has no nnx.MultiHeadAttention, "
             "expected one; omit kv_cache"
         )
-    layers = [found for found in modules if found.has_products]
+    layers = [one for one in modules if one.has_products]
     if not layers:
         kinds = ", ".join(f"nnx.{kind.__name__}" for kind in LAYERS)
         raise ValueError(
-            f"{where}: {name} has no layer to quantize, expected {kinds} or a module whose methods "
-            "compute a matmul"
+            f"{where}: {name} has no layer to quantize, expected {kinds} or a module of your own "
+            "that computes a matmul"
         )
-    if rules is None and all(site_of(found.module) is None for found in layers):
-        raise ValueError(
-            f"{where}: recipe is None for {name}, which is not wrapped, expected a recipe, e.g. "
-            "qtoolkit.recipes.weight_only_e4m3"
-        )
-    return layers
-
-
-def _recipes(
-    where: str,
-    model: nnx.Module,
-    rules: Rules[Recipe],
-    layers: "list[FoundModule]",
-    modules: "list[FoundModule]",
-) -> "dict[str, tuple[FoundModule, Recipe | None]]":
-    """Maps each path to its module and its recipe by the rules; None: exclude it.
-
-    Of modules that are no layers only those are there that the rules exclude. What they call may
-    compute matmuls that `wrap` does not see: a linen module in `bridge.ToNNX`, for example. Lists
-    and dicts compute nothing, and a rule for the path of one says nothing about what is in it.
-    """
-    others = [
-        found
-        for found in modules
-        if not (found.has_products or isinstance(found.module, nnx.List | nnx.Dict))
-    ]
-    matched = [found.as_matched() for found in (*layers, *others)]
-    for found in layers:
-        matched += kernels_as_modules(found.as_matched(), found.kernels)
+    if rules is None:
+        if all(site_of(one.module) is None for one in layers):
+            raise ValueError(
+                f"{where}: recipe is None for {name}, which is not wrapped, expected a recipe, "
+                "e.g. qtoolkit.recipes.weight_only_e4m3"
+            )
+        return
+    matched = [one.as_matched() for one in modules]
+    for one in modules:
+        matched += kernels_as_modules(one.as_matched(), one.kernels)
     check_rules(where, rules, matched)
-    recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
-    for found in layers:
-        recipe, found.recipes = recipes_of(rules, found.paths, found.kinds, found.kernels)
+    quantized = False
+    for one in layers:
+        recipe, kernels = recipes_of(rules, one.paths, one.kinds, one.kernels)
         if recipe is not None:
-            check_parameters(where, found)
+            check_parameters(where, one)
         else:
-            check_excluded(where, found)
-        recipes.update(dict.fromkeys(found.paths, (found, recipe)))
-    if all(recipe is None for _, recipe in recipes.values()):
+            check_excluded(where, one)
+        quantized |= recipe is not None or any(own is not None for _, own in kernels)
+    if not quantized:
         raise ValueError(
-            f"{where}: the rules exclude every layer of {type(model).__name__}, expected a "
-            f"recipe for one or more, e.g. for {layers[0].shown}"
+            f"{where}: the rules exclude every layer of {name}, expected a recipe for one or more, "
+            f"e.g. for {layers[0].shown}"
         )
-    for found in others:
-        if rules.lookup(found.paths, found.kinds) is None:
-            recipes.update(dict.fromkeys(found.paths, (found, None)))
-    return recipes
 
 
-def attach(
-    layer: Any,
-    recipe: Recipe,
-    found: "FoundModule | None" = None,
+def keep(
+    module: Any,
+    traced: Mapping[str, tuple[Recipe, tuple[int, ...]]],
+    before: Mapping[str, ProductState],
     *,
-    names: Mapping[str, Any] = types.MappingProxyType({}),
-    kernels: Sequence[tuple[str, Recipe | None]] = (),
+    is_traced: bool = False,
 ) -> None:
-    """Gives one layer its quantized matmuls.
+    """Gives a module the states of its matmuls: those of its kernels, and those that were traced.
 
     Args:
-      found: Its paths, for messages and reports; None: it is a model by itself.
-      names: The names of matmuls in its methods that keep state, "up" and "encode.kernel", each
-        with its recipe and the leading axes of a stack; None for those of the layer.
-      kernels: Those of its parameters that have a recipe of their own.
+      traced: Matmuls of a program, with their recipes and the leading axes of a stack.
+      before: The states that it had, from which the new ones take over what is still valid.
+      is_traced: Whether `traced` has all.
     """
-    found = FoundModule(layer, [""]) if found is None else found
-    site, states = LayerRecipe(recipe, found.paths[0], tuple(kernels)), product_states(layer)
-    forget(layer)
-    methods = dict.fromkeys((*made_of(layer).methods, *methods_of(layer)))
-    become(layer, methods=tuple(methods))
-    layer.qtoolkit_site = site
-    if any(one is not None and one.keeps_state for one in (recipe, *dict(kernels).values())):
-        _keep(layer, recipe, site, names)
-    for name, kept in product_states(layer).items():
-        if name in states:
-            kept.take_over(states[name])
+    site = site_of(module)
+    assert site is not None
+    known = {} if is_traced else dict(_known_matmuls(module, site))
+    wanted = known | dict(traced)
+    wanted = {name: pair for name, pair in wanted.items() if pair[0].keeps_state}
+    states = {
+        name: ProductState(recipe, lead, f"{site.path}:{name}")
+        for name, (recipe, lead) in wanted.items()
+    }
+    for name, state in states.items():
+        if name in before:
+            state.take_over(before[name])
+    if PRODUCTS in vars(module):
+        delattr(module, PRODUCTS)
+    if states:
+        set_attribute(module, PRODUCTS, Products(states))
 
 
-def _keep(layer: Any, recipe: Recipe, site: LayerRecipe, names: Mapping[str, Any]) -> None:
-    """Gives a layer the states of its matmuls."""
-    kind = original_class(type(layer))
-    entry = layer_of(kind)
-    own = () if entry is None else entry[1]
-    own += tuple(name_of(kind, "__call__", name) for name in adapters(layer))
-    found = dict.fromkeys([*own, *(name for name in names if name != "dot")])
-    if found:
-        is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two matmuls of activations
-        of_own = recipe.of_activations() if is_attention else recipe
-        kinds = {
-            name: (None if name in own else names.get(name)) or (of_own, stacked(layer))
-            for name in found
-        }
-        for kernel, other in site.kernels:
-            name = name_of(kind, "__call__", kernel)
-            if other is not None and name in kinds:
-                kinds[name] = other, kinds[name][1]
-        states = {
-            name: ProductState(recipe_of_matmul, lead, f"{site.path}:{name}")
-            for name, (recipe_of_matmul, lead) in kinds.items()
-        }
-        setattr(layer, PRODUCTS, Products(states))
+def _known_matmuls(module: Any, site: Site) -> Iterator[tuple[str, tuple[Recipe, Any]]]:
+    """The matmuls of a module that are known without a trace: its kernels, attention's two."""
+    names = matmuls_of_layer(module)
+    if not names and not is_of_flax(module):
+        names = tuple(FoundModule(module).kernels)
+    quantizing = quantizing_of(site)
+    for name in names:
+        parameter = None if name.isdigit() else Parameter(site.path, name)
+        recipe = quantizing.by_rules(site.path, parameter)
+        if recipe is not None:
+            yield name, (recipe, stacked(module))
 
 
-def forget(layer: Any) -> None:
-    """Removes what an earlier wrap has given to a layer."""
-    for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
-        if name in vars(layer):
-            delattr(layer, name)
+def quantizing_of(site: Site) -> Quantizing:
+    """By what the matmuls of a module are computed."""
+    return Quantizing(site.rules, {site.path: Module(site.paths, site.kinds)})
 
 
-def needs_no_scale(layer: Any) -> bool:
-    """Whether a layer may be used without ever running a matmul: an `Embed` that only looks up.
+def keep_traced(where: str, wrapped: Any, given: Any) -> None:
+    """Gives matmuls in modules of the user what they keep, if a call with `given` runs them."""
+    call = traced_call(where, wrapped, given)
+    multiply, found = call.traced.quantizing(), dict[str, dict[str, Any]]()
+    for matmul in call.traced.program(call.leaves).matmuls:
+        recipe = multiply.recipe_of(matmul)
+        if recipe is not None:
+            found.setdefault(matmul.path, {})[matmul.name] = recipe, matmul.stack
+    for _, module in list(nnx.iter_modules(wrapped, graph=True)):
+        site = site_of(module)
+        if site is not None and site.path in found:
+            keep(module, found[site.path], product_states(module))
 
-    Its only matmul is `attend`. Any other layer that no batch reaches is an error.
-    """
-    return isinstance(layer, nnx.Embed)
+
+def traced_call(where: str, wrapped: Any, given: Any) -> Bound:
+    """A call of a model with what `wrap(inputs=)` was given."""
+    if callable(given):
+        return bound_function(lambda model: given(model), wrapped, (), {})
+    args, options = strict_inputs(given, "inputs", where)
+    return bound_function(lambda model, *a, **k: model(*a, **k), wrapped, args, options)
 
 
-def is_of_flax(layer: Any) -> bool:
-    """Whether a layer is Flax's, which computes its matmuls whenever it is called."""
-    return layer_of(type(layer)) is not None
-
-
-def stacked(layer: Any) -> tuple[int, ...]:
-    """The leading axes of a layer's kernel that `nnx.vmap` added."""
-    kernel: Any
-    match layer:
-        case nnx.MultiHeadAttention():
-            return stacked(layer.query)
-        case nnx.Embed():
-            kernel, rank = layer.embedding, 2
-        case nnx.LoRA():
-            kernel, rank = layer.lora_a, 2
-        case nnx.Linear():
-            kernel, rank = layer.kernel, 2
-        case nnx.LinearGeneral():
-            kernel, axes = layer.kernel, (layer.batch_axis, layer.in_features, layer.out_features)
-            rank = sum(map(len, axes))
-        case nnx.Einsum() | nnx.Conv() | nnx.ConvTranspose():
-            kernel, rank = layer.kernel, len(layer.kernel_shape)
-        case _:  # a user's module
-            return ()
-    return tuple(kernel.shape[: len(kernel.shape) - rank])
+def quantize_alone(layer: Any, recipe: Recipe) -> None:
+    """Lets a layer that is being made compute by a recipe, whatever model it will be part of."""
+    become(layer)
+    set_attribute(layer, SITE, Site(("",), (type(layer),), Rules([], default=recipe)))
+    keep(layer, {}, {})

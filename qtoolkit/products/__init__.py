@@ -7,7 +7,6 @@ from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._compiled import NativeCalls, native_calls
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
 from qtoolkit.products._gain import Gain, Gpu, expected_gain
-from qtoolkit.products._layer import dot
 from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._operand import Current, Delayed, Hadamard, Learned, Operand, Static
 from qtoolkit.products._post_training import InputStatistics
@@ -36,7 +35,6 @@ __all__ = [
     "Sensitivity",
     "Static",
     "conv_general_dilated",
-    "dot",
     "dot_general",
     "einsum",
     "expected_gain",

@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._inputs import Batch
-from qtoolkit.products._instruments import Tapped, tapped
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place, listed
+from qtoolkit.products._program import Call, Key, Matmul
+from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._seen import Seen
 from qtoolkit.scaling import (
     MSE,
     AbsMax,
@@ -27,12 +29,10 @@ from qtoolkit.scaling import (
     MovingAverage,
     Observer,
     Percentile,
+    QArray,
 )
 from qtoolkit.scaling.internal import (
     amax_of,
-    extreme,
-    marked,
-    marked_size,
     observed_summary,
     occurrences,
 )
@@ -46,64 +46,74 @@ OBSERVERS: dict[str, type[Observer]] = {
     "amax_history": AmaxHistory,
 }
 _HISTOGRAMS = (Percentile, MSE, Entropy)
-# Amaxes of several runs of a product are told apart to this many mantissa bits: 2**-3 = 12.5 %.
-BITS = 3
-MARKED = marked_size(BITS)
 _STATIC: Any = {"static": True}
 
 
-@dataclasses.dataclass(frozen=True)
-class _SummaryTap:
-    """Measures [uses, bad uses, marked amax, histogram] of an operand; no histogram without `bins`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Summarizing:
+    """A `multiply` that also sees the operands that can be calibrated, by side.
 
-    A use is one run of the product in the step. It is bad if the operand held a NaN or an infinity.
-    `marked` encodes the amax such that the amaxes of several runs can be added, and the largest
-    read from the sum.
+    Largest: the amax. Total: [uses, bad uses], and the counts of the histogram. A use is one run
+    of the matmul. It is bad if the operand held a NaN or an infinity.
+
+    Attributes:
+      bins: The bins of the histograms; None to make none.
     """
 
+    quantizing: Quantizing
     bins: Bins | None
-    roles: tuple[int, ...] = (0, 1)
 
-    @property
-    def size(self) -> int:
-        return 2 + MARKED + (0 if self.bins is None else self.bins.count)
+    def __call__(self, matmul: Matmul, call: Call, planted: Any) -> tuple[Any, Seen | None]:
+        out, _ = self.quantizing(matmul, call, planted)
+        recipe = self.quantizing.recipe_of(matmul)
+        if recipe is None:
+            return out, None
+        operands = (call.lhs, call.rhs) if matmul.kernel != 0 else (call.rhs, call.lhs)
+        largest, total = {}, {}
+        for side in calibrated_sides(recipe):
+            if not isinstance(operands[side], QArray):
+                largest[side], total[side] = self._summary(operands[side])
+        return out, Seen(largest, total)
 
-    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
+    def _summary(self, x: jax.Array) -> tuple[jax.Array, Any]:
         amax, is_bad = amax_of(x)
-        pieces = [jnp.ones((1,), jnp.float32), is_bad.astype(jnp.float32).reshape(1)]
-        pieces.append(marked(amax.reshape(1), BITS))
-        if self.bins is not None:
-            index = self.bins.index(exact_float32(x))
-            pieces.append(occurrences(index, self.bins.count).astype(jnp.float32))
-        return jnp.concatenate(pieces)
+        uses = jnp.stack([jnp.ones_like(amax), is_bad.astype(jnp.float32)])
+        if self.bins is None:
+            return amax, (uses, None)
+        counts = occurrences(self.bins.index(exact_float32(x)), self.bins.count)
+        return amax, (uses, counts.astype(jnp.float32))
 
 
-def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Tapped:
-    """Runs a pure function once and measures the operands of its products.
-
-    Args:
-      bins: The bins of the histograms; None to make no histograms.
-      function: Takes and returns pytrees. A product on which no float of the result depends is not
-        measured, since measurements come out as gradients of these floats.
-    """
-    measured, _ = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
-    return measured
+def calibrated_sides(recipe: Recipe) -> list[int]:
+    return [i for i, o in enumerate(recipe.forward) if o is not None and o.is_calibratable]
 
 
-def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """A function that returns the sum of all floats in the result of `function`.
+class Summary(NamedTuple):
+    """What one batch tells of each matmul that ran.
 
-    Its gradient reaches every product on which one of these floats depends.
+    Attributes:
+      seen: By the key of the matmul, see `_Summarizing`.
+      recipes: Likewise, in the order in which they run.
     """
 
-    def total(*arguments: Any) -> jax.Array:
-        leaves = jax.tree.leaves(function(*arguments))
-        floats = [
-            x for x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-        ]
-        return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.float32(0))
+    seen: Mapping[Key, Seen]
+    recipes: dict[Key, Recipe]
 
-    return total
+
+def summary_of(
+    traced: Traced, bins: Bins | None, leaves: list[Any], planted: Mapping[Key, Any]
+) -> Summary:
+    seen, (recipes,) = _summary(traced, bins, leaves, planted)
+    return Summary(seen, dict(recipes))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _summary(traced: Traced, bins: Any, leaves: list[Any], planted: Mapping[Key, Any]) -> Any:
+    multiply, program = traced.quantizing(observes=False, is_measured=True), traced.program(leaves)
+    _, seen = program.run(leaves, _Summarizing(multiply, bins), planted)
+    pairs = ((matmul.key, multiply.recipe_of(matmul)) for matmul in program.matmuls)
+    recipes = tuple(dict.fromkeys((key, recipe) for key, recipe in pairs if recipe is not None))
+    return seen, StaticResult((recipes,))
 
 
 @jax.tree_util.register_dataclass
@@ -115,13 +125,10 @@ class Calibration:
       states: An observer of `qtoolkit.scaling` for each operand.
       keys: For each observer the path of the layer, the name of the matmul in that layer, and 0
         for lhs or 1 for rhs.
-      unreached: Matmuls that ran and need a scale, but could not be measured: no gradient of the
-        model's output reached them.
     """
 
     states: tuple[Observer, ...]
     keys: tuple[tuple[str, str, int], ...] = dataclasses.field(metadata=_STATIC)
-    unreached: tuple[Place, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -162,10 +169,7 @@ class Calibration:
         states = dict(zip(self.keys, self.states, strict=True))
         for key, state in zip(other.keys, other.states, strict=True):
             states[key] = states[key].merge(state) if key in states else state
-        reached = {(path, name) for path, name, _ in states}
-        missing = dict.fromkeys((*self.unreached, *other.unreached))
-        unreached = tuple(place for place in missing if tuple(place) not in reached)
-        return Calibration(tuple(states.values()), tuple(states), unreached)
+        return Calibration(tuple(states.values()), tuple(states))
 
     def merge_across(self, axis_name: str | tuple[str, ...]) -> "Calibration":
         """The calibration over the batches of all devices along these axes of `jax.shard_map`."""
@@ -182,7 +186,7 @@ class Calibration:
 
 
 def calibration_of(
-    summarize: Callable[[Bins | None, Batch], Tapped],
+    summarize: Callable[[Bins | None, Batch], Summary],
     batches: Iterable[Any],
     observer: Any,
     options: dict[str, Any],
@@ -204,23 +208,20 @@ def calibration_of(
         )
     bins = (options.get("bins") or Bins()) if issubclass(kind, _HISTOGRAMS) else None
     states: dict[tuple[str, str, int], Observer] = {}
-    places: dict[Place, None] = {}
     number = 0
     for number, batch in enumerate(batches, start=1):  # noqa: B007
         summary = summarize(bins, Batch.of(batch))
         _check_summary(summary)
-        products = zip(summary.places, summary.recipes, summary.rows, strict=True)
-        for place, recipe, rows in products:
-            for side, operand in enumerate(recipe.forward):
-                if operand is None or not operand.is_calibratable:
-                    continue
-                places[place] = None
-                if not float(rows[side][0]):  # no gradient reached it: nothing is known
+        for place, recipe in summary.recipes.items():
+            largest, total = summary.seen.get(place, Seen({}, {}))
+            for side in calibrated_sides(recipe):
+                if side not in total or not float(total[side][0][0]):  # in a branch that did not run
                     continue
                 key = (*place, side)
                 state = states.get(key)
-                state = _new_observer(kind, operand, options) if state is None else state
-                states[key] = _after(state, rows[side])
+                if state is None:
+                    state = _new_observer(kind, recipe.forward[side], options)
+                states[key] = _after(state, largest[side], *total[side])
     if not number:
         raise ValueError("calibrate: there are no batches, expected one or more")
     never = [key for key, state in states.items() if not int(state.count)]
@@ -231,24 +232,22 @@ def calibration_of(
             f"{('lhs', 'rhs')[side]} have a NaN or an infinity, expected a finite one; so for "
             f"{len(never)} operands in all"
         )
-    reached = {(path, name) for path, name, _ in states}
-    unreached = tuple(place for place in places if tuple(place) not in reached)
-    return Calibration(tuple(states.values()), tuple(states), unreached)
+    return Calibration(tuple(states.values()), tuple(states))
 
 
-def _check_summary(summary: Tapped) -> None:
+def _check_summary(summary: Summary) -> None:
     """Raises if nothing was measured: called under `jit`, no product ran, or a frozen model."""
-    if any(isinstance(rows, jax.core.Tracer) for rows in summary.rows):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(summary.seen)):
         raise TypeError(
             "calibrate: called inside jit, shard_map or another transformation, expected a "
             "call outside, where it compiles by itself; batches may be sharded, and "
             "calibrations of several runs merge: a.merge(b)"
         )
-    if not summary.places:
+    if not summary.recipes:
         raise ValueError(
             "calibrate: no quantized matmul ran, expected a wrapped model; wrap it first"
         )
-    if any(recipe.is_calibrated for recipe in summary.recipes):
+    if any(recipe.is_calibrated for recipe in summary.recipes.values()):
         raise ValueError(
             "calibrate: the recipe has Static() scaling, as freeze makes it, and keeps its "
             "scales, expected one with current scaling, e.g. te_current; calibrate the model "
@@ -285,12 +284,10 @@ def _new_observer(kind: type[Observer], operand: Operand, options: dict[str, Any
 
 
 @jax.jit
-def _after(state: Observer, row: jax.Array) -> Observer:
-    amax = extreme(row[2 : 2 + MARKED], BITS, lowest=False)
-    counts = None
-    if isinstance(state, _HISTOGRAMS):
-        counts = row[2 + MARKED :].astype(jnp.uint32).reshape(*state.shape, -1)
-    return observed_summary(state, amax.reshape(state.shape), counts, row[1] == 0)
+def _after(state: Observer, amax: jax.Array, uses: jax.Array, counts: jax.Array | None) -> Observer:
+    if counts is not None:
+        counts = counts.astype(jnp.uint32).reshape(*state.shape, -1)
+    return observed_summary(state, amax.reshape(state.shape), counts, uses[1] == 0)
 
 
 def check_calibrated(where: str, missing: Iterable[str]) -> None:

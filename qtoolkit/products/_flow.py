@@ -15,40 +15,48 @@ import jax.numpy as jnp
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._calibration import (
     Calibration,
+    Summary,
     calibration_of,
     check_calibrated,
     summary_of,
 )
-from qtoolkit.products._forward_state import without_forward_updates
-from qtoolkit.products._inputs import Batch, Constant
-from qtoolkit.products._instruments import explained
-from qtoolkit.products._learned import first_scales
-from qtoolkit.products._numerics import Measurements, Numerics, measure
+from qtoolkit.products._calls import MeasuredStep, training_step
+from qtoolkit.products._inputs import Batch
+from qtoolkit.products._learned import Starting, first_scale
+from qtoolkit.products._numerics import (
+    Measured,
+    Numerics,
+    explained,
+    loss_of,
+    measured_matmuls,
+    numerics_of,
+)
 from qtoolkit.products._operand import Operand
-from qtoolkit.products._place import MODEL
+from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._post_training import PlainModel, Settings, tuned
+from qtoolkit.products._program import Key, Planted
+from qtoolkit.products._quantizing import StaticResult, Traced
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._report import Report, lacks_history, report_of
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
 from qtoolkit.products._states import LEARNED, first_values
-from qtoolkit.products._step_metrics import (
-    measured_matmuls,
-    measurement_zeros,
-    measuring_step,
-    metrics_of,
-)
+from qtoolkit.products._step_metrics import WatchTap, measurement_zeros, metrics_of
 from qtoolkit.products._stored import check_trainable, stored_kernel, with_leading_axes
 from qtoolkit.scaling import QArray
 
 
-class Adapter(Protocol):
-    """A wrapped model without its arrays. Hashable: a static argument of `jax.jit`."""
+class Call(Protocol):
+    """A call of a wrapped model, or a function of one, as `Program`s need it.
 
-    def model(self, arrays: Any) -> Any:
-        """What a loss takes as its model, from the arrays of the model."""
+    Attributes:
+      traced, leaves: The function of arrays, and the arrays.
+    """
 
-    def call(self, arrays: Any) -> Callable[..., Any]:
-        """The model as a function of its inputs."""
+    traced: Traced
+    leaves: list[Any]
+
+    def planted(
+        self, zeros: Mapping[Key, Any], *, has_probes: bool = False
+    ) -> dict[Key, Planted]: ...
 
 
 class Kept(NamedTuple):
@@ -72,13 +80,15 @@ class Step(Protocol):
     """One training step of a wrapped model, which `value_and_grad` runs.
 
     Attributes:
+      package: "nnx" or "linen".
       trained: The parameters by which to differentiate.
     """
 
+    package: str
     trained: Any
 
-    def pure(self, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-        """The loss as a function of (arrays, *args, **kwargs), and the arrays of the model."""
+    def called(self, loss: Callable[..., Any], args: Any, kwargs: Any) -> Call:
+        """A call of the loss."""
 
     def differentiated(
         self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
@@ -97,31 +107,33 @@ def value_and_grad(
     step: Step, loss: Callable[..., Any], args: Any, kwargs: Any, *, metrics: bool
 ) -> tuple[Any, ...]:
     check_trainable(step.trained)
-    products = {}
+    matmuls: dict[Key, Measured] = {}
     if metrics:
-        batch = Batch.of((args, kwargs))
-        function, arrays = step.pure(loss)
-        products = measured_matmuls(batch.bound(function), arrays, batch.arrays)
+        call = step.called(loss, args, kwargs)
+        matmuls = measured_matmuls(call.traced.program(call.leaves), call.traced.quantizing())
+    keys = {str(Place(*key)): key for key in matmuls}
 
     def watched(model: Any, zeros: Any, *args: Any, **kwargs: Any) -> Any:
-        with measuring_step(products, zeros) if metrics else nullcontext():
+        given = {keys[name]: x for name, x in zeros.items()}
+        measured = MeasuredStep(WatchTap(), given) if metrics else None
+        with training_step(step.package, measured):
             return loss(model, *args, **kwargs)
 
     about = explained("value_and_grad: metrics=True") if metrics else nullcontext()
-    with without_forward_updates(), about:
+    with about:
         value, grads, probes, rows = step.differentiated(
-            watched, measurement_zeros(products), args, kwargs
+            watched, measurement_zeros(matmuls), args, kwargs
         )
     results = step.finished(value, grads, probes)
-    return (*results, metrics_of(products, rows)) if metrics else results
+    return (*results, metrics_of(matmuls, rows)) if metrics else results
 
 
 def calibrate(
-    adapter: Adapter, arrays: Any, batches: Iterable[Any], observer: Any, options: dict[str, Any]
+    call_of: Callable[[Batch], Call], batches: Iterable[Any], observer: Any, options: dict[str, Any]
 ) -> Calibration:
-    def summarize(bins: Any, batch: Batch) -> Any:
-        with explained("calibrate"):  # some tracers escape only when `jit` ends
-            return _of_batch(Constant((summary_of, bins)), adapter, arrays, batch)
+    def summarize(bins: Any, batch: Batch) -> Summary:
+        call = call_of(batch)
+        return summary_of(call.traced, bins, call.leaves, call.planted({}))
 
     return calibration_of(summarize, batches, observer, options)
 
@@ -155,42 +167,20 @@ def frozen_amaxes(
             f"write {line}"
         )
     amaxes = {path: calibration.amaxes(path) for path in calibration.paths}
-    missing = [str(place) for place in calibration.unreached]
-    unreached = {place.path for place in calibration.unreached}
+    missing: list[str] = []
     for layer in layers:
         missing.extend(calibration.partly_known(layer.path, layer.recipe))
-        if not layer.may_idle and layer.path not in amaxes and layer.path not in unreached:
+        if not layer.may_idle and layer.path not in amaxes:
             missing.append(layer.path)
     check_calibrated("freeze", dict.fromkeys(missing))
     return amaxes
 
 
-def report(
-    function: Callable[..., Any], arrays: Any, inputs: Any, layers: Iterable[tuple[str, list[Any]]]
-) -> Report:
-    """Reports on `function(arrays, *args, **options)`.
-
-    Args:
-      inputs: (args, options).
-      layers: The paths of the layers that have a recipe, with the histories of their matmuls.
-    """
-    batch, layers = Batch.of(inputs), [(path or MODEL, histories) for path, histories in layers]
-    unstarted = {path for path, histories in layers if lacks_history(histories)}
-    paths = tuple(dict.fromkeys(path for path, _ in layers))
-    return report_of(batch.bound(function), (arrays, batch.arrays), paths, unstarted)
+def numerics(call: Call) -> Numerics:
+    return numerics_of(call.traced, call.leaves, call.planted({}))
 
 
-def numerics(adapter: Adapter, arrays: Any, batch: Any, loss_fn: Any, given: str) -> Numerics:
-    _check_loss("numerics", loss_fn, given)
-    with explained("numerics"):
-        measured: Measurements = _of_loss(measure, adapter, Constant(loss_fn), arrays, batch)
-    return measured.numerics()
-
-
-def sensitivity(
-    adapter: Adapter, arrays: Any, batch: Any, loss_fn: Any, given: str, products: Iterable[Kept]
-) -> Sensitivity:
-    _check_loss("sensitivity", loss_fn, given)
+def sensitivity(call: Call, products: Iterable[Kept]) -> Sensitivity:
     for product in products:
         scales = [product.arrays[name] for name in LEARNED[::2] if name in product.arrays]
         if not product.may_idle and any(bool(jnp.any(jnp.isnan(scale))) for scale in scales):
@@ -199,16 +189,16 @@ def sensitivity(
                 "started, expected a number; write start_scales, as qtoolkit.nnx.start_scales("
                 "wrapped, batch) or qtoolkit.linen.start_scales(wrapped, variables, batch)"
             )
-    found: Sensitivity = _of_loss(sensitivity_of, adapter, Constant(loss_fn), arrays, batch)
-    return found
+    return sensitivity_of(call.traced, call.leaves, call.planted({}))
 
 
-def start_scales(
-    adapter: Adapter, arrays: Any, batch: Any, products: Sequence[Kept]
-) -> list[dict[str, Any]]:
+def start_scales(call: Call, products: Sequence[Kept]) -> list[dict[str, Any]]:
     """For each matmul the learned scales and offsets that had no value, from one batch."""
-    with explained("start_scales"):
-        values = _of_batch(Constant((first_scales,)), adapter, arrays, Batch.of(batch))
+    seen, (operands,) = _seen_to_start(call.traced, call.leaves, call.planted({}))
+    values = {
+        (*key, side): first_scale(seen[key].largest[side], seen[key].total[side], operand)
+        for key, side, operand in operands
+    }
     if not values:
         raise ValueError(
             "start_scales: no learned scale was used, expected a model from wrap and a recipe with "
@@ -223,6 +213,21 @@ def start_scales(
             missing.append(product.path)
     check_calibrated("start_scales", dict.fromkeys(missing))
     return new
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _seen_to_start(traced: Traced, leaves: list[Any], planted: Any) -> Any:
+    program = traced.program(leaves)
+    multiply = traced.quantizing(observes=False, is_measured=True)
+    _, seen = program.run(leaves, Starting(multiply), planted)
+    operands = {
+        (matmul.key, side, operand): None
+        for matmul in program.matmuls
+        if (recipe := multiply.recipe_of(matmul)) is not None
+        for side, operand in enumerate(recipe.forward)
+        if operand is not None and operand.is_learned
+    }
+    return seen, StaticResult((tuple(operands),))
 
 
 class Kernel(NamedTuple):
@@ -300,29 +305,11 @@ def _measured(values: Any, product: Kept, side: int) -> Any:
     return values.get((product.path, product.name, side))
 
 
-def _check_loss(where: str, loss_fn: Any, given: str) -> None:
+def checked_loss(where: str, loss_fn: Any, given: str) -> Callable[..., Any]:
+    """A loss, which must be a float scalar, as a function of (model, batch)."""
     if not callable(loss_fn):
         raise TypeError(
             f"{where}: loss_fn has type {type(loss_fn).__name__}, expected a function to a float "
             f"scalar; write {where}({given}, batch, loss_fn)"
         )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _of_batch(measure: Constant, adapter: Adapter, arrays: Any, batch: Batch) -> Any:
-    function, *options = measure.value
-
-    def called(arrays: Any, batch: Batch) -> Any:
-        return batch.given_to(adapter.call(arrays))
-
-    return function(*options, called, arrays, batch)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _of_loss(
-    measure: Callable[..., Any], adapter: Adapter, loss_fn: Constant, arrays: Any, batch: Any
-) -> Any:
-    def loss(arrays: Any, batch: Any) -> Any:
-        return loss_fn.value(adapter.model(arrays), batch)
-
-    return measure(loss, arrays, batch)
+    return loss_of(where, loss_fn)

@@ -8,7 +8,7 @@ scale from the operand in one batch. `quantize` stores a kernel as codes and its
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,19 +20,19 @@ from qtoolkit.casts.internal import WIDTHS, exact_float32
 from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
 from qtoolkit.gradients.internal import LEAST
-from qtoolkit.products._calibration import BITS, MARKED, total_of
-from qtoolkit.products._instruments import Tap, tapped
 from qtoolkit.products._operand import Learned, Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._seen import Seen
+from qtoolkit.products._taps import Tap
 from qtoolkit.scaling import QArray, quantize
-from qtoolkit.scaling.internal import Scales, extreme, marked, operand_values
+from qtoolkit.scaling.internal import Scales, operand_values
 
 Array = jax.Array
 
 # (scale, offset), float32 scalars. NaN until `start_scales` sets them; None if not learned.
 LearnedScale = tuple[Array | None, Array | None]
-_SIDES = ("lhs", "rhs")  # also the roles 0 and 1 of `_instruments.ROLES`
+_SIDES = ("lhs", "rhs")  # also the roles 0 and 1 of `_taps.ROLES`
 
 
 def with_learned_scales(
@@ -85,11 +85,8 @@ def _rounded(
     """Rounds one operand by LSQ or LSQ+, and measures it if `tap` has its role."""
     (scale, offset), element = learned, operand.spec.element
     assert scale is not None
-    if tap is not None:  # `start_scales` and reports measure a model before its scales are set
-        scale = jnp.where(jnp.isnan(scale), lsq_scale(x, element), scale)
-        offset = None if offset is None else jnp.where(jnp.isnan(offset), 0, offset)
     # Under `jit` the number is not known: a NaN then makes the result NaN.
-    elif not isinstance(scale, jax.core.Tracer) and bool(np.isnan(np.asarray(scale))):
+    if not isinstance(scale, jax.core.Tracer) and bool(np.isnan(np.asarray(scale))):
         raise ValueError(
             f"{where}: the learned scale of {_SIDES[side]} has not been started; write "
             "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made, or "
@@ -104,7 +101,7 @@ def _rounded(
     q, scales = operand_values(shifted, operand.spec, fixed=Scales(scale.reshape((1,) * x.ndim)))
     measurement = tap(shifted, Rounded(q, scales, operand.spec))
     # Adds zeros to y. Their derivative makes the measurement the gradient of `zeros[side]`: see
-    # `_instruments` for why measurements are gradients.
+    # `_taps` for why measurements are gradients.
     zero = _Zero(jax.ShapeDtypeStruct(y.shape, y.dtype))
     return y + linear_with_transpose(zero, _ReturnMeasurement(), (measurement,), zeros[side])
 
@@ -164,60 +161,64 @@ class _ReturnMeasurement:
         return residuals[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _StartTap:
-    """Measures [runs, mean(|x|), marked max(-x, 0), marked max(x, 0)] of an operand.
+def with_first_scales(
+    kept: Mapping[str, Array], operands: tuple[Any, Any], recipe: Recipe
+) -> dict[str, Array]:
+    """The state of a matmul with first values for learned scales that were not started.
 
-    If the matmul runs several times, JAX adds up these vectors. So `marked` stores a maximum as a
-    histogram, in whose sum `extreme` finds the largest.
+    Args:
+      operands: Those at hand, in the order (input, kernel).
+    """
+    new = dict(kept)
+    for side, operand in enumerate(recipe.forward):
+        scale, offset = (f"{_SIDES[side]}_{part}" for part in ("scale", "offset"))
+        if operand is not None and operand.is_learned and scale in kept:
+            first = lsq_scale(operands[side], operand.spec.element)
+            new[scale] = jnp.where(jnp.isnan(kept[scale]), first, kept[scale])
+            if offset in kept:
+                new[offset] = jnp.where(jnp.isnan(kept[offset]), 0, kept[offset])
+    return new
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Starting:
+    """A `multiply` that also sees, by side, what the first value of a learned scale follows from.
+
+    Largest: float32[2], the largest of max(-x, 0) and of max(x, 0). Total: float32[2], the number
+    of runs, and the sum of mean(|x|).
     """
 
-    roles: tuple[int, ...] = (0, 1)
-    size: int = 2 + 2 * MARKED
+    quantizing: Any  # `Quantizing`, which imports this file
 
-    def __call__(self, x: Array, rounded: Rounded) -> Array:
-        values = exact_float32(x)
-        finite = jnp.where(jnp.isfinite(values), values, np.float32(0))
-        count = jnp.maximum(jnp.sum(jnp.isfinite(values), dtype=jnp.float32), 1)
-        mean = jnp.sum(jnp.abs(finite) / count)
-        ends = jnp.stack([jnp.max(jnp.maximum(part, 0)) for part in (-finite, finite)])
-        return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), marked(ends, BITS)])
-
-
-def first_scales(
-    function: Callable[..., Any], *arguments: Any
-) -> dict[tuple[str, str, int], Array]:
-    """The first scale and offset of each operand that learns them, from one run of a pure function.
-
-    float32[2] each, by (path of the layer, name of the matmul in it, 0 for lhs or 1 for rhs); NaN
-    if the function did not run the matmul, or its result does not depend on it.
-    """
-    measured, _ = tapped("start_scales", _StartTap(), total_of(function), *arguments)
-    return {
-        (*place, side): _first_scale(rows[side], operand)
-        for place, recipe, rows in zip(
-            measured.places, measured.recipes, measured.rows, strict=True
-        )
-        for side, operand in enumerate(recipe.forward)
-        if operand is not None and operand.is_learned
-    }
+    def __call__(self, matmul: Any, call: Any, planted: Any) -> tuple[Any, Seen | None]:
+        out, _ = self.quantizing(matmul, call, planted)
+        recipe: Recipe | None = self.quantizing.recipe_of(matmul)
+        operands = (call.lhs, call.rhs) if matmul.kernel != 0 else (call.rhs, call.lhs)
+        largest, total = {}, {}
+        for side in [] if recipe is None else [i for i in (0, 1) if recipe.learned[i]]:
+            values = exact_float32(operands[side])
+            finite = jnp.where(jnp.isfinite(values), values, np.float32(0))
+            count = jnp.maximum(jnp.sum(jnp.isfinite(values), dtype=jnp.float32), 1)
+            mean = jnp.sum(jnp.abs(finite) / count)
+            ends = [jnp.max(jnp.maximum(part, 0)) for part in (-finite, finite)]
+            largest[side] = jnp.stack(ends)
+            total[side] = jnp.stack([jnp.ones_like(mean), mean])
+        return out, Seen(largest, total)
 
 
-def _first_scale(row: Array, operand: Operand) -> Array:
-    """float32[2]: scale and offset, from what `_StartTap` measured; NaN if there was no run.
+def first_scale(ends: Array, runs_and_mean: Array, operand: Operand) -> Array:
+    """float32[2]: scale and offset, from what `Starting` saw; NaN if there was no run.
 
     LSQ: the scale is 2 mean(|x|) / sqrt(Qp), where Qp is the largest value of the format. LSQ+: the
     scale is (max(x, 0) - min(x, 0)) / (Qp - Qn), where Qn is the lowest one; with the offset,
     min(x, 0) becomes Qn.
     """
     element = operand.spec.element
-    runs = row[0]
-    scale = row[1] / jnp.maximum(runs, 1) * np.float32(2 / math.sqrt(element.max_finite))
+    runs, mean = runs_and_mean
+    scale = mean / jnp.maximum(runs, 1) * np.float32(2 / math.sqrt(element.max_finite))
     offset = jnp.zeros_like(scale)
     if isinstance(operand.scaling, Learned) and operand.scaling.offset:
-        below, above = (
-            extreme(row[start : start + MARKED], BITS, lowest=False) for start in (2, 2 + MARKED)
-        )
+        below, above = ends
         width = np.float32(float(element.max_finite - element.lowest))
         scale = above / width + below / width  # not their sum first: it may overflow
         offset = -below - np.float32(float(element.lowest)) * scale

@@ -2,10 +2,12 @@
 
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,6 +46,37 @@ def _frames(eqn: Any) -> list[Any]:
 
 def _shown(frame: Any) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+
+
+def place_of(eqn: Any, functions: Sequence[tuple[str, str]] = ()) -> str:
+    """Where a module's method made an equation: "__call__@3:12.attend@5:8".
+
+    Functions of the user from the method on, each with a line, counted from its first one, and a
+    column. It is the name of a matmul of two activations. No count of other matmuls is in it, so it
+    is the same when Python takes another path, or when the file changes elsewhere. "" in layers of
+    Flax.
+
+    Args:
+      functions: The places and names of the jitted functions around. JAX traces one for all of its
+        callers, so only the frames from the innermost one on say something.
+    """
+    places: list[str] = []
+    is_users = False
+    traceback = eqn.source_info.traceback
+    for code, last in zip(*traceback.raw_frames(), strict=True) if traceback else ():
+        file = code.co_filename
+        if file.startswith(_FOLDERS["qtoolkit"]):  # here the method of the module begins
+            break
+        if file.startswith((_FOLDERS["jax"], _FOLDERS["jaxlib"], "<")):
+            continue
+        is_users |= not file.startswith(_FOLDERS["flax"])
+        positions = itertools.islice(code.co_positions(), last // 2, None)
+        line, _, column, _ = next(positions, (None,) * 4)
+        from_first = (line or code.co_firstlineno) - code.co_firstlineno
+        places.insert(0, f"{code.co_name}@{from_first}:{column}")
+        if functions and code.co_name == functions[-1][1]:
+            break
+    return ".".join(places) if is_users else ""
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:

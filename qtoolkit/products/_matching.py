@@ -9,14 +9,14 @@ from qtoolkit.products._place import MODEL
 from qtoolkit.products._recipe import Recipe, check_recipe
 
 
-class Module(NamedTuple):
+class FoundModule(NamedTuple):
     """A module of a model.
 
     Attributes:
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it.
       name: The name of its own type.
-      has_products: Whether it computes matmuls that `wrap` can quantize.
+      has_products: Whether it may compute matmuls: of modules of the user only a trace knows it.
     """
 
     paths: Sequence[str]
@@ -40,7 +40,7 @@ def recipes_of(
     return recipe, tuple((kernel, one) for kernel, one in found.items() if one != recipe)
 
 
-def kernels_as_modules(module: Module, kernels: Sequence[str]) -> list[Module]:
+def kernels_as_modules(module: FoundModule, kernels: Sequence[str]) -> list[FoundModule]:
     """A module's kernels, as rules match them."""
     return [module._replace(paths=_within(module.paths, kernel)) for kernel in kernels]
 
@@ -57,7 +57,7 @@ def training_rules(recipe: Any) -> Rules[Recipe]:
     return Rules((), default=Recipe() if recipe is None else check(recipe))
 
 
-def unused_rules(rules: Rules[Recipe], modules: Sequence[Module]) -> list[str | type]:
+def unused_rules(rules: Rules[Recipe], modules: Sequence[FoundModule]) -> list[str | type]:
     """The keys of rules with a recipe that match no layer, or with None that match no module."""
     layers = [module for module in modules if module.has_products]
     return [
@@ -67,7 +67,7 @@ def unused_rules(rules: Rules[Recipe], modules: Sequence[Module]) -> list[str | 
     ]
 
 
-def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[Module]) -> None:
+def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[FoundModule]) -> None:
     for key in unused_rules(rules, modules):
         alone: Rules[Recipe] = Rules([(key, None)])
         for module in modules:
@@ -83,6 +83,6 @@ def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[Module]) -> 
     rules.check_used(where, *_matched(modules))
 
 
-def _matched(modules: Sequence[Module]) -> tuple[list[Sequence[str]], list[Sequence[type]]]:
+def _matched(modules: Sequence[FoundModule]) -> tuple[list[Sequence[str]], list[Sequence[type]]]:
     """The paths and the types that rules match."""
     return [module.paths for module in modules], [module.kinds for module in modules]

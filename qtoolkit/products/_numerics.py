@@ -1,23 +1,27 @@
 """What rounding does to every operand of a model's matmuls, forward and backward."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.products._instruments import Stored, Tapped, tapped
+from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._place import MODEL, Place
+from qtoolkit.products._program import Key, Planted, Program
+from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, stored_labels
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._taps import ROLES, Stored
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,
@@ -35,7 +39,7 @@ HEADER = (
     *("underflow %", "cosine"),
 )
 _VERSION = 1
-# A role is one of six uses of an operand, see `_instruments.ROLES`. For each role: which operand it
+# A role is one of six uses of an operand, see `_taps.ROLES`. For each role: which operand it
 # is, and which matmul uses it.
 _OPERAND_OF_ROLE = ("lhs", "rhs", "cotangent", "rhs", "lhs", "cotangent")
 _MATMUL_OF_ROLE = ("forward", "forward", "dgrad", "dgrad", "wgrad", "wgrad")
@@ -231,17 +235,6 @@ class Numerics:
 
         numerics_map(self, path)
 
-    def html(self, path: str | os.PathLike[str]) -> None:
-        """Writes an HTML page with the histogram of every operand. It loads no other files.
-
-        Raises:
-          OSError: The file cannot be written.
-        """
-        from qtoolkit.products._numerics_page import page
-
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page(self))
-
     def to_json(self) -> str:
         """The report as JSON. `Numerics.from_json` makes an equal report from it."""
         data = {"type": "Numerics", "version": _VERSION, **dataclasses.asdict(self)}
@@ -294,32 +287,82 @@ def severity_of(row: Row) -> str:
     return "poor" if sqnr < 20 or saturated > 0.001 or zeros > 0.05 else ""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Measurements:
-    """What was measured in one step, and the matmuls that are not quantized.
+class Measured(NamedTuple):
+    """What a tap can measure of a matmul: its recipe, and labels of stored operands."""
 
-    A pytree, which a jitted step can return. `numerics` makes the report of it, outside of `jit`.
-    """
+    recipe: Recipe
+    stored: Stored
 
-    measured: Tapped
-    left: tuple[Product, ...] = dataclasses.field(metadata=_STATIC)
 
-    def numerics(self) -> Numerics:
-        measured = self.measured
-        products = zip(measured.places, measured.recipes, measured.stored, strict=True)
-        row_labels = [
-            (matmul, role, twin, label)
-            for matmul, product in enumerate(products)
-            for role, twin, label in labels(*product)
-        ]
-        *indices, _ = zip(*row_labels, strict=True)
-        tallies = _tallies(measured.rows, *map(np.array, indices))
-        rows = (
-            Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
-            for i, (*_, label) in enumerate(row_labels)
-        )
-        return Numerics(rows=tuple(rows), left=self.left)
+def measured_matmuls(program: Program, multiply: Quantizing) -> dict[Key, Measured]:
+    """The quantized matmuls of a program, in the order in which they run."""
+    found: dict[Key, Measured] = {}
+    for matmul in program.matmuls:
+        recipe = multiply.recipe_of(matmul)
+        if recipe is not None:
+            stored = stored_labels(matmul)
+            recipe = recipe.with_stored(1) if any(stored) else recipe
+            found.setdefault(matmul.key, Measured(recipe, stored))
+    return found
+
+
+def numerics_of(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -> Numerics:
+    """Measures all matmuls in one step of a function that returns a loss."""
+    with explained("numerics"):
+        measured, (matmuls, left) = _measured(traced, leaves, dict(planted))
+    row_labels = [
+        (number, role, twin, label)
+        for number, (key, matmul) in enumerate(matmuls)
+        for role, twin, label in labels(Place(*key), *matmul)
+    ]
+    *indices, _ = zip(*row_labels, strict=True)
+    tallies = _tallies(measured, *map(np.array, indices))
+    rows = (
+        Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
+        for i, (*_, label) in enumerate(row_labels)
+    )
+    return Numerics(rows=tuple(rows), left=left)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measured(traced: Traced, leaves: list[Any], planted: dict[Key, Planted]) -> Any:
+    """For each matmul float32[len(ROLES), TALLY_SIZE]; and the matmuls, also those without."""
+    tap = _TallyTap()
+    program = traced.program(leaves)
+    multiply = traced.quantizing(observes=False, is_measured=True, tap=tap)
+    matmuls = measured_matmuls(program, multiply)
+    check_ran("numerics", matmuls)
+    # Inside of a `jax.shard_map`, mark the zeros as varying over the same mesh axes as the other
+    # arrays. JAX sums the cotangent of a value that does not vary over all shards, and every shard
+    # would then get the measurements of all instead of its own.
+    arrays = [x for x in jax.tree.leaves(leaves) if jnp.issubdtype(x.dtype, jnp.number)]
+    zero, *_ = varying_alike(jnp.zeros((len(ROLES), tap.size), jnp.float32), *arrays)
+
+    def loss(zeros: dict[Key, jax.Array]) -> Any:
+        given = {
+            key: dataclasses.replace(planted.get(key, Planted({})), shared=x)
+            for key, x in zeros.items()
+        }
+        return program.run(leaves, multiply, planted | given)[0][0]
+
+    sums = jax.grad(loss)(dict.fromkeys(matmuls, zero))
+    rows = tuple(sums[key] for key in matmuls)
+    return rows, StaticResult((tuple(matmuls.items()), left_of(program, multiply)))
+
+
+@contextlib.contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Says what to do where JAX cannot differentiate a model that is measured."""
+    try:
+        yield
+    except ValueError as error:
+        if "Reverse-mode differentiation does not work" not in str(error):
+            raise
+        raise ValueError(
+            f"{where}: a matmul runs inside of a lax.while_loop, which has no gradient, expected "
+            "a model that can be differentiated: measurements come out of it as gradients; use "
+            "lax.scan, or lax.fori_loop with bounds that are numbers"
+        ) from error
 
 
 @jax.jit
@@ -338,13 +381,6 @@ def _tallies(
     # Which one depends on the matmul. So add both, unless they are the same vector.
     of_twin = jnp.where((role == twin)[:, None], np.float32(0), vectors[matmul, twin])
     return jax.vmap(tally_of)(vectors[matmul, role] + of_twin)
-
-
-def measure(function: Callable[..., Any], *arguments: Any) -> Measurements:
-    """Measures all matmuls in one step of a pure function that returns `loss` or `(loss, aux)`."""
-    measured, closed = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
-    check_ran("numerics", measured.places)
-    return Measurements(measured, left_of(closed))
 
 
 def check_ran(where: str, products: Collection[Any]) -> None:

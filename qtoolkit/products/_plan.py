@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import Part
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral, Einsum
-from qtoolkit.products._instruments import Tap, swapped_rows
+from qtoolkit.products._taps import Tap, swapped_rows
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounding, rounding_of
 
 Array = jax.Array
 
-# An operand's role is its index in `_instruments.ROLES` and in `Recipe.operands`. For the gradient
+# An operand's role is its index in `_taps.ROLES` and in `Recipe.operands`. For the gradient
 # of lhs (dgrad) and of rhs (wgrad), these are the roles of the cotangent and the other operand.
 COTANGENT, OTHER = (2, 5), (3, 4)
 
@@ -29,7 +29,7 @@ class State(NamedTuple):
         A 0 says: scale by the amax of the array at hand, or by `Delayed.initial`.
       probe: float32[3, BUCKETS] of zeros. Its gradient is a histogram of the amaxes of this step,
         from which the layer updates its history; see `_states` for why a histogram, and
-        `_instruments` for why a gradient.
+        `_taps` for why a gradient.
       key: uint32[2], the words of a key for stochastic rounding.
       zeros: float32[len(ROLES), size] of zeros. Its gradient is what a tap measured.
       step: uint32, how many steps the layer has been trained, for a recipe with a warm-up.
@@ -76,7 +76,7 @@ class Plan:
     tap: Tap | None = None
 
     def axes(self, lhs: Any, rhs: Any) -> tuple[Axes, ...]:
-        """The axes of each operand in its matmul, in the order of `_instruments.ROLES`."""
+        """The axes of each operand in its matmul, in the order of `_taps.ROLES`."""
         of_lhs, of_rhs, of_out = self.function.axes(lhs.shape, rhs.shape)
         return of_lhs, of_rhs, of_out, of_rhs.turned(), of_lhs.turned(), of_out.turned()
 

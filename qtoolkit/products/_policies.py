@@ -2,13 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
-from qtoolkit.products._instruments import layers_in
-from qtoolkit.products._place import Place
 from qtoolkit.products._recipe import Recipe, check_recipe
 
 __all__ = ["first_last_high_precision", "warm_up"]
@@ -45,7 +43,7 @@ dgrad: (e5m2 by tensor) x (e4m3fn by tensor); wgrad: (e4m3fn by tensor) x (e5m2 
                 )
 
     def rules_for(
-        self, inputs: Any, kernels_of: Callable[[Any], Mapping[Place, Any]]
+        self, inputs: Any, layers_in: Callable[[Any], Sequence[str]]
     ) -> Rules[Recipe]:
         """The rules for a model, from the order in which its kernels run with these inputs."""
         if inputs is None:
@@ -53,7 +51,7 @@ dgrad: (e5m2 by tensor) x (e4m3fn by tensor); wgrad: (e4m3fn by tensor) x (e5m2 
                 "wrap: first_last_high_precision needs the order in which layers run, and there "
                 "are no inputs to trace the model with; write wrap(model, policy, inputs=(x,))"
             )
-        return self.rules(layers_in(kernels_of(inputs)))
+        return self.rules(layers_in(inputs))
 
     def rules(self, paths: Sequence[str]) -> Rules[Recipe]:
         """The rules for layers of these paths, in the order in which they run."""

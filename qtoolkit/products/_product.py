@@ -46,13 +46,12 @@ from qtoolkit.products._derivative import (
     residuals_of,
     rounded_operand,
 )
-from qtoolkit.products._instruments import HIGH_PRECISION, Tap, instrument
 from qtoolkit.products._learned import with_learned_scales
-from qtoolkit.products._place import Place
 from qtoolkit.products._plan import Plan, State
 from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._stored import stored_label, with_inputs_transformed
+from qtoolkit.products._stored import with_inputs_transformed
+from qtoolkit.products._taps import Tap
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import TornBlocksError
 
@@ -69,7 +68,7 @@ def quantized_product(
     state: State | None = None,
     extra: tuple[Array, ...] = (),
     *,
-    place: Place | None = None,
+    tap: Tap | None = None,
     is_swapped: bool = False,
 ) -> Array:
     """Computes `function(lhs, rhs, *extra)` with operands rounded as `recipe` says.
@@ -84,7 +83,7 @@ def quantized_product(
       dtype: The dtype of the result; None for that of `lhs`.
       state: What the layer keeps for this product; None if it keeps nothing.
       extra: Integer arrays that `function` takes besides.
-      place: Which product this is; None for one that belongs to no layer.
+      tap: What to measure; `state` then has zeros, whose gradient it becomes.
       is_swapped: Whether lhs is the kernel; recipe and state are always for (input, kernel).
 
     Raises:
@@ -102,11 +101,7 @@ def quantized_product(
             operands[index] = operand.dequantize() if learned[side] else operand
     lhs, rhs = with_inputs_transformed(function, *operands)
 
-    def compute(
-        recipe: Recipe, state: State | None, tap: Tap | None = None, zeros: Array | None = None
-    ) -> Array:
-        if tap is not None:
-            state = (state or State())._replace(zeros=zeros)
+    def compute(recipe: Recipe, state: State | None) -> Array:
         if is_swapped:
             recipe, state = recipe.swapped(), state and state.swapped()
         arguments = _prepared(where, function, lhs, rhs, recipe, dtype, state, tap)
@@ -115,17 +110,16 @@ def quantized_product(
         except TornBlocksError as error:
             raise TornBlocksError(f"{where}: {error}") from None
 
-    by = instrument()
-    if by is not None:
-        first, second = map(stored_label, inputs[::-1] if is_swapped else inputs)
-        return by.product(place or Place("", where), recipe, state, compute, (first, second))
     if recipe.warm_up and state is not None and state.step is not None:
         return lax.cond(
             state.step < recipe.warm_up,
-            lambda: compute(HIGH_PRECISION, None),
+            lambda: compute(_HIGH_PRECISION, None),
             lambda: compute(recipe, state),
         )
     return compute(recipe, state)
+
+
+_HIGH_PRECISION = Recipe((None, None), None)
 
 
 def _prepared(
@@ -171,7 +165,7 @@ def _prepared(
 
 def _check_state(where: str, recipe: Recipe, state: State | None) -> None:
     """Raises if the recipe needs numbers that a layer keeps, and `state` has none."""
-    if recipe.warm_up and (state is None or state.step is None) and instrument() is None:
+    if recipe.warm_up and (state is None or state.step is None):
         raise ValueError(
             f"{where}: the recipe has a warm-up, whose steps a layer counts; expected a layer of a "
             "model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
@@ -233,7 +227,7 @@ def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]
     operands; for residuals that are codes, by their carrier.
 
     Delayed scales need the amaxes of each step, which come out as the gradient of the probe. What
-    a layer does if nobody differentiates by the probe is said in `_forward_state`.
+    a layer does if nobody differentiates by the probe is said in `_observed`.
     """
     inputs: tuple[Input, Input]
     (inputs, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents

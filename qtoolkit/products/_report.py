@@ -1,31 +1,30 @@
-"""Which matmuls of a program are quantized, and which are not: read from its jaxpr."""
+"""Which matmuls of a program are quantized, and which are not."""
 
-import collections
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from qtoolkit.products._control_flow import MATMULS, QUANTIZED_MATMUL, SCALED, jaxprs_in
 from qtoolkit.products._derivative import Cotangent
-from qtoolkit.products._instruments import Quantized, has_no_derivative, instrumented
-from qtoolkit.products._lines import librarys_line, users_line
-from qtoolkit.products._multiplications import (
-    is_native,
-    multiplications_of,
-    multiplications_of_gradient,
-    native_gradients,
-    runs_of,
+from qtoolkit.products._origins import following_features
+from qtoolkit.products._plan import State
+from qtoolkit.products._product import quantized_product
+from qtoolkit.products._program import MATMULS, Call, Key, Matmul, Planted, Program
+from qtoolkit.products._quantizing import (
+    BY_RECIPE,
+    BY_RULE,
+    COMPLEX,
+    INTEGERS,
+    Quantizing,
+    Traced,
+    stored_labels,
 )
-from qtoolkit.products._operand import Learned
-from qtoolkit.products._place import Mark, marks_of
-from qtoolkit.products._recipe import UNQUANTIZED
-from qtoolkit.products._stored import STORED
+from qtoolkit.products._recipe import UNQUANTIZED, Recipe
+from qtoolkit.products._states import HISTORY
 from qtoolkit.scaling import QArray
 
 
@@ -35,7 +34,7 @@ class Product:
 
     Attributes:
       path: The path of the layer, "blocks/0/mlp"; empty if no layer is known.
-      part: "forward", "dgrad", "wgrad", or "backward" for derivatives of unquantized matmuls.
+      part: "forward", "dgrad" or "wgrad", or "backward" for derivatives of unquantized matmuls.
       operands: The formats to which both operands were rounded; dtypes and shapes for one that
         is not quantized.
       reason: Why it is not quantized; empty if it is.
@@ -58,12 +57,14 @@ class Product:
 class Report:
     """Every matmul and convolution of a model's forward and backward pass.
 
+    The backward pass is that of a derivative by the parameters of the model: the gradient of an
+    input that depends on no parameter is not computed, and not counted.
+
     Attributes:
       quantized: Those that a recipe rounds.
       left: Those that are not quantized, each with its reason and its line.
       unreached: Paths of layers that have a recipe but ran no matmul.
-      is_forward_only: Whether the backward pass is missing because JAX cannot differentiate a
-        `lax.while_loop` in the model.
+      is_forward_only: Whether matmuls lie in a `lax.while_loop`, of which JAX has no derivative.
       compiled: The `NativeCalls` of the compiled program that was given, or None.
     """
 
@@ -138,99 +139,60 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-BY_RULE, BY_RECIPE = "excluded by a rule", "unquantized by the recipe"
-INTEGERS = "integers are not rounded"
 # End the operands of matmuls whose recipe says `arithmetic="native"`.
 _NATIVE, _EMULATED = " (native)", " (emulated)"
 _UNQUANTIZED = f"{UNQUANTIZED} x {UNQUANTIZED}"
 _NO_HISTORY = "no history yet"
-_GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
 
 def report_of(
-    function: Callable[..., Any],
-    arguments: Any,
-    paths: tuple[str, ...] = (),
-    unstarted: Collection[str] = (),
+    traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted], paths: Iterable[str] = ()
 ) -> Report:
-    """Reports on a pure function of pytrees and its derivatives by all floats in its arguments.
+    """Reports on a function of a model.
 
     Args:
-      paths: The paths of the layers that have a recipe.
-      unstarted: The paths of those whose histories are empty, see `lacks_history`.
+      planted: The states of its matmuls.
+      paths: Those of the layers that have a recipe.
     """
-    forward, axes = _traced(function, arguments)
-    # A QArray counts as one leaf, so its float scales are not differentiated by.
-    leaves, structure = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, QArray))
-    places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
-
-    def total(floats: list[Any]) -> Any:
-        merged = list(leaves)
-        for place, value in zip(places, floats, strict=True):
-            merged[place] = value
-        outs = jax.tree.leaves(function(*jax.tree.unflatten(structure, merged)))
-        parts = [jnp.real(out) for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
-        return sum((jnp.sum(part.astype(jnp.float32)) for part in parts), 0.0)
-
-    found = list(_products(forward.jaxpr, "forward"))
-    is_forward_only = False
-    if places:
-        floats = [leaves[place] for place in places]
-        try:
-            backward, _ = _traced(jax.grad(total), (floats,), axes)
-            found += _without(list(_products(backward.jaxpr, "backward")), found)
-        except ValueError as error:
-            is_forward_only = has_no_derivative(error)
-            if not is_forward_only:
-                raise
-    products = _counted(_as_of_now(product, unstarted) for product in found)
-    quantized = tuple(product for product in products if not product.reason)
-    left = tuple(product for product in products if product.reason)
+    program, multiply = traced_with_axes(traced, leaves), traced.quantizing()
+    native = _native_parts(program, multiply, leaves)
+    products = counted(
+        product
+        for matmul in program.matmuls
+        for product in _products(multiply, matmul, planted.get(matmul.key), native)
+    )
     reached = {product.path for product in products}
-    unreached = tuple(path for path in paths if path not in reached)
-    return Report(quantized, left, unreached, is_forward_only)
-
-
-def lacks_history(histories: Iterable[Any]) -> bool:
-    """Whether a layer has delayed scales, and no step has given it a history yet."""
-    known = list(histories)
-    return bool(known) and all(
-        isinstance(x, jax.Array)
-        and not isinstance(x, jax.core.Tracer)
-        and x.is_fully_addressable
-        and not np.any(x)
-        for x in known
+    return Report(
+        tuple(product for product in products if not product.reason),
+        tuple(product for product in products if product.reason),
+        tuple(path for path in dict.fromkeys(paths) if path not in reached),
+        any(not matmul.has_derivative for matmul in program.matmuls),
     )
 
 
-def _as_of_now(product: Product, unstarted: Collection[str]) -> Product:
-    if product.path not in unstarted:
-        return product
-    now = product.operands.replace(", delayed", f", current: {_NO_HISTORY}")
-    return dataclasses.replace(product, operands=now)
-
-
-_Axes = tuple[tuple[str, int], ...]
-
-
-def _traced(
-    function: Callable[..., Any], arguments: Any, axes: _Axes = ()
-) -> tuple[ClosedJaxpr, _Axes]:
-    """The jaxpr of a function, in an axis of size 1 for each axis name that it asks for.
+def traced_with_axes(
+    traced: Traced, leaves: list[Any], axes: tuple[tuple[str, int], ...] = ()
+) -> Program:
+    """The program, in an axis of size 1 for each axis name that the function asks for.
 
     `nnx.BatchNorm(axis_name="batch")` asks for one, and so does a recipe with `axis_names`.
     """
     try:
-        with instrumented(Quantized()):
-            return jax.make_jaxpr(function, axis_env=axes)(*arguments), axes
+        return traced.program(leaves, axes)
     except (NameError, ValueError) as error:
         unbound = re.search(r"unbound axis name: (.+?)(?:\. |\)|$)", str(error), re.M)
         if unbound is None or unbound[1] in dict(axes):
             raise
-    return _traced(function, arguments, (*axes, (unbound[1], 1)))
+    return traced_with_axes(traced, leaves, (*axes, (unbound[1], 1)))
 
 
-def _counted(products: Iterable[Product]) -> tuple[Product, ...]:
+def left_of(program: Program, multiply: Quantizing) -> tuple[Product, ...]:
+    """The matmuls of a forward pass that are not quantized."""
+    products = (x for matmul in program.matmuls for x in _products(multiply, matmul, None, {}))
+    return tuple(counted(x for x in products if x.reason and x.part == "forward"))
+
+
+def counted(products: Iterable[Product]) -> tuple[Product, ...]:
     """Each product once, with the count and the multiplications of all that are equal to it."""
     counts: dict[Product, tuple[int, int]] = {}
     for product in products:
@@ -243,28 +205,148 @@ def _counted(products: Iterable[Product]) -> tuple[Product, ...]:
     )
 
 
-def _is_float(x: Any) -> bool:
-    is_array = hasattr(x, "dtype") and not isinstance(x, QArray)
-    return is_array and jnp.issubdtype(x.dtype, jnp.floating)
+def _products(
+    multiply: Quantizing,
+    matmul: Matmul,
+    planted: Planted | None,
+    native: Mapping[Key, "_Native"],
+) -> Iterator[Product]:
+    """The forward matmul, and those of its derivative by the parameters of the model."""
+    recipe, number = multiply.recipe_of(matmul), matmul.times * matmul.multiplications
+    sides = [side for side in (0, 1) if matmul.origins[side].is_trained and matmul.has_derivative]
+    if recipe is None:
+        reason = multiply.reason_of(matmul)
+        shapes = " x ".join(f"{x.dtype}{list(x.shape)}" for x in matmul.types[:2])
+        part = "backward" if matmul.is_derivative else "forward"
+        path = "" if matmul.module is None else matmul.path
+        this = Product(path, part, shapes, reason, matmul.where, multiplications=number)
+        yield this
+        is_alone = reason in (INTEGERS, COMPLEX) or matmul.is_derivative
+        for _ in () if is_alone else sides:
+            yield dataclasses.replace(this, part="backward")
+        return
+    stored = stored_labels(matmul)
+    recipe = recipe.with_stored(1) if any(stored) else recipe
+    if matmul.kernel == 0:  # reports name lhs first, recipes the input
+        recipe, stored = recipe.swapped(), stored[::-1]
+    is_native = native.get(matmul.key, _Native())
+    parts = [("forward", recipe.forward, stored, is_native.forward)]
+    pairs = ("dgrad", recipe.dgrad, ("", stored[1])), ("wgrad", recipe.wgrad, (stored[0], ""))
+    parts += [(*pairs[side], is_native.gradients[side]) for side in sides]
+    for part, pair, labels, runs_natively in parts:
+        shown = (
+            given or (UNQUANTIZED if operand is None else str(operand))
+            for operand, given in zip(pair, labels, strict=True)
+        )
+        label = " x ".join(shown)
+        reason = BY_RECIPE if label == _UNQUANTIZED else ""
+        if recipe.arithmetic == "native" and not reason:
+            label += _NATIVE if runs_natively else _EMULATED
+        if planted is not None and _lacks_history(planted.arrays):
+            label = label.replace(", delayed", f", current: {_NO_HISTORY}")
+        yield Product(matmul.path, part, label, reason, multiplications=number)
 
 
-def _without(both: list[Product], forward: list[Product]) -> list[Product]:
-    """The matmuls of a forward and backward pass without those of the forward pass.
+def _lacks_history(arrays: Mapping[str, Any]) -> bool:
+    """Whether no step has given a matmul with delayed scales a history yet."""
+    x = arrays.get(HISTORY)
+    return (
+        isinstance(x, jax.Array)
+        and not isinstance(x, jax.core.Tracer)
+        and x.is_fully_addressable
+        and not np.any(x)
+    )
 
-    They are matched by path and operands, not by lines: when JAX differentiates a custom_vjp, it
-    traces its `fwd` in place of the function itself, and `fwd` computes the same at another line.
-    """
-    remaining = collections.Counter((p.path, p.operands) for p in forward)
-    kept = []
-    for product in sorted(both, key=lambda p: p.part != "forward"):
-        name = product.path, product.operands
-        if product.part in ("backward", "forward") and remaining[name] > 0:
-            remaining[name] -= 1
-        elif product.part != "forward":
-            kept.append(product)
-        elif product.reason:  # not in the forward pass: from the rule of a custom_jvp, for example
-            kept.append(dataclasses.replace(product, part="backward"))
-    return kept
+
+class _Native(NamedTuple):
+    """Which of the three matmuls multiply arrays of 8 bits or less."""
+
+    forward: bool = False
+    gradients: tuple[bool, bool] = (False, False)
+
+
+def _native_parts(
+    program: Program, multiply: Quantizing, leaves: list[Any]
+) -> dict[Key, _Native]:
+    """Of the matmuls whose recipes ask for it, found by tracing each with its gradients."""
+    found: dict[Key, _Native] = {}
+
+    def look(matmul: Matmul, call: Call, planted: Any) -> tuple[Any, None]:
+        recipe = multiply.recipe_of(matmul)
+        if recipe is not None and recipe.arithmetic == "native":
+            found[matmul.key] = _native_of(matmul, call, recipe)
+        return None, None
+
+    recipes = map(multiply.recipe_of, program.matmuls)
+    if any(recipe is not None and recipe.arithmetic == "native" for recipe in recipes):
+        jax.eval_shape(lambda leaves: program.run(leaves, look, {})[0], leaves)
+    return found
+
+
+def _native_of(matmul: Matmul, call: Call, recipe: Recipe) -> _Native:
+    operands = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (call.lhs, call.rhs, *call.extra)
+    )
+    recipe = following_features(recipe.without_state(), matmul.operands)
+    axes = [(name, 1) for name in recipe.axis_names]
+    is_swapped = matmul.kernel == 0
+
+    def forward(lhs: Any, rhs: Any, *extra: Any) -> Any:
+        state = State(jnp.ones(3)) if recipe.is_calibrated else State()
+        return quantized_product(
+            "report", matmul.function, lhs, rhs, recipe, matmul.dtype, state, extra, is_swapped=is_swapped
+        )
+
+    ahead = jax.make_jaxpr(forward, axis_env=axes)(*operands)
+    is_forward = all(_is_native(eqn) for eqn in _equations(ahead.jaxpr) if _is_matmul(eqn))
+    sides = tuple(i for i in (0, 1) if not isinstance(operands[i], QArray))
+    gradient = jax.grad(lambda *xs: forward(*xs).astype(jnp.float32).sum(), argnums=sides)
+    back = jax.make_jaxpr(gradient, axis_env=axes)(*operands)
+    natives = [False, False]
+    for eqn in filter(_is_gradient, _equations(back.jaxpr)):
+        for side, is_native in zip(sides, _native_gradients(eqn, axes), strict=True):
+            natives[side] = is_native
+    return _Native(is_forward, (natives[0], natives[1]))
+
+
+def _native_gradients(eqn: Any, axes: Any) -> list[bool]:
+    """Of the matmuls in an equation that computes gradients."""
+    function, first = eqn.params["forward"], eqn.params["residuals"]
+    closed = jax.make_jaxpr(lambda *xs: function(xs[:first], xs[first:]), axis_env=axes)(
+        *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars)
+    )
+    return [_is_native(inner) for inner in _equations(closed.jaxpr) if _is_matmul(inner)]
+
+
+def _is_gradient(eqn: Any) -> bool:
+    if eqn.primitive.name != "linear_with_transpose":
+        return False
+    function = eqn.params["forward"]
+    while hasattr(function, "function"):
+        function = function.function
+    return isinstance(function, Cotangent)
+
+
+_SCALED = "scaled_dot"
+
+
+def _is_matmul(eqn: Any) -> bool:
+    return eqn.primitive.name in (*MATMULS, _SCALED)
+
+
+def _is_native(eqn: Any) -> bool:
+    widths = [x.aval.dtype.itemsize for x in eqn.invars[:2]]
+    return eqn.primitive.name == _SCALED or max(widths) == 1
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for item in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
 
 
 def strict_inputs(
@@ -292,137 +374,5 @@ def check_all_quantized(name: str, found: Report) -> None:
         raise ValueError(
             f"wrap: {len(found.unexplained)} matmuls of {name} are not quantized, and no rule "
             f"excludes them, first {first.operands} at {first.where or 'an unknown line'}; name "
-            f"them in a rule with None, or use qtoolkit.dot there\n{found}"
+            f"them in a rule with None, or use qtoolkit.dot_general there\n{found}"
         )
-
-
-def left_of(closed: ClosedJaxpr) -> tuple[Product, ...]:
-    """The matmuls of a forward pass that are not quantized."""
-    return _counted(p for p in _products(closed.jaxpr, "forward") if p.reason)
-
-
-def _products(
-    jaxpr: Any,
-    part: str,
-    stack: str = "",
-    mark: Mark | None = None,
-    is_quantized: bool = False,
-    around: str = "",
-    line: str = "",
-    times: int = 1,
-) -> Iterator[Product]:
-    """The matmuls of a jaxpr, but for those of empty arrays and those that are computed again.
-
-    Args:
-      part: The part to which its unquantized matmuls belong: "forward" or "backward".
-      stack: The name stack around the jaxpr, in which JAX says what it has derived.
-      mark: The mark of the equation in which it lies, or None.
-      is_quantized: Whether it lies in a quantized matmul.
-      around: The entry of `_OPAQUE` inside of which it lies, or "".
-      line: The line of the user's program that made the equation in which it lies, or "".
-      times: How often it runs.
-    """
-    marks = marks_of(jaxpr)
-    for eqn in jaxpr.eqns:
-        here = f"{stack}/{eqn.source_info.name_stack}"
-        name = eqn.primitive.name
-        own = next((marks[var] for var in eqn.outvars if var in marks), mark)
-        if name == "linear_with_transpose":
-            yield from _derivatives(eqn, own, times)
-        elif name in (*MATMULS, SCALED):
-            number = times * multiplications_of(eqn)
-            # `lax.associative_scan` makes matmuls of empty arrays.
-            if not number or _RECOMPUTED in here:
-                continue
-            if is_quantized:
-                found = _quantized(eqn, own)
-            else:
-                part_here = part if "transpose(" in here else "forward"
-                where = users_line(eqn) or line or librarys_line(eqn)
-                found = _left(eqn, own, part_here, around, where)
-            yield dataclasses.replace(found, multiplications=number)
-        else:
-            inside = is_quantized or eqn.params.get("name") == QUANTIZED_MATMUL
-            outer = _OPAQUE.get(name, around)
-            # JAX keeps some twenty frames of a traceback, and `jnp.linalg.solve` and others use all
-            # of them: there the line of an equation around it says where the user called it.
-            outer_line = users_line(eqn) or line
-            again = times * runs_of(eqn)
-            for inner in jaxprs_in(eqn.params):
-                yield from _products(inner, part, here, own, inside, outer, outer_line, again)
-
-
-def _quantized(eqn: Any, mark: Mark | None) -> Product:
-    """A forward matmul with rounded operands; without a mark, one of `qtoolkit.dot_general`."""
-    if mark is None or mark.recipe is None:
-        return Product("", "forward", "")
-    label = " x ".join(mark.labels)
-    reason = BY_RECIPE if label == _UNQUANTIZED else ""
-    if mark.recipe.arithmetic == "native" and not reason:
-        label += _NATIVE if is_native(eqn) else _EMULATED
-    return Product(mark.path, "forward", label, reason)
-
-
-# In the name stack of what `jax.checkpoint` computes again in the backward pass.
-_RECOMPUTED = "rematted_computation"
-# Primitives inside of which no matmuls are replaced: the user has defined derivatives for exactly
-# the function that is there.
-_OPAQUE = {
-    "custom_vjp_call": "custom_vjp",
-    "custom_vjp_call_jaxpr": "custom_vjp",
-    "custom_jvp_call": "custom_jvp",
-}
-
-
-def _derivatives(eqn: Any, mark: Mark | None, times: int) -> Iterator[Product]:
-    """The matmuls dgrad and wgrad in the equation that computes both.
-
-    The parameter `forward` of the equation is a `Cotangent`; its plan says how operands are
-    rounded.
-    """
-    function = eqn.params["forward"]
-    while hasattr(function, "function"):
-        function = function.function
-    if not isinstance(function, Cotangent):  # a tangent, or rounding alone
-        return
-    number = times * multiplications_of_gradient(eqn, function.product)
-    if not number:
-        return
-    recipe = function.product.plan.recipe
-    is_asked = recipe.arithmetic == "native"
-    native = native_gradients(eqn, recipe.axis_names) if is_asked else []
-    forward = [] if mark is None else list(mark.labels)
-    for index, side in enumerate(function.product.sides):
-        pair = recipe.wgrad if side else recipe.dgrad
-        part = "wgrad" if side else "dgrad"
-        labels = [UNQUANTIZED if operand is None else str(operand) for operand in pair]
-        # Stored and learned operands are rounded before the matmul, so its recipe has None for
-        # them. The derivatives use the same arrays: take the label from the forward one.
-        other = 1 - side
-        if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
-            labels[other] = forward[other]
-        label = " x ".join(labels)
-        reason = BY_RECIPE if label == _UNQUANTIZED else ""
-        if is_asked and not reason:
-            label += _NATIVE if native[index] else _EMULATED
-        path = "" if mark is None else mark.path
-        yield Product(path, part, label, reason, multiplications=number)
-
-
-def _left(eqn: Any, mark: Mark | None, part: str, around: str, where: str) -> Product:
-    shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
-    dtypes = [x.aval.dtype for x in eqn.invars[:2]]
-    if mark is not None and mark.is_excluded:
-        reason = BY_RULE
-    elif any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
-        reason = "complex numbers are not rounded: multiply real and imaginary parts"
-    elif not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-        reason = INTEGERS
-    elif around:
-        reason = f"inside of {around}: call qtoolkit.dot_general there, with a recipe"
-    elif part == "backward":
-        reason = "derivative of an unquantized matmul, or of a custom_vjp"
-    else:
-        reason = "computed by itself, in no wrapped layer"
-    path = "" if mark is None else mark.path
-    return Product(path, part, shapes, reason, where)

@@ -1,9 +1,10 @@
 """How much the loss grows if one layer alone is quantized, for each layer."""
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,15 +13,16 @@ import numpy as np
 
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
-from qtoolkit.products._instruments import HIGH_PRECISION, Stored, instrumented
-from qtoolkit.products._numerics import check_ran, loss_of
-from qtoolkit.products._place import MODEL, Place
+from qtoolkit.products._numerics import check_ran
+from qtoolkit.products._place import MODEL
+from qtoolkit.products._program import Call, Key, Matmul, Planted, Program
+from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
 from qtoolkit.scaling import QArray
 
 _STATIC: Any = {"static": True}
-Kernels = tuple[tuple[str, Recipe | None], ...]  # see `LayerRecipe`
+Kernels = tuple[tuple[str, Recipe | None], ...]  # parameters with recipes of their own
 
 
 @jax.tree_util.register_dataclass
@@ -115,56 +117,70 @@ def exactly(path: str) -> str:
     return f"^{re.escape(path)}$"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Choosing:
-    """The instrument that quantizes only chosen layers.
+    """A `multiply` that quantizes only chosen layers.
 
     Attributes:
-      chosen: A boolean for each path. None: quantize all, in a first run that lists the layers.
-      recipes, kernels: Filled while the model runs: by the path of each layer its recipe, and its
-        parameters that have another one.
+      chosen: A boolean for each path.
     """
 
-    chosen: dict[str, jax.Array] | None
-    recipes: dict[str, Recipe] = dataclasses.field(default_factory=dict)
-    kernels: dict[str, Kernels] = dataclasses.field(default_factory=dict)
+    quantizing: Quantizing
+    chosen: Mapping[str, jax.Array]
 
-    def note(self, layer: Any, place: Place, kernel: Any) -> None:
-        self.recipes.setdefault(place.path, layer.recipe)
-        self.kernels.setdefault(place.path, layer.kernels)
-
-    def product(
-        self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
-    ) -> jax.Array:
-        self.recipes.setdefault(place.path, recipe)
-        quantized = compute(recipe, state)
-        if self.chosen is None:
-            return quantized
-        return jnp.where(self.chosen[place.path], quantized, compute(HIGH_PRECISION, None))
+    def __call__(self, matmul: Matmul, call: Call, planted: Any) -> tuple[Any, None]:
+        quantized, _ = self.quantizing(matmul, call, planted)
+        if quantized is None:
+            return None, None
+        return jnp.where(self.chosen[matmul.path], quantized, call.plain()), None
 
 
-def sensitivity_of(function: Callable[..., Any], *arguments: Any) -> Sensitivity:
-    """Measures each layer that runs in a pure function that returns `loss` or `(loss, aux)`."""
-    loss = loss_of("sensitivity", function)
-    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, QArray))
+def sensitivity_of(
+    traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]
+) -> Sensitivity:
+    """Measures each layer that runs in a function that returns a loss."""
     if any(isinstance(leaf, QArray) for leaf in leaves):
         raise TypeError(
             "sensitivity: the model has stored kernels, from quantize, and no others to compare "
             "with; expected one from wrap: write sensitivity(wrap(model, recipe), ...) before "
             "quantize"
         )
-    listing = _Choosing(None)
-    with instrumented(listing):
-        jax.eval_shape(loss, *arguments)
-    paths = tuple(listing.recipes)
-    check_ran("sensitivity", paths)
+    losses, (layers,) = _losses(traced, leaves, dict(planted))
+    paths, recipes, kernels = zip(*layers, strict=True)
+    return Sensitivity(losses, paths, recipes, kernels)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _losses(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -> Any:
+    program = traced.program(leaves)
+    multiply = traced.quantizing(observes=False, is_measured=True)
+    layers = _layers(program, multiply)
+    check_ran("sensitivity", layers)
+    paths = [path for path, *_ in layers]
 
     def loss_with(chosen: jax.Array) -> jax.Array:
-        with instrumented(_Choosing(dict(zip(paths, chosen, strict=True)))):
-            return loss(*arguments).astype(jnp.float32)
+        choosing = _Choosing(multiply, dict(zip(paths, chosen, strict=True)))
+        outs, _ = program.run(leaves, choosing, planted)
+        return jnp.asarray(outs[0], jnp.float32)
 
     count = len(paths)
     choices = np.concatenate([np.eye(count), np.zeros((1, count)), np.ones((1, count))])
     losses = jax.lax.map(loss_with, jnp.asarray(choices, bool))
-    kernels = tuple(listing.kernels.get(path, ()) for path in paths)
-    return Sensitivity(losses, paths, tuple(listing.recipes.values()), kernels)
+    return losses, StaticResult((tuple(layers),))
+
+
+def _layers(program: Program, multiply: Quantizing) -> list[tuple[str, Recipe, Kernels]]:
+    """The layers that run quantized matmuls, with their recipes."""
+    names: dict[str, dict[str, Recipe]] = {}
+    for matmul in program.matmuls:
+        recipe = multiply.recipe_of(matmul)
+        if recipe is not None:
+            of_layer = names.setdefault(matmul.path, {})
+            if matmul.parameter is not None:
+                of_layer[matmul.parameter.name] = recipe
+    layers = []
+    for path, kernels in names.items():
+        recipe = multiply.of_module(path)
+        own = tuple((name, x) for name, x in kernels.items() if x != recipe)
+        layers.append((path, recipe or Recipe((None, None), None), own))
+    return layers

@@ -30,7 +30,7 @@ from jax import lax
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.scaling.internal import BUCKETS, rolled
+from qtoolkit.scaling.internal import BUCKETS, rolled, rolled_by
 
 HISTORY, BAD, PROBE, AMAX, KEY, STEP = "history", "bad", "probe", "amax", "key", "step"
 MOVING = (HISTORY, BAD, KEY, STEP)  # what each step changes
@@ -79,6 +79,20 @@ def needs_state(recipe: Recipe) -> bool:
     """Whether matmuls have state that training changes: a history, key, count or learned scale."""
     is_updated = recipe.is_delayed or recipe.is_stochastic or recipe.warm_up > 0
     return is_updated or any(recipe.learned)
+
+
+def as_float32(kept: Kept) -> dict[str, Any]:
+    """The state after somebody has cast all floats of a model, to bfloat16 for instance."""
+    return {
+        name: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for name, x in kept.items()
+    }
+
+
+def lead_of(kept: Kept) -> int:
+    """How many leading axes of its arrays belong to a stack of layers."""
+    own_axes = {HISTORY: 2, PROBE: 2, KEY: 1, AMAX: 1}
+    return min((x.ndim - own_axes.get(name, 0) for name, x in kept.items()), default=0)
 
 
 def probe_of(kept: Kept) -> Array:
@@ -179,6 +193,35 @@ def observe(kept: Kept, histograms: Array | None) -> dict[str, Any]:
         histograms = lax.pmax(histograms, axes)
     history, bad = rolled(kept[HISTORY], kept[BAD], histograms)
     return {**kept, HISTORY: history, BAD: bad}
+
+
+def moved(kept: Kept, seen: Array, delayed: tuple[bool, bool, bool]) -> dict[str, Any]:
+    """The state after a training step that nobody differentiates by probes.
+
+    Args:
+      seen: float32[..., 4]: the amaxes of lhs and rhs, whether an element was not finite, and
+        whether the matmul ran. Leading axes are those of a stack; without them it saw it all.
+      delayed: See `Recipe.delayed`.
+    """
+    if axes := untracked_axes():  # the shards share one state
+        seen = lax.pmax(seen, axes)
+    new, ran = advance(kept), seen[..., 3] > 0
+    for name in (KEY, STEP):
+        if name in kept:
+            now = ran if ran.ndim <= kept[name].ndim else jnp.any(ran)
+            now = now.reshape(now.shape + (1,) * (kept[name].ndim - now.ndim))
+            new[name] = jnp.where(now, new[name], kept[name])
+    if HISTORY in kept:
+        shape = (*kept[HISTORY].shape[:-2], 3)
+        between = (1,) * (len(shape) - seen.ndim)
+        amaxes = jnp.concatenate([seen[..., :2], jnp.zeros_like(seen[..., :1])], axis=-1)
+        amaxes = amaxes * np.array(delayed, np.float32)
+        is_bad = jnp.broadcast_to(seen[..., 2:3] > 0, amaxes.shape)
+        amaxes, is_bad = (
+            jnp.broadcast_to(x.reshape(*x.shape[:-1], *between, 3), shape) for x in (amaxes, is_bad)
+        )
+        new[HISTORY], new[BAD] = rolled_by(kept[HISTORY], kept[BAD], amaxes, is_bad)
+    return new
 
 
 def untracked_axes() -> tuple[str, ...]:

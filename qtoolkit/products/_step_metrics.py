@@ -1,9 +1,7 @@
 """What the rounding of one training step lost, measured in that step: small enough to log."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +9,11 @@ import numpy as np
 from jax import lax
 
 from qtoolkit.casts.internal import exact_float32
-from qtoolkit.products._instruments import ROLES, Stored, Tapping, instrumented
-from qtoolkit.products._numerics import labels
+from qtoolkit.products._numerics import Measured, labels
 from qtoolkit.products._place import Place
+from qtoolkit.products._program import Key
 from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling.internal import (
     FAR,
     effective,
@@ -33,7 +32,7 @@ _SAMPLE = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
-class _WatchTap:
+class WatchTap:
     """Measures the counts of `_COUNTS`, the marked amax and the marked largest scale."""
 
     # Not those of dgrad and wgrad that the forward product rounds, too: they are as these are.
@@ -80,29 +79,12 @@ def _at_least(is_any: Array, flags: Array) -> Array:
     return jnp.maximum(jnp.sum(flags, dtype=jnp.float32), is_any.astype(jnp.float32))
 
 
-Matmuls = Mapping[Place, tuple[Any, Stored]]  # the recipe of each, and which operands are stored
-
-
-def measured_matmuls(
-    function: Callable[..., Any], *arguments: Any
-) -> dict[Place, tuple[Any, Stored]]:
-    """The matmuls that run in a function, listed by tracing it."""
-    listing = Tapping(_WatchTap())
-    with instrumented(listing):
-        jax.eval_shape(function, *arguments)
-    return listing.matmuls
+Matmuls = Mapping[Key, Measured]
 
 
 def measurement_zeros(matmuls: Matmuls) -> dict[str, Array]:
     """Zeros by which to differentiate: their gradients are what `metrics_of` takes."""
-    return {str(place): jnp.zeros((len(ROLES), _WatchTap().size)) for place in matmuls}
-
-
-@contextlib.contextmanager
-def measuring_step(matmuls: Matmuls, zeros: Mapping[str, Array]) -> Iterator[None]:
-    """In this context matmuls measure their operands."""
-    with instrumented(Tapping(_WatchTap(), {place: zeros[str(place)] for place in matmuls})):
-        yield
+    return {str(Place(*key)): jnp.zeros((len(ROLES), WatchTap().size)) for key in matmuls}
 
 
 def metrics_of(
@@ -117,10 +99,11 @@ def metrics_of(
     the loss does not depend was not measured: its numbers are NaN.
     """
     metrics: dict[str, dict[str, dict[str, Array]]] = {}
-    for place, (recipe, stored) in matmuls.items():
+    for key, (recipe, stored) in matmuls.items():
+        place = Place(*key)
         of_place = metrics.setdefault(str(place), {})
         for role, twin, label in labels(place, recipe, stored):
-            if recipe.operands[role] is None or role not in _WatchTap().roles:
+            if recipe.operands[role] is None or role not in WatchTap().roles:
                 continue
             row = rows[str(place)][role]
             row = row if role == twin else row + rows[str(place)][twin]

@@ -1,21 +1,16 @@
-"""What is known of the values of a program: two analyses, and a matmul with what they say of it.
+"""What is known of each value of a program: its `Origin`, followed from operation to operation.
 
-Sources: which values are parameters, or are computed from one alone. A matmul rounds its kernel as
-the recipe's rhs, whichever side it is on; the kernel is the operand that comes from a parameter and
-constants alone, such as `kernel.T` or `2 * kernel`.
+Parameters: a matmul rounds its kernel as the recipe's rhs, whichever side it is on. The kernel is
+the operand that comes from one parameter and constants alone, such as `kernel.T` or `2 * kernel`.
 
 Features: along which axis the features of an activation lie, for recipes with a scale per token. A
 token is a vector of features. They lie along the last axis until the program moves them: in
 `q @ k.swapaxes(-1, -2)` the last axis of the transposed keys are the tokens. A scale for each
 vector along that axis would be shared by all tokens, and so depend on later ones.
-
-Each analysis goes from an operation, a `Step`, and what is known of its operands to what is known
-of its results. `MatmulTrace` calls them as operations run; `along` follows a jaxpr.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +19,95 @@ import jax.numpy as jnp
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._stored import stored_label
 from qtoolkit.scaling import QArray
 
 LAST = -1  # the axis, from the end, along which features lie if nothing else is known
+# The place of the features in a matmul of two activations, such as the scores of attention: no axis
+# of these holds features. The next matmul takes the axis over which it sums.
+UNKNOWN = 0
+
+
+class Parameter(NamedTuple):
+    """Names a parameter: the path of the module that owns it, and its name there."""
+
+    path: str
+    name: str
+
+    @property
+    def full_path(self) -> str:
+        """As rules name it: "blocks/0/mlp/kernel"."""
+        return f"{self.path}/{self.name.replace('.', '/')}".strip("/")
+
+
+class Loop(NamedTuple):
+    """A `lax.scan`: where it stands in the program, and how often it runs."""
+
+    at: tuple[int, ...]
+    length: int
+
+
+class Origin(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+      parameter: The parameter from which it is computed, together with constants alone; None for an
+        activation or a constant.
+      is_constant: Whether it depends on nothing at all.
+      order: The permutation by which the parameter has been transposed, if nothing but that and
+        casts have happened to it: (), if no transpose has; None if something else has.
+      loops: The scans that slice the parameter, the outer one first.
+      stored: How reports name the parameter if it is a `QArray`, which is rounded already; else "".
+      is_trained: Whether a derivative by the parameters of the program passes through it.
+      features: The axis along which features lie, counted from the end.
+    """
+
+    parameter: Parameter | None = None
+    is_constant: bool = False
+    order: tuple[int, ...] | None = None
+    loops: tuple[Loop, ...] = ()
+    stored: str = ""
+    is_trained: bool = False
+    features: int = LAST
+
+    @classmethod
+    def of(cls, parameter: Parameter | None, value: Any) -> "Origin":
+        """That of an input of a program."""
+        if parameter is None:
+            return ACTIVATION
+        stored = stored_label(value)
+        is_trained = not stored and jnp.issubdtype(value.dtype, jnp.inexact)
+        return cls(parameter, order=(), stored=stored, is_trained=is_trained)
+
+    def merged(self, other: "Origin") -> "Origin":
+        """What is known of a value that is one or the other, as after a `lax.cond`."""
+        if self == other:
+            return self
+        is_trained = self.is_trained or other.is_trained
+        features = self.features if self.features == other.features else LAST
+        if self[:5] == other[:5]:
+            return self._replace(is_trained=is_trained, features=features)
+        return Origin(is_trained=is_trained, features=features)
+
+    def sliced(self, loop: Loop) -> "Origin":
+        """What is known of the slices along the first axis that a scan takes."""
+        if self.parameter is None:
+            return self
+        return self._replace(loops=(*self.loops, loop), order=() if self.order == () else None)
+
+
+ACTIVATION, CONSTANT = Origin(), Origin(is_constant=True)
+_SAME = ("copy", "copy_p", "stop_gradient", "sharding_constraint", "optimization_barrier")
+# Primitives that only move elements. They are applied to a bfloat16 copy of a parameter and to its
+# float32 original alike, so that a later matmul can round the original.
+_VIEWS = (
+    *("transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"),
+    *("slice", "dynamic_slice", *_SAME),
+)
 
 
 class Step(NamedTuple):
-    """One operation of a program: an equation of a jaxpr, or a primitive as it runs.
+    """One operation of a program.
 
     Attributes:
       name, params: Of its primitive.
@@ -55,69 +132,29 @@ class Step(NamedTuple):
         return self.outputs[0].dtype in (jnp.bfloat16, jnp.float16)
 
 
-Analysis = Callable[[Step, Sequence[Any]], Sequence[Any]]
+def origins_after(step: Step, origins: Sequence[Origin]) -> list[Origin]:
+    """The origin of each result of an operation, from those of its operands."""
+    if not origins:
+        return [CONSTANT] * len(step.outputs)
+    trained = step.name != "stop_gradient" and any(x.is_trained for x in origins)
+    places = features_of(step, [x.features for x in origins])
+    source = _source_after(step, origins)
+    return [
+        source._replace(
+            is_trained=trained and jnp.issubdtype(out.dtype, jnp.inexact), features=place
+        )
+        for out, place in zip(step.outputs, places, strict=True)
+    ]
 
 
-def along(jaxpr: Any, analysis: Analysis, inputs: Sequence[Any], literal: Any) -> list[Any]:
-    """What an analysis says of the results of a jaxpr.
-
-    Args:
-      analysis: From an operation and what is known of its operands, to the same of its results.
-      inputs: What is known of the inputs.
-      literal: What is known of the numbers in the program.
-    """
-    known: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-    known.update(dict.fromkeys(jaxpr.constvars, literal))
-
-    def of(atom: Any) -> Any:
-        return literal if hasattr(atom, "val") else known[atom]
-
-    for eqn in jaxpr.eqns:
-        results = analysis(Step.of(eqn), [of(x) for x in eqn.invars])
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [of(x) for x in jaxpr.outvars]
-
-
-# First analysis: sources.
-
-
-class Source(NamedTuple):
-    """Where a value comes from.
-
-    Attributes:
-      parameter: The parameter from which it is computed, together with constants alone; None for an
-        activation or a constant.
-      is_constant: Whether it depends on nothing at all.
-      order: The permutation by which the parameter has been transposed, if nothing but that and
-        casts have happened to it: (), if no transpose has; None if something else has.
-    """
-
-    parameter: Hashable = None
-    is_constant: bool = False
-    order: tuple[int, ...] | None = None
-
-
-ACTIVATION, CONSTANT = Source(), Source(is_constant=True)
-_SAME = ("copy", "copy_p", "stop_gradient", "sharding_constraint")
-# Primitives that only move elements. They are applied to a bfloat16 copy of a parameter and to its
-# float32 original alike, so that a later matmul can round the original.
-_VIEWS = (
-    *("transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"),
-    *("slice", "dynamic_slice", *_SAME),
-)
-
-
-def sources_of(step: Step, sources: Sequence[Source]) -> list[Source]:
-    """The source of each result of an operation, from those of its operands."""
-    if all(x.is_constant for x in sources):
-        source = CONSTANT
-    elif any(not x.is_constant and x.parameter is None for x in sources):
-        source = ACTIVATION
-    else:
-        parameter = next(x.parameter for x in sources if x.parameter is not None)
-        order = sources[0].order if len(sources) == 1 else None
-        source = Source(parameter, order=None if order is None else _order_after(step, order))
-    return [source] * len(step.outputs)
+def _source_after(step: Step, origins: Sequence[Origin]) -> Origin:
+    if all(x.is_constant for x in origins):
+        return CONSTANT
+    if any(not x.is_constant and x.parameter is None for x in origins):
+        return ACTIVATION
+    first = next(x for x in origins if x.parameter is not None)
+    order = first.order if len(origins) == 1 else None
+    return first._replace(order=None if order is None else _order_after(step, order))
 
 
 def _order_after(step: Step, order: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -162,11 +199,6 @@ def original_of(step: Step, bind: Callable[..., Any], x: Any, original: Any) -> 
     return None
 
 
-# Second analysis: features. A place is an axis counted from the end: -1, -2 ...
-
-# The place of the features in a matmul of two activations, such as the scores of attention: no axis
-# of these holds features. The next matmul takes the axis over which it sums.
-UNKNOWN = 0
 # Primitives that keep the order of axes, though not their lengths.
 _PARTS = ("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split")
 
@@ -178,8 +210,6 @@ def features_of(step: Step, places: Sequence[int]) -> list[int]:
       places: The place of the features in each of its operands.
     """
     name, params, count = step.name, step.params, len(step.outputs)
-    if name in ("jit", "pjit"):
-        return _features_through(params["jaxpr"].jaxpr, tuple(places))
     if all(place == LAST for place in places) and name != "transpose":
         return [LAST] * count
     if name in _PARTS or places[0] == UNKNOWN:
@@ -207,79 +237,38 @@ def features_of(step: Step, places: Sequence[int]) -> list[int]:
     return [known.pop() if len(known) == 1 else LAST] * count
 
 
-@functools.lru_cache(maxsize=4096)
-def _features_through(jaxpr: Any, places: tuple[int, ...]) -> list[int]:
-    return along(jaxpr, features_of, places, LAST)
-
-
-# A matmul, and what follows for it from both analyses.
-
-
-class Matmul(NamedTuple):
-    """A matmul or convolution that a `MatmulTrace` met.
+class Operands(NamedTuple):
+    """The operands of a matmul, as far as the axes of its features ask.
 
     Attributes:
-      name: The name of its primitive.
       function: The matmul as a function of lhs, rhs and extra.
-      lhs, rhs, extra: Its operands.
-      parameters: For lhs and rhs the name of the parameter from which, constants aside, the operand
-        is computed, such as "kernel"; "" for an activation.
-      dtype: The dtype of the result.
-      sources: Where lhs and rhs come from.
+      types: Shapes and dtypes of lhs, rhs and extra.
+      kernel: Which of the first two is the kernel; None for two activations.
       features: The axes of lhs and rhs along which features lie, counted from the end.
     """
 
-    name: str
     function: Bilinear
-    lhs: jax.Array | QArray
-    rhs: jax.Array | QArray
-    extra: tuple[jax.Array, ...]
-    parameters: tuple[str, str]
-    dtype: Any
-    sources: tuple[Source, Source] = (ACTIVATION, ACTIVATION)
-    features: tuple[int, int] = (LAST, LAST)
+    types: tuple[Any, ...]
+    kernel: int | None
+    features: tuple[int, int]
 
     @property
-    def kernel(self) -> int | None:
-        """Which operand is the kernel: 0, 1, or None for two activations; 1 for two parameters."""
-        lhs, rhs = self.parameters
-        return 1 if rhs else 0 if lhs else None
+    def features_of_result(self) -> int:
+        """The axis of the result that comes from the kernel, counted from the end."""
+        if self.kernel is None:
+            return UNKNOWN
+        *_, out = self.function.axes(*(x.shape for x in self.types[:2]))
+        axes = out.contracted if self.kernel else out.kept
+        return _summed_axis(axes, self._rank_of_result, LAST)
 
     @property
-    def kernel_name(self) -> str:
-        """The name of the kernel's parameter; "" for two activations."""
-        return "" if self.kernel is None else self.parameters[self.kernel]
+    def _rank_of_result(self) -> int:
+        lhs, rhs, *extra = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.types)
+        floats = (x.update(dtype=jnp.float32) for x in (lhs, rhs))
+        return len(jax.eval_shape(self.function, *floats, *extra).shape)
 
 
-class MatmulNames:
-    """Names the matmuls of a method in the order in which they run. State is stored by these names.
-
-    A matmul is named by its kernel: "up", and "up#2" when "up" is multiplied a second time. Were
-    all matmuls numbered, an `if` in the method that skips one would give its state to the next.
-    Those of two activations have no kernel and are numbered: "0", "1".
-    """
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def __call__(self, matmul: Matmul) -> str:
-        kernel = matmul.kernel_name
-        before = self.counts.get(kernel, 0)
-        self.counts[kernel] = before + 1
-        if not kernel:
-            return str(before)
-        return kernel + (f"#{before + 1}" if before else "")
-
-
-def features_of_result(matmul: Matmul, rank: int) -> int:
-    """The place of the features in a matmul's result: the axis that comes from the kernel."""
-    if matmul.kernel is None:
-        return UNKNOWN
-    *_, out = matmul.function.axes(matmul.lhs.shape, matmul.rhs.shape)
-    return _summed_axis(out.contracted if matmul.kernel else out.kept, rank, LAST)
-
-
-def following_features(recipe: Recipe, matmul: Matmul) -> Recipe:
+def following_features(recipe: Recipe, operands: Operands) -> Recipe:
     """`recipe` with its scales per token cut along the axis where the features lie.
 
     The input of a layer has its features on the axis that is summed with the kernel: "bct,cf->bft"
@@ -291,21 +280,19 @@ def following_features(recipe: Recipe, matmul: Matmul) -> Recipe:
     """
     if not any(o is not None and o.is_by_token for o in recipe.operands):
         return recipe
-    function, operands, kernel = matmul.function, (matmul.lhs, matmul.rhs), matmul.kernel
-    of_sides = function.axes(*(x.shape for x in operands))[:2]
+    both, kernel = operands.types[:2], operands.kernel
+    of_sides = operands.function.axes(*(x.shape for x in both))[:2]
     first, second = (
         # UNKNOWN: these are scores of attention. The matmul sums over their axis of keys.
         place or _summed_axis(axes.contracted, len(x.shape), LAST)
-        for place, axes, x in zip(matmul.features, of_sides, operands, strict=True)
+        for place, axes, x in zip(operands.features, of_sides, both, strict=True)
     )
     cotangent = LAST
     if kernel is not None:
         side = 1 - kernel
-        place, rank = (first, second)[side], len(operands[side].shape)
+        place, rank = (first, second)[side], len(both[side].shape)
         first, second = _summed_axis(of_sides[side].contracted, rank, place), LAST
-        structs = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands)
-        rank = len(jax.eval_shape(function, *structs, *matmul.extra).shape)
-        cotangent = features_of_result(matmul, rank)
+        cotangent = operands.features_of_result
 
     def along_features(operand: Operand | None, place: int) -> Operand | None:
         if operand is None or place == LAST or not operand.is_by_token:

@@ -1,0 +1,266 @@
+"""A call of a wrapped model: traced to a program, and computed with quantized matmuls.
+
+`wrap` gives each module a subclass of the same name. Its public methods begin a program if nothing
+around them has; in a program they only say in which module they run. The program gets copies of the
+modules without the state of matmuls, which is planted and written here, after the call.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from qtoolkit.formats import Rules
+from qtoolkit.nnx._function import (
+    PRODUCTS,
+    Function,
+    Site,
+    finished,
+    is_node,
+    is_whole,
+    site_of,
+)
+from qtoolkit.nnx._state import ProductState, product_states
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import (
+    NEEDS_NUMBERS,
+    Key,
+    Module,
+    Parameter,
+    Planted,
+    StaticResult,
+    Traced,
+    in_module,
+    is_eager,
+    step_of,
+    warn,
+)
+
+
+def entered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs as a program; in one, it says where it runs."""
+
+    @functools.wraps(method)
+    def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site = site_of(self)
+        if site is None:
+            return method(self, *args, **kwargs)
+        if site.is_inside:
+            with in_module(site.path):
+                return method(self, *args, **kwargs)
+        try:
+            return _with_numbers(method, (self, args, kwargs))
+        except _NoMatmuls:
+            return method(self, *args, **kwargs)
+        except NEEDS_NUMBERS as error:
+            if not is_eager((args, kwargs)):
+                raise
+            _explain_numbers(method, self, error)
+            return method(self, *args, **kwargs)
+
+    return entering
+
+
+def _with_numbers(method: Callable[..., Any], arguments: Any) -> Any:
+    """The call. In a second try NumPy's integers and Python's floats stay numbers.
+
+    In them a model may get a shape or a mask, and without quantization it takes them.
+    """
+    try:
+        return Bound(method, arguments).call()
+    except NEEDS_NUMBERS:
+        leaves = jax.tree.leaves(arguments, is_leaf=is_node)
+        if not any(is_whole(x) or type(x) is float for x in leaves):
+            raise
+    return Bound(method, arguments, traces_numbers=False).call()
+
+
+def _explain_numbers(method: Callable[..., Any], module: Any, error: Exception) -> None:
+    """Raises for `__call__`. Another method may run step by step: the modules in it are wrapped."""
+    what = (
+        f"{type(module).__name__}.{method.__name__} needs the numbers of an array, which a wrapped "
+        "model does not have while its call is traced, as under nnx.jit"
+    )
+    if method.__name__ == "__call__":
+        line = str(error).strip().split("\n")[0]
+        raise TypeError(
+            f"wrap: {what}: {line} Expected a method that JAX can trace; write jnp.where or "
+            "jax.lax.cond in place of an if, and jax.debug.print in place of print"
+        ) from error
+    params = (x.get_value() for x in vars(module).values() if isinstance(x, nnx.Param))
+    if any(len(getattr(x, "shape", ())) > 1 for x in params):
+        warn(
+            f"{what}: it runs step by step, and matmuls that it computes itself are not quantized, "
+            "only those of the modules that it calls; move them into such a module"
+        )
+
+
+class _NoMatmuls(Exception):
+    """The method computes no matmul: it runs as it is."""
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _jitted(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
+    outs, static, new = _run(traced, moves, leaves, planted)
+    return outs, StaticResult((static,)), new
+
+
+def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
+    """The arrays of the result, the rest of it, and the new states of matmuls."""
+    program = traced.program(leaves)
+    if not program.matmuls:
+        raise _NoMatmuls
+    is_ours, measured = step_of("nnx")
+    tap = None if measured is None else measured.tap
+    multiply = traced.quantizing(moves=moves and not is_ours, observes=not is_ours, tap=tap)
+    outs, new = multiply.run(program, leaves, planted)
+    used = (matmul.key for matmul in program.matmuls if multiply.recipe_of(matmul) is not None)
+    return outs, (program.static, tuple(used)), new
+
+
+# Calls that compute no matmul, by their functions: they are not traced a second time.
+_without_matmuls: dict[Traced, None] = {}
+_MOST = 4096
+
+
+class Bound:
+    """A method or a function of a model, with its arguments.
+
+    Attributes:
+      traced, leaves: The function of arrays, and the arrays.
+      states: The states of its matmuls.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Any,
+        *,
+        is_method: bool = True,
+        traces_numbers: bool = True,
+    ) -> None:
+        self.arguments = arguments
+        pure, self.nodes, variables, arrays = Function.of(
+            function, arguments, is_method=is_method, traces_numbers=traces_numbers
+        )
+        modules = _Modules(self.nodes)
+        self.states = modules.states
+        pairs = zip(pure.paths, variables, strict=True)
+        parameters = [
+            modules.parameter(path) if isinstance(variable, nnx.Param) else None
+            for path, (variable, leaves) in pairs
+            for _ in leaves
+        ]
+        self.leaves = [*(leaf for _, leaves in variables for leaf in leaves), *arrays]
+        unknown = len(self.leaves) - len(parameters)
+        names = (*parameters, *(None,) * unknown)
+        self.traced = Traced(pure, modules.rules, modules.by_path, names)
+
+    def planted(self, zeros: Mapping[Key, Any], *, has_probes: bool = False) -> dict[Key, Planted]:
+        """What the matmuls are given, see `Program.run`."""
+        given = {
+            key: kept.planted(zeros.get(key), has_probe=has_probes)
+            for key, kept in self.states.items()
+        }
+        return {key: Planted({}, x) for key, x in zeros.items()} | given
+
+    def call(self) -> Any:
+        """Calls the method. Writes what it changes, and the new states of matmuls."""
+        is_ours, measured = step_of("nnx")
+        zeros = {} if measured is None else measured.zeros
+        planted = self.planted(zeros, has_probes=is_ours)
+        moves = all(kept.is_writable for kept in self.states.values())
+        is_compiled = is_eager(self.leaves) and _hashes(self.traced)
+        run = _compiled if is_compiled else _run
+        outs, (static, used), new = run(self.traced, moves, self.leaves, planted)
+        for key in used:
+            if key in self.states:
+                self.states[key].check_started()
+        for key, state in new.items():
+            self.states[key].write(state)
+        return finished(static, outs, self.nodes, self.arguments)
+
+
+def _compiled(traced: Traced, *arguments: Any) -> Any:
+    if traced in _without_matmuls:
+        raise _NoMatmuls
+    try:
+        outs, (static,), new = _jitted(traced, *arguments)
+    except _NoMatmuls:
+        if len(_without_matmuls) >= _MOST:
+            _without_matmuls.clear()
+        _without_matmuls[traced] = None
+        raise
+    return outs, static, new
+
+
+def _hashes(traced: Traced) -> bool:
+    try:
+        hash(traced)
+    except TypeError:  # a model with a list or a plain dataclass among its attributes
+        return False
+    return True
+
+
+class _Modules:
+    """The modules among the nodes of a call.
+
+    Attributes:
+      rules: Of the model that is called.
+      by_path: What rules match of each, by its path in the model.
+      states: The states of matmuls.
+    """
+
+    def __init__(self, nodes: Any) -> None:
+        modules = [(path, x) for path, x in nnx.iter_modules(nodes, graph=True)]
+        modules = [(path, x) for path, x in modules if PRODUCTS not in path]
+        modules.sort(key=lambda item: len(item[0]))
+        sites = (site_of(module) for _, module in modules)
+        first = next((site for site in sites if site is not None), None)
+        self.rules: Rules[Recipe] = Rules([]) if first is None else first.rules
+        self.by_path: dict[str, Module] = {}
+        self.states: dict[Key, ProductState] = {}
+        self._sites: dict[tuple[Any, ...], Site] = {}
+        for path, module in modules:
+            site = site_of(module) or self._made_later(path, module)
+            if site is None or site.rules != self.rules:
+                continue
+            self._sites[tuple(path)] = site
+            is_left = isinstance(module, nnx.SpectralNorm)
+            for one in site.paths:
+                self.by_path[one] = Module(site.paths, site.kinds, is_left)
+            for name, kept in product_states(module).items():
+                self.states[site.path, name] = kept
+
+    def _made_later(self, path: Any, module: Any) -> Site | None:
+        """The site of a module that was put into the model after `wrap`."""
+        around, rest = self._nearest(path)
+        if around is None:
+            return None
+        shown = "/".join(filter(None, (around.path, *map(str, rest))))
+        return dataclasses.replace(
+            around, paths=(shown,), kinds=(type(module), *around.kinds)
+        )
+
+    def _nearest(self, path: Any) -> tuple[Site | None, Any]:
+        for end in range(len(path), -1, -1):
+            if site := self._sites.get(tuple(path[:end])):
+                return site, path[end:]
+        return None, path
+
+    def parameter(self, path: Any) -> Parameter | None:
+        """The name of the parameter at a path of the nodes; None if no wrapped module has it."""
+        if PRODUCTS in path:
+            return None
+        site, rest = self._nearest(path)
+        return None if site is None else Parameter(site.path, ".".join(map(str, rest)))
+
+
+def bound_function(function: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> Bound:
+    """A function that calls a model, such as a loss, as a program."""
+    return Bound(function, (model, tuple(args), dict(kwargs)), is_method=False)
+
+

@@ -1,0 +1,322 @@
+"""A function of nnx modules and arguments as a function of arrays alone."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qtoolkit.formats import Rules
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import in_module, tracing_function
+from qtoolkit.scaling import QArray
+
+SITE, PRODUCTS = "qtoolkit_site", "qtoolkit_products"
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What a wrapped module knows of itself: static data.
+
+    Attributes:
+      paths: In the model that was wrapped; several if it is shared.
+      kinds: Its type and the types of the modules around it, on all paths.
+      rules: Those of the model.
+      is_inside: Whether it is a copy, in a program.
+    """
+
+    paths: tuple[str, ...]
+    kinds: tuple[type, ...]
+    rules: Rules[Recipe]
+    is_inside: bool = False
+
+    @property
+    def path(self) -> str:
+        return self.paths[0]
+
+
+def site_of(module: Any) -> Site | None:
+    """The site of a module that was wrapped, None for others."""
+    site: Site | None = vars(module).get(SITE)
+    return site
+
+
+def is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Module | nnx.Variable)
+
+
+class _Array(NamedTuple):
+    """Stands for an array in a result."""
+
+
+class _Given(NamedTuple):
+    """Stands for a module or Variable that the function was given."""
+
+    path: tuple[Any, ...]
+
+
+class _New(NamedTuple):
+    """Stands for a module or Variable that the function has made."""
+
+    graph: Any
+    structure: Any
+
+
+class Result(NamedTuple):
+    """What the function returns besides arrays. These come in the order of the fields here.
+
+    Attributes:
+      out: The structure of what the user's function returned, and its leaves: see `_Array`.
+      changed: The paths of the variables that it has changed, each with the structure of its value.
+      graph: All nodes, if it has changed more than variables, with the structure of their arrays.
+      arguments: As `out`, of the arguments, if it has changed lists or dictionaries among them.
+    """
+
+    out: tuple[Any, tuple[Any, ...]]
+    changed: tuple[tuple[Any, Any], ...]
+    graph: tuple[Any, Any] | None
+    arguments: tuple[Any, tuple[Any, ...]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of modules and arguments. Holds no array.
+
+    Attributes:
+      function: Of (model, *args, **kwargs).
+      is_method: Whether it is a method of the model; else one that calls some.
+      graph, paths, structures: The nodes among the arguments, without their arrays.
+      tree: The structure of (model, args, kwargs); `kinds` says which leaves are a "node" or an
+        "array".
+      others: The other leaves.
+    """
+
+    function: Callable[..., Any]
+    is_method: bool
+    graph: Any
+    paths: tuple[Any, ...]
+    structures: tuple[Any, ...]
+    tree: Any
+    kinds: tuple[str, ...]
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls, function: Any, arguments: Any, *, is_method: bool, traces_numbers: bool
+    ) -> tuple["Function", tuple[Any, ...], list[tuple[Any, list[Any]]], list[Any]]:
+        """The function; live nodes; the arrays of each of their variables; arrays of arguments."""
+        given, tree = jax.tree.flatten(arguments, is_leaf=is_node)
+        kinds = tuple(_kind_of(x, traces_numbers) for x in given)
+        by_kind: dict[str, list[Any]] = {"node": [], "array": [], "": []}
+        for x, kind in zip(given, kinds, strict=True):
+            by_kind[kind].append(x)
+        nodes = tuple(by_kind["node"])
+        graph, state = nnx.split(nodes, graph=True)
+        flat = list(nnx.to_flat_state(state))
+        parts = [_flattened(variable) for _, variable in flat]
+        paths, structures = tuple(path for path, _ in flat), tuple(tree for _, tree in parts)
+        others = tuple(by_kind[""])
+        made = cls(function, is_method, graph, paths, structures, tree, kinds, others)
+        variables = [(x, leaves) for (_, x), (leaves, _) in zip(flat, parts, strict=True)]
+        return made, nodes, variables, [*map(jnp.asarray, by_kind["array"])]
+
+    def __call__(self, leaves: list[Any]) -> tuple[list[Any], Result]:
+        nodes, given = self._given(leaves)
+        graph, state = nnx.split(nodes, graph=True)
+        before = jax.tree.flatten(given, is_leaf=is_node)
+        with in_module(_path_of(nodes), is_root=True) if self.is_method else tracing_function():
+            out = self._run(*given)
+        known = [(path, x) for path, x in nnx.iter_graph(nodes, graph=True) if is_node(x)]
+        arrays: list[Any] = []
+        result = _parted(out, known, arrays)
+        changed, changed_graph = _changes(graph, state, nodes, arrays)
+        leaves, tree = jax.tree.flatten(given, is_leaf=is_node)
+        arguments = None
+        if tree != before[1] or any(a is not b for a, b in zip(leaves, before[0], strict=True)):
+            arguments = _parted(given, known, arrays)
+        return arrays, Result(result, changed, changed_graph, arguments)
+
+    def _run(self, model: Any, args: Any, kwargs: Any) -> Any:
+        out = self.function(model, *args, **kwargs)
+        kind = type(out).__name__
+        if self.is_method and kind in ("generator", "coroutine", "async_generator"):
+            raise TypeError(
+                f"wrap: {type(model).__name__}.{self.function.__name__} returns a {kind}, whose "
+                "code runs later, expected arrays: its matmuls would not be quantized; return a "
+                "list, or let an unwrapped module yield what wrapped ones return"
+            )
+        return out
+
+    def _given(self, leaves: list[Any]) -> tuple[Any, Any]:
+        """Copies of the nodes, without state of matmuls; and the arguments of the function."""
+        rest = iter(leaves)
+        variables = []
+        for path, structure in zip(self.paths, self.structures, strict=True):
+            inner = [next(rest) for _ in range(structure.num_leaves)]
+            variables.append((path, jax.tree.unflatten(structure, inner)))
+        nodes = nnx.merge(self.graph, nnx.from_flat_state(variables))
+        for module in _modules_in(nodes):
+            vars(module).pop(PRODUCTS, None)
+            _set_inside(module, True)
+        parts = {"node": iter(nodes), "array": rest, "": iter(self.others)}
+        return nodes, jax.tree.unflatten(self.tree, [next(parts[kind]) for kind in self.kinds])
+
+
+def finished(result: Result, arrays: Sequence[Any], nodes: Any, arguments: Any) -> Any:
+    """What the user's function returned. Writes what it has changed in live nodes and arguments."""
+    rest = iter(arrays)
+    live = {}
+    parts = [*result.out[1], *(result.arguments[1] if result.arguments else ())]
+    if result.changed or result.graph or any(isinstance(x, _Given) for x in parts):
+        live = {tuple(path): x for path, x in nnx.iter_graph(nodes, graph=True)}
+
+    def whole(tree: Any, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(tree, [_whole(x, rest, live) for x in leaves])
+
+    out = whole(*result.out)
+    for path, structure in result.changed:
+        value = jax.tree.unflatten(structure, [next(rest) for _ in range(structure.num_leaves)])
+        live[tuple(path)].set_value(value)
+    if result.graph is not None:
+        graph, structure = result.graph
+        state = jax.tree.unflatten(structure, [next(rest) for _ in range(structure.num_leaves)])
+        _transfer(nnx.merge(graph, state), live)
+    if result.arguments is not None:
+        _write_back(arguments, whole(*result.arguments))
+    return out
+
+
+def _parted(tree: Any, known: Sequence[tuple[Any, Any]], arrays: list[Any]) -> Any:
+    """The structure of a tree and its leaves, of which arrays are appended to `arrays`."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
+    parts = []
+    for x in leaves:
+        if isinstance(x, jax.Array):
+            arrays.append(x)
+            parts.append(_Array())
+        elif not is_node(x):
+            parts.append(x)
+        elif (path := next((path for path, node in known if node is x), None)) is not None:
+            parts.append(_Given(path))
+        else:
+            graph, state = nnx.split(x, graph=True)
+            inner, inner_structure = jax.tree.flatten(state)
+            arrays.extend(inner)
+            parts.append(_New(graph, inner_structure))
+    return structure, tuple(parts)
+
+
+def _whole(part: Any, rest: Any, live: Mapping[Any, Any]) -> Any:
+    match part:
+        case _Array():
+            return next(rest)
+        case _Given(path):
+            return live[tuple(path)]
+        case _New(graph, structure):
+            inner = [next(rest) for _ in range(structure.num_leaves)]
+            made = nnx.merge(graph, jax.tree.unflatten(structure, inner))
+            for module in _modules_in(made):
+                _set_inside(module, False)
+            return made
+    return part
+
+
+def _changes(graph: Any, state: Any, nodes: Any, arrays: list[Any]) -> tuple[Any, Any]:
+    """What a function has changed of its nodes, see `Result`; new arrays are appended."""
+    graph_after, state_after = nnx.split(nodes, graph=True)
+    if graph_after != graph:
+        leaves, structure = jax.tree.flatten(state_after)
+        arrays.extend(leaves)
+        return (), (graph_after, structure)
+    changed = []
+    pairs = zip(nnx.to_flat_state(state), nnx.to_flat_state(state_after), strict=True)
+    for (path, old), (_, new) in pairs:
+        before, after = (jax.tree.leaves(x) for x in (old, new))
+        if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+            leaves, structure = jax.tree.flatten(new.get_value())
+            arrays.extend(leaves)
+            changed.append((path, structure))
+    return tuple(changed), None
+
+
+def _transfer(nodes: Any, live: Mapping[Any, Any]) -> None:
+    """Gives live modules the attributes and values of others that a function has changed."""
+    for path, module in nnx.iter_graph(nodes, graph=True):
+        target = live.get(tuple(path))
+        if isinstance(module, nnx.Variable) and isinstance(target, nnx.Variable):
+            target.set_value(module.get_value())
+        if not isinstance(module, nnx.Module) or not isinstance(target, nnx.Module):
+            continue
+        for name, value in vars(module).items():
+            is_ours = name.startswith(("_pytree__", SITE))
+            if not is_ours and not (is_node(value) and name in vars(target)):
+                for inner in _modules_in(value):
+                    _set_inside(inner, False)
+                setattr(target, name, value)
+        for name in [n for n in vars(target) if n not in vars(module) and n != PRODUCTS]:
+            delattr(target, name)
+
+
+def _write_back(live: Any, changed: Any) -> None:
+    """Lets lists and dictionaries hold what the function has put into its copies of them."""
+    if isinstance(live, list):
+        pairs = list(zip(live, changed, strict=False))
+        kept = [old if _is_container(old) else new for old, new in pairs]
+        live[:] = [*kept, *changed[len(kept) :]]
+    elif isinstance(live, dict):
+        pairs = [(live[name], changed[name]) for name in live if name in changed]
+        kept = {n: live[n] if _is_container(live.get(n)) else x for n, x in changed.items()}
+        live.clear()
+        live.update(kept)
+    else:
+        pairs = list(zip(live, changed, strict=True)) if isinstance(live, tuple) else []
+    for old, new in pairs:
+        if _is_container(old):
+            _write_back(old, new)
+
+
+def _is_container(x: Any) -> bool:
+    return type(x) in (list, dict, tuple)
+
+
+def _modules_in(tree: Any) -> list[nnx.Module]:
+    return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Module)]
+
+
+def _set_inside(module: nnx.Module, is_inside: bool) -> None:
+    if (site := site_of(module)) is not None:
+        vars(module)[SITE] = dataclasses.replace(site, is_inside=is_inside)
+
+
+def _path_of(nodes: Any) -> str:
+    site = site_of(nodes[0])
+    return "" if site is None else site.path
+
+
+def _flattened(variable: nnx.Variable[Any]) -> tuple[list[Any], Any]:
+    """The arrays of a variable. A stored kernel is one of them."""
+    is_stored = isinstance(variable, nnx.Param) and isinstance(variable.get_value(), QArray)
+    is_leaf = (lambda x: isinstance(x, QArray)) if is_stored else None
+    leaves, structure = jax.tree.flatten(variable, is_leaf=is_leaf)
+    return leaves, structure
+
+
+def _kind_of(x: Any, traces_numbers: bool) -> str:
+    if is_node(x):
+        return "node"
+    if isinstance(x, jax.Array):
+        return "array"
+    if type(x) in (float, complex):
+        return "array" if traces_numbers else ""
+    if not isinstance(x, np.ndarray | np.generic):
+        return ""
+    is_number = any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.number, np.bool_))
+    return "array" if is_number and (traces_numbers or not is_whole(x)) else ""
+
+
+def is_whole(x: Any) -> bool:
+    """Whether it is an array of NumPy in which a model may get a shape or a mask."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iub"

@@ -1,0 +1,211 @@
+"""Computes the matmuls of a `Program` by recipes, with the state that is planted for each."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qtoolkit.formats import Rules
+from qtoolkit.products._learned import with_first_scales
+from qtoolkit.products._observed import observed
+from qtoolkit.products._place import MODEL
+from qtoolkit.products._plan import State
+from qtoolkit.products._origins import Parameter, following_features
+from qtoolkit.products._product import quantized_product
+from qtoolkit.products._program import Call, Key, Matmul, Planted, Program
+from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._seen import Seen
+from qtoolkit.products._states import HISTORY, KEY, STEP, moved, state_of
+from qtoolkit.products._taps import Tap
+
+BY_RULE, BY_RECIPE = "excluded by a rule", "unquantized by the recipe"
+INTEGERS = "integers are not rounded"
+COMPLEX = "complex numbers are not rounded: multiply real and imaginary parts"
+DERIVATIVE = "part of a derivative that the model itself takes"
+OUTSIDE = "computed by itself, in no wrapped layer"
+
+
+class Module(NamedTuple):
+    """What rules match of a module.
+
+    Attributes:
+      paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
+      kinds: Its type and the types of the modules around it.
+      computes_unquantized: Whether all matmuls that it computes itself stay in high precision.
+    """
+
+    paths: tuple[str, ...]
+    kinds: tuple[type, ...]
+    computes_unquantized: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quantizing:
+    """A `multiply` for `Program.run`: each matmul by its recipe.
+
+    Attributes:
+      rules: The recipes.
+      modules: The modules of the model, by path.
+      moves: Whether the caller stores the state after the call.
+      observes: Whether a training step tells the magnitudes by itself, as it does unless somebody
+        differentiates by probes.
+      rng: uint32[2], words of a random key for this call, in place of keys in the state.
+      tap: What to measure of a matmul for which zeros are planted.
+      is_measured: Whether this is no call of the model, but measures it: it is quantized as after
+        its warm-up, and learned scales that were not started are those of this batch.
+    """
+
+    rules: Rules[Recipe]
+    modules: Mapping[str, Module]
+    moves: bool = True
+    observes: bool = True
+    rng: jax.Array | None = None
+    tap: Tap | None = None
+    is_measured: bool = False
+
+    def recipe_of(self, matmul: Matmul) -> Recipe | None:
+        """The recipe of a matmul; None if it stays as it is, see `reason_of`."""
+        return None if self._kept_by(matmul) else self._by_rules(matmul)
+
+    def reason_of(self, matmul: Matmul) -> str:
+        """Why a matmul stays as it is; "" if it has a recipe."""
+        return self._kept_by(matmul) or ("" if self._by_rules(matmul) else BY_RULE)
+
+    def _kept_by(self, matmul: Matmul) -> str:
+        running = self.modules.get(matmul.module or "")
+        dtypes = [x.dtype for x in matmul.types[:2]]
+        if matmul.around:
+            return f"inside of {matmul.around}: call qtoolkit.dot_general there, with a recipe"
+        if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
+            return COMPLEX
+        if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+            return INTEGERS
+        if matmul.is_derivative:
+            return DERIVATIVE
+        if matmul.module is None or matmul.function is None:
+            return OUTSIDE
+        if running is not None and running.computes_unquantized:
+            return BY_RULE
+        return ""
+
+    def _by_rules(self, matmul: Matmul) -> Recipe | None:
+        return self.by_rules(matmul.path, matmul.parameter)
+
+    def by_rules(self, path: str, parameter: Parameter | None) -> Recipe | None:
+        """The recipe of matmuls with a parameter of a module, or of two activations in it."""
+        if parameter is None:
+            recipe = self.of_module(path)
+            return None if recipe is None else recipe.of_activations()
+        module = self._module(path)
+        name = parameter.name.replace(".", "/")
+        paths = [*module.paths, *(f"{path}/{name}".strip("/") for path in module.paths)]
+        return self.rules.lookup(paths, module.kinds)
+
+    def of_module(self, path: str) -> Recipe | None:
+        """The recipe of a module."""
+        module = self._module(path)
+        return self.rules.lookup(module.paths, module.kinds)
+
+    def _module(self, path: str) -> Module:
+        """The module of a path, or with the types of the nearest module around."""
+        around = path
+        while around and around not in self.modules:
+            around = around.rpartition("/")[0]
+        module = self.modules.get(around, Module((), ()))
+        return module if around == path and module.paths else Module((path,), module.kinds)
+
+    def __call__(
+        self, matmul: Matmul, call: Call, planted: Planted | None
+    ) -> tuple[Any, Seen | None]:
+        recipe = self.recipe_of(matmul)
+        if recipe is None:
+            return None, None
+        return self.product(matmul, call, recipe, planted)
+
+    def product(
+        self, matmul: Matmul, call: Call, recipe: Recipe, planted: Planted | None
+    ) -> tuple[jax.Array, Seen | None]:
+        """The result of a matmul by a recipe, and what a training step sees of it."""
+        is_swapped = matmul.kernel == 0
+        operands = (call.rhs, call.lhs) if is_swapped else (call.lhs, call.rhs)
+        kept, seen = {} if planted is None else dict(planted.arrays), None
+        if self.is_measured:
+            recipe = dataclasses.replace(recipe, warm_up=0)
+            kept = with_first_scales(kept, operands, recipe)
+        if matmul.kernel is not None and matmul.origins[matmul.kernel].stored:
+            recipe = recipe.with_stored(1)
+        shown = f"{matmul.path or MODEL}:{matmul.name}"
+        if not kept and self.rng is None:
+            if recipe.is_delayed or recipe.warm_up:
+                observed({}, *operands, recipe, moves=False, name=shown)
+            recipe = recipe.without_state()
+        elif self.observes and any(part in kept for part in (HISTORY, KEY, STEP)):
+            kept, magnitudes = observed(kept, *operands, recipe, moves=self.moves)
+            seen = Seen(largest=magnitudes)
+        state = state_of(recipe, f"{matmul.path}:{matmul.name}", kept, self.rng)
+        tap = None
+        if self.tap is not None and planted is not None and planted.shared is not None:
+            tap, state = self.tap, (state or State())._replace(zeros=planted.shared)
+        with jax.named_scope(matmul.path or MODEL):  # for profilers: nothing of ours reads it
+            out = quantized_product(
+                f"{matmul.primitive} of {matmul.path}" if matmul.path else matmul.primitive,
+                matmul.function,
+                call.lhs,
+                call.rhs,
+                following_features(recipe, matmul.operands),
+                matmul.dtype,
+                state,
+                call.extra,
+                tap=tap,
+                is_swapped=is_swapped,
+            )
+        return out, seen
+
+    def run(
+        self, program: Program, inputs: Any, planted: Mapping[Key, Planted]
+    ) -> tuple[list[Any], dict[Key, dict[str, Any]]]:
+        """The results of a program, flat, and the states of its matmuls after a training step."""
+        outs, seen = program.run(inputs, self, planted)
+        recipes = {matmul.key: self.recipe_of(matmul) for matmul in program.matmuls}
+        new = {}
+        for key, one in seen.items():
+            recipe = recipes[key]
+            if key in planted and self.moves and recipe is not None:
+                new[key] = moved(planted[key].arrays, one.largest, recipe.delayed)
+        return outs, new
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function of a model that can be traced to a program: a static argument of `jax.jit`.
+
+    Attributes:
+      function: See `Program.of`. It hashes.
+      rules, modules: Of the model, see `Quantizing`. These and `parameters` follow from `function`.
+      parameters: For each input its name, if it is a parameter.
+    """
+
+    function: Callable[[list[Any]], tuple[Any, Any]]
+    rules: Rules[Recipe] = dataclasses.field(compare=False)
+    modules: Mapping[str, Module] = dataclasses.field(compare=False)
+    parameters: tuple[Parameter | None, ...] = dataclasses.field(compare=False)
+
+    def program(self, leaves: list[Any], axes: Sequence[tuple[str, int]] = ()) -> Program:
+        return Program.of(self.function, leaves, self.parameters, axes)
+
+    def quantizing(self, **options: Any) -> Quantizing:
+        return Quantizing(self.rules, self.modules, **options)
+
+
+def stored_labels(matmul: Matmul) -> tuple[str, str]:
+    """How reports name (input, kernel) if they are stored as codes; "" for arrays."""
+    kernel = matmul.kernel
+    return "", "" if kernel is None else matmul.origins[kernel].stored
+
+
+@jax.tree_util.register_static
+class StaticResult(tuple[Any, ...]):
+    """Static data among the results of a jitted function."""
