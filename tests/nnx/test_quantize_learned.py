@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from state_of import state_of
 
 import qtoolkit as qt
 from qtoolkit.products import Learned, Operand, Recipe
@@ -52,7 +53,8 @@ def wrapped():
 
 
 def scales_of(layer):
-    return getattr(layer.qtoolkit_products, "0").scales
+    state = state_of(layer)["kernel"]
+    return [state.get(f"{side}_scale") for side in ("lhs", "rhs")]
 
 
 @pytest.mark.quick
@@ -178,7 +180,7 @@ def test_gradients_by_what_is_left(wrapped):
         nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, qt.nnx.LsqScale)))(m, X)
         for m in (served, wrapped)
     ]
-    got, expected = (one["first"]["qtoolkit_products"]["0"]["scales"][0] for one in found)
+    got, expected = (state_of(one, "first")["kernel"]["lhs_scale"] for one in found)
     np.testing.assert_allclose(got[...], expected[...], rtol=1e-6)
 
 
