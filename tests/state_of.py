@@ -48,10 +48,16 @@ def states_of(tree: Any, methods: tuple[str, ...] = ()) -> dict[str, dict[str, P
 
 def state_of(tree: Any, path: str = "", methods: tuple[str, ...] = ()) -> dict[str, Parts]:
     """The state of the matmuls of the module at `path`; empty if it has none."""
-    if isinstance(tree, nnx.Module):  # so that a module is found by each of its paths
-        tree = functools.reduce(_child, path.split("/") if path else (), tree)
-        path = ""
-    return states_of(tree, methods).get(path, {})
+    found = states_of(tree, methods)
+    if path and path not in found and isinstance(tree, nnx.Module):  # another path of a shared one
+        return state_of(functools.reduce(_child, path.split("/"), tree), "", methods)
+    return found.get(path, {})
+
+
+def arrays_of(tree: Any) -> dict[str, dict[str, dict[str, np.ndarray]]]:
+    """What `states_of` returns, as arrays of NumPy."""
+    is_leaf = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    return jax.tree.map(_array, states_of(tree), is_leaf=is_leaf)
 
 
 def history_of(tree: Any, path: str = "", name: str = "kernel") -> np.ndarray:
@@ -60,8 +66,8 @@ def history_of(tree: Any, path: str = "", name: str = "kernel") -> np.ndarray:
 
 
 def histories_of(tree: Any) -> list[np.ndarray]:
-    states = [state for layer in states_of(tree).values() for state in layer.values()]
-    return [_array(state["history"]) for state in states if "history" in state]
+    states = [state for layer in arrays_of(tree).values() for state in layer.values()]
+    return [state["history"] for state in states if "history" in state]
 
 
 def shapes_of(tree: Any) -> dict[str, dict[str, set[str]]]:
@@ -77,6 +83,17 @@ def with_parts(collection: Any, **values: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: values.get(path[-1].key, leaf), collection
     )
+
+
+def replace(model: nnx.Module, variable: nnx.Variable[Any], other: nnx.Variable[Any]) -> None:
+    """Puts another Variable wherever the model has this one."""
+    places = [path for path, node in nnx.iter_graph(model) if node is variable]
+    for *owner, name in places:
+        parent = functools.reduce(lambda node, key: _child(node, str(key)), owner, model)
+        if isinstance(name, int):
+            parent[name] = other
+        else:
+            setattr(parent, name, other)
 
 
 def by_kernel(names: Iterable[str], methods: tuple[str, ...] = ()) -> list[str]:
@@ -170,9 +187,9 @@ def _place(name: str) -> tuple[Any, ...]:
 
 
 def _child(module: Any, name: str) -> Any:
-    if name.isdigit() or isinstance(module, Mapping):
-        return module[int(name) if name.isdigit() else name]
-    return getattr(module, name)
+    if hasattr(module, name):  # a matmul may be called "0"
+        return getattr(module, name)
+    return module[int(name) if name.isdigit() else name]
 
 
 def _array(leaf: Any) -> np.ndarray:

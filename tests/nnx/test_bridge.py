@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from state_of import history_of, states_of
+from state_of import arrays_of, history_of
 
 import qtoolkit as qt
 from qtoolkit.casts import Projection
@@ -60,8 +60,7 @@ def test_a_wrapped_linen_module_is_rolled_as_by_linen(recipe):
         expected, expected_grads, state = by_linen(variables, step * x)
         variables = {**variables, "qtoolkit": state}
         assert value == expected
-        found = jax.tree.map(np.asarray, states_of(nnx.state(model)))
-        jax.tree.map(np.testing.assert_array_equal, found, states_of(state))
+        jax.tree.map(np.testing.assert_array_equal, arrays_of(model), arrays_of(state))
         for layer, wanted in expected_grads.items():
             got = nnx.to_pure_dict(grads)[layer]
             jax.tree.map(np.testing.assert_array_equal, dict(wanted), dict(got))

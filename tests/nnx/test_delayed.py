@@ -144,7 +144,7 @@ def test_gradients_with_probes_may_go_to_an_optimizer(x):
     both = nnx.DiffState(0, nnx.Any(nnx.Param, qt.nnx.Probe))
     grads = nnx.grad(loss, argnums=both)(model, x)
     optimizer.update(model, grads)
-    assert float(jnp.max(jnp.abs(kept(model.a).probe[...]))) == 0
+    assert float(jnp.max(jnp.abs(kept(model.a)["probe"][...]))) == 0
 
 
 def test_plain_gradients_scale_cotangents_currently(x):
@@ -526,7 +526,7 @@ def test_keys_belong_to_places(x):
     again = qt.nnx.wrap(nnx.Sequential(*alone), qt.recipes.nvfp4)
     once = qt.nnx.wrap(nnx.Sequential(*layers), qt.recipes.nvfp4)
     for one, other in zip(again.layers, once.layers, strict=True):
-        np.testing.assert_array_equal(kept(one).key[...], kept(other).key[...])
+        np.testing.assert_array_equal(kept(one)["key"][...], kept(other)["key"][...])
 
 
 def test_a_history_does_not_know_of_a_transform():

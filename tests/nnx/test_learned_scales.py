@@ -149,10 +149,10 @@ def test_learned_scales_stay_when_frozen_or_wrapped_again():
     qt.nnx.start_scales(layer, X)
     scale = scales_of(layer)[0]
     frozen = qt.nnx.freeze(layer, qt.nnx.calibrate(layer, [X]))
-    assert kept(frozen).scales[0] is scale
-    assert kept(qt.nnx.wrap(layer, recipe)).scales[0] is scale
+    assert scales_of(frozen)[0] is scale
+    assert scales_of(qt.nnx.wrap(layer, recipe))[0] is scale
     other = qt.nnx.wrap(layer, LSQ)  # another range: its kernel's has to be started
-    assert np.isnan(kept(other).scales[1][...])
+    assert np.isnan(scales_of(other)[1][...])
 
 
 @pytest.mark.exhaustive

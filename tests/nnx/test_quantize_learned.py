@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from state_of import state_of
+from state_of import replace, state_of
 
 import qtoolkit as qt
 from qtoolkit.products import Learned, Operand, Recipe
@@ -147,7 +147,7 @@ def test_layers_share_codes_if_they_share_kernel_and_scale():
     for layer in ("first", "second"):
         got = run(getattr(served, layer), X)
         np.testing.assert_array_equal(got, run(getattr(wrapped, layer), X))
-    scales_of(wrapped.second)[1] = scales_of(wrapped.first)[1]
+    replace(wrapped, scales_of(wrapped.second)[1], scales_of(wrapped.first)[1])
     served = qt.nnx.quantize(wrapped)
     assert served.first.kernel is served.second.kernel
 
