@@ -13,8 +13,9 @@ from qtoolkit.nnx._post_training import plain_model
 from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import attach, is_of_flax, needs_no_scale, product_states
+from qtoolkit.post_training.internal import input_statistics
 from qtoolkit.products import Calibration, Numerics, Sensitivity
-from qtoolkit.products.internal import AMAX, Constant, Kept, flow, input_statistics
+from qtoolkit.products.internal import AMAX, Constant, Kept, flow
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)

@@ -6,7 +6,8 @@ from typing import Any
 from flax import nnx
 
 from qtoolkit.nnx._report import check_module, site_of
-from qtoolkit.products.internal import Batch, PlainModel
+from qtoolkit.post_training.internal import PlainModel
+from qtoolkit.products.internal import Batch
 
 
 def plain_model(where: str, model: Any) -> PlainModel:

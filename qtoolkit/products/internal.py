@@ -3,7 +3,6 @@
 # ruff: noqa: F401  (imported for those packages)
 
 from qtoolkit.products import _flow as flow
-from qtoolkit.products._allocation import allocated
 from qtoolkit.products._analyses import Matmul, MatmulNames
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._bytecode import (
@@ -12,7 +11,7 @@ from qtoolkit.products._bytecode import (
     overridden,
 )
 from qtoolkit.products._cache import cache_format, cached
-from qtoolkit.products._control_flow import run_in
+from qtoolkit.products._control_flow import run_in, scan_lengths
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._forward_state import (
     ForwardState,
@@ -36,21 +35,18 @@ from qtoolkit.products._matching import (
 )
 from qtoolkit.products._matmul_trace import MatmulTrace, Multiply, is_watched, replacing_matmuls
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
-from qtoolkit.products._place import MODEL, Mark, Place
+from qtoolkit.products._place import MODEL, Mark, Place, listed
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
-from qtoolkit.products._post_training import (
-    PlainModel,
-    checked_batches,
-    input_statistics,
-    settings,
-)
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     BY_RULE,
     check_all_quantized,
     strict_inputs,
+    text_table,
 )
+from qtoolkit.products._rounded import rounding_of
+from qtoolkit.products._sensitivity import exactly
 from qtoolkit.products._states import (
     AMAX,
     HISTORY,
@@ -67,4 +63,9 @@ from qtoolkit.products._states import (
     uncalibrated,
     unstarted,
 )
-from qtoolkit.products._stored import einsum_axes, serving_rules, stored_kernel
+from qtoolkit.products._stored import (
+    einsum_axes,
+    serving_rules,
+    stored_kernel,
+    with_leading_axes,
+)
