@@ -12,13 +12,8 @@ from qtoolkit.linen._post_training import plain_model
 from qtoolkit.linen._state import at, unboxed
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.post_training import Allocation
-from qtoolkit.post_training.internal import allocated
-from qtoolkit.products.internal import (
-    Kernels,
-    noting_kernels,
-    serving_rules,
-    stored_kernel,
-)
+from qtoolkit.post_training.internal import allocated, serving_rules, stored_kernel
+from qtoolkit.products.internal import Kernels, noting_kernels
 
 
 def allocate(

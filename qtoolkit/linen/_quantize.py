@@ -21,14 +21,19 @@ from qtoolkit.linen._state import (
     with_part,
 )
 from qtoolkit.linen._wrap import wrap
-from qtoolkit.post_training.internal import PlainModel, Storable, quantize_kernels, settings
+from qtoolkit.post_training.internal import (
+    PlainModel,
+    Storable,
+    quantize_kernels,
+    serving_rules,
+    settings,
+)
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
     Kernel,
     noting_kernels,
     of_kernel,
-    serving_rules,
 )
 from qtoolkit.scaling import QArray
 

@@ -12,8 +12,7 @@ from qtoolkit.nnx._post_training import plain_model
 from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._wrap import wrap
 from qtoolkit.post_training import Allocation
-from qtoolkit.post_training.internal import allocated
-from qtoolkit.products.internal import serving_rules
+from qtoolkit.post_training.internal import allocated, serving_rules
 from qtoolkit.scaling import QArray
 
 

@@ -16,17 +16,17 @@ from qtoolkit.post_training.internal import (
     PlainModel,
     Storable,
     checked_batches,
+    einsum_axes,
     quantize_kernels,
+    serving_rules,
     settings,
 )
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     Kernels,
-    einsum_axes,
     noting_kernels,
     of_kernel,
-    serving_rules,
     strict_inputs,
 )
 from qtoolkit.scaling import QArray

@@ -23,9 +23,10 @@ from qtoolkit.post_training._folding import (
     stripped,
     with_factors,
 )
+from qtoolkit.post_training._storing import stored_kernel
 from qtoolkit.post_training._tracking import Use, tracked
 from qtoolkit.products import Current, Operand
-from qtoolkit.products.internal import Batch, listed, stored_kernel, warn
+from qtoolkit.products.internal import Batch, listed, warn
 from qtoolkit.scaling import Hessian, QArray
 from qtoolkit.scaling.internal import Contraction, InputTransform, solved
 

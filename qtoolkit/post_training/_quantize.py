@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from qtoolkit.post_training._methods import PlainModel, Settings, tuned
+from qtoolkit.post_training._storing import stored_kernel, with_leading_axes
 from qtoolkit.products import Operand
-from qtoolkit.products.internal import Axes, stored_kernel, with_leading_axes
+from qtoolkit.products.internal import Axes
 from qtoolkit.scaling import QArray
 
 

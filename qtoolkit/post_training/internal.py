@@ -10,3 +10,4 @@ from qtoolkit.post_training._methods import (
     settings,
 )
 from qtoolkit.post_training._quantize import Storable, quantize_kernels
+from qtoolkit.post_training._storing import einsum_axes, serving_rules, stored_kernel

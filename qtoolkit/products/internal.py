@@ -4,7 +4,7 @@
 
 from qtoolkit.products import _flow as flow
 from qtoolkit.products._analyses import Matmul, MatmulNames
-from qtoolkit.products._bilinear import Axes
+from qtoolkit.products._bilinear import Axes, Einsum
 from qtoolkit.products._bytecode import (
     computes_matmul,
     matmul_attributes,
@@ -23,6 +23,7 @@ from qtoolkit.products._instruments import kernels_in, set_variable, without_mea
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import Kernel, Kernels, noted_kernels, noting_kernels
 from qtoolkit.products._layer import LayerRecipe, in_high_precision, quantizing_dot
+from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._lifted_state import LiftingTrace, state_after
 from qtoolkit.products._lines import warn
 from qtoolkit.products._matching import (
@@ -45,6 +46,7 @@ from qtoolkit.products._report import (
     strict_inputs,
     text_table,
 )
+from qtoolkit.products._residuals import code_values, poisoned
 from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._sensitivity import exactly
 from qtoolkit.products._states import (
@@ -62,10 +64,4 @@ from qtoolkit.products._states import (
     taken_over,
     uncalibrated,
     unstarted,
-)
-from qtoolkit.products._stored import (
-    einsum_axes,
-    serving_rules,
-    stored_kernel,
-    with_leading_axes,
 )
