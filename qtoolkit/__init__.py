@@ -25,6 +25,7 @@ _NAMES_BY_PACKAGE = {
         *("Operand", "Recipe", "conv_general_dilated", "dot_general", "einsum"),
         *("policies", "ragged_dot", "recipes"),
     ),
+    "post_training": (),
     "onnx": (),
     "openvino": (),
     "pypto": (),

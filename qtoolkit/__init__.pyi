@@ -10,6 +10,7 @@ from qtoolkit import onnx as onnx
 from qtoolkit import openvino as openvino
 from qtoolkit import optim as optim
 from qtoolkit import plots as plots
+from qtoolkit import post_training as post_training
 from qtoolkit import products as products
 from qtoolkit import pypto as pypto
 from qtoolkit import scaling as scaling

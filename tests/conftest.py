@@ -15,7 +15,7 @@ import pytest
 
 import qtoolkit
 
-LAYERS = ("formats", "casts", "scaling", "gradients", "products")
+LAYERS = ("formats", "casts", "scaling", "gradients", "products", "post_training")
 OPERATORS = ("onnx", "openvino", "pypto")
 
 

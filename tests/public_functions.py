@@ -26,7 +26,7 @@ KEY = jax.random.key(7)
 BIAS = np.float32(0.37)
 F32, F16, BF16 = (np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16))
 HALF, ANY = (BF16, F16), (BF16, F16, F32)
-LAYERS = ("formats", "casts", "scaling", "gradients", "products")
+LAYERS = ("formats", "casts", "scaling", "gradients", "products", "post_training")
 
 
 def wide(x):

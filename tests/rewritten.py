@@ -6,9 +6,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import qtoolkit as qt
 from qtoolkit.products._analyses import ACTIVATION, Source
 from qtoolkit.products._matmul_trace import Known, MatmulTrace, Multiply, replacing_matmuls
+from qtoolkit.products.internal import LayerRecipe, Matmul, State
 from qtoolkit.scaling import QArray
+
+
+def multiplying(recipe: qt.Recipe) -> Multiply:
+    """Computes matmuls by a recipe, as a layer without state does."""
+    return LayerRecipe(recipe).multiply()
+
+
+def quantized(
+    recipe: qt.Recipe, name: str, function: Any, lhs: Any, rhs: Any, state: State | None
+) -> jax.Array:
+    """The matmul of an input and a kernel by a recipe, as a layer computes it.
+
+    Args:
+      name: As JAX calls it, "dot_general".
+      function: As data, see `products._bilinear`.
+    """
+    matmul = Matmul(name, function, lhs, rhs, (), ("", "kernel"), lhs.dtype)
+    return LayerRecipe(recipe).product(matmul, "0", state)
 
 
 def rewritten(

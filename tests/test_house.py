@@ -20,6 +20,7 @@ LAYERS = (
     ("scaling",),
     ("gradients", "plots"),
     ("products",),
+    ("post_training",),
     ("onnx", "openvino", "pypto", "nnx", "linen", "optim", "checkpoints"),
     ("demo",),
     ("cli",),

@@ -11,14 +11,9 @@ from qtoolkit.linen._flow import sensitivity
 from qtoolkit.linen._post_training import plain_model
 from qtoolkit.linen._state import at, unboxed
 from qtoolkit.linen._wrap import wrap
-from qtoolkit.products import Allocation
-from qtoolkit.products.internal import (
-    Kernels,
-    allocated,
-    noting_kernels,
-    serving_rules,
-    stored_kernel,
-)
+from qtoolkit.post_training import Allocation
+from qtoolkit.post_training.internal import allocated, serving_rules, stored_kernel
+from qtoolkit.products.internal import Kernels, noting_kernels
 
 
 def allocate(

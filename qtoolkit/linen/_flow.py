@@ -22,8 +22,9 @@ from qtoolkit.linen._state import (
     with_part,
 )
 from qtoolkit.linen._wrap import wrap
+from qtoolkit.post_training.internal import input_statistics
 from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
-from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, flow, input_statistics
+from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, flow
 
 Model = TypeVar("Model", bound=nn.Module)
 Loss = Callable[[Any, Any], Any]

@@ -8,7 +8,8 @@ from flax.core import DenyList
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from qtoolkit.linen._state import boxed_as, check_variables, unboxed
-from qtoolkit.products.internal import Batch, PlainModel
+from qtoolkit.post_training.internal import PlainModel
+from qtoolkit.products.internal import Batch
 
 
 def plain_model(where: str, module: Any, variables: Any, method: Any = None) -> PlainModel:

@@ -21,16 +21,19 @@ from qtoolkit.linen._state import (
     with_part,
 )
 from qtoolkit.linen._wrap import wrap
+from qtoolkit.post_training.internal import (
+    PlainModel,
+    Storable,
+    quantize_kernels,
+    serving_rules,
+    settings,
+)
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
     Kernel,
-    PlainModel,
-    flow,
     noting_kernels,
     of_kernel,
-    serving_rules,
-    settings,
 )
 from qtoolkit.scaling import QArray
 
@@ -106,7 +109,7 @@ def quantize(
     check_variables("quantize", variables, '; pass {"params": params}')
     how = settings(algorithm, calibration, sequential, damping, act_order)
     served = _Served(module, variables, recipe, kv_cache, inputs, method)
-    if not flow.quantize(served, calibration, how):
+    if not quantize_kernels(served, calibration, how):
         raise ValueError(
             f"quantize: {type(module).__name__} has no kernel to store with these inputs: the "
             "recipe leaves them unquantized, or nothing is multiplied; expected a format for "
@@ -116,7 +119,7 @@ def quantize(
 
 
 class _Served:
-    """A linen module and variables that get stored kernels, see `products._flow.Served`."""
+    """A linen module and variables that get stored kernels, see `Served` of post_training."""
 
     def __init__(
         self, module: Any, variables: Any, recipe: Any, kv_cache: Any, inputs: Any, method: Any
@@ -141,12 +144,12 @@ class _Served:
     def take(self, params: Mapping[str, Any]) -> None:
         self.variables = {**self.given, "params": with_params(self.given, params)}
 
-    def kernels(self) -> Iterator[tuple[tuple[str, ...], flow.Kernel]]:
+    def kernels(self) -> Iterator[tuple[tuple[str, ...], Storable]]:
         for path, use in self.uses.items():
             x, name = unboxed(at(self.variables["params"], path)), "/".join(path)
             where = f"quantize: {name}"
             if isinstance(x, QArray):
-                yield path, flow.Kernel(name, where, x, use.operand, use.axes, 0)
+                yield path, Storable(name, where, x, use.operand, use.axes, 0)
                 continue
             lead = x.ndim - len(use.shape)
             if use.operand is None or tuple(x.shape[lead:]) != use.shape:
@@ -156,7 +159,7 @@ class _Served:
                 for part, own in zip(of_kernel(self._state(use)), ((), (2,), ()), strict=True)
             )
             state = amax, key, scale
-            yield path, flow.Kernel(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
+            yield path, Storable(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
 
     def _state(self, use: Kernel) -> dict[str, Any]:
         """The state that the collections hold for a matmul."""

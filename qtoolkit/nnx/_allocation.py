@@ -11,8 +11,8 @@ from qtoolkit.nnx._modules import own_parameters
 from qtoolkit.nnx._post_training import plain_model
 from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._wrap import wrap
-from qtoolkit.products import Allocation
-from qtoolkit.products.internal import allocated, serving_rules
+from qtoolkit.post_training import Allocation
+from qtoolkit.post_training.internal import allocated, serving_rules
 from qtoolkit.scaling import QArray
 
 

@@ -241,9 +241,7 @@ class _Modules:
         if around is None:
             return None
         shown = "/".join(filter(None, (around.path, *map(str, rest))))
-        return dataclasses.replace(
-            around, paths=(shown,), kinds=(type(module), *around.kinds)
-        )
+        return dataclasses.replace(around, paths=(shown,), kinds=(type(module), *around.kinds))
 
     def _nearest(self, path: Any) -> tuple[Site | None, Any]:
         for end in range(len(path), -1, -1):
@@ -262,5 +260,3 @@ class _Modules:
 def bound_function(function: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> Bound:
     """A function that calls a model, such as a loss, as a program."""
     return Bound(function, (model, tuple(args), dict(kwargs)), is_method=False)
-
-

@@ -31,7 +31,9 @@ def original_class(kind: type) -> type:
 
 def become(module: Any, cache: BlockFormat | None = None) -> None:
     """Gives a module, which may be a frozen dataclass, our subclass of its class."""
-    made = Made(original_class(type(module)), cache or getattr(type(module), _MADE, Made(None)).cache)
+    made = Made(
+        original_class(type(module)), cache or getattr(type(module), _MADE, Made(None)).cache
+    )
     object.__setattr__(module, "__class__", _class_of(made))
 
 
@@ -47,9 +49,7 @@ def _class_of(made: Made) -> type:
     # A user's `__init_subclass__` or metaclass may keep a registry by name, or ask for keywords. It
     # does not hear of this class: a subclass of `nnx.Module` first, whose bases are then set.
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
-    own: Any = abc.ABCMeta.__new__(
-        type(kind), kind.__name__, (nnx.Module,), body, pytree=is_pytree
-    )
+    own: Any = abc.ABCMeta.__new__(type(kind), kind.__name__, (nnx.Module,), body, pytree=is_pytree)
     own.__bases__ = (kind,)
     del own._pytree__nodes  # of `nnx.Module`; it has those of `kind`
     return cast(type, own)

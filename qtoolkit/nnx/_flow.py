@@ -13,8 +13,9 @@ from qtoolkit.nnx._post_training import plain_model
 from qtoolkit.nnx._report import check_module
 from qtoolkit.nnx._state import ProductState, product_states
 from qtoolkit.nnx._wrap import keep, quantizing_of, rewired
+from qtoolkit.post_training.internal import input_statistics
 from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
-from qtoolkit.products.internal import AMAX, Batch, Kept, Parameter, flow, input_statistics
+from qtoolkit.products.internal import AMAX, Batch, Kept, Parameter, flow
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)

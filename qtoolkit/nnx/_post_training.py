@@ -8,7 +8,8 @@ from flax import nnx
 from qtoolkit.nnx._function import site_of
 from qtoolkit.nnx._modules import Same
 from qtoolkit.nnx._report import check_module
-from qtoolkit.products.internal import Batch, PlainModel
+from qtoolkit.post_training.internal import PlainModel
+from qtoolkit.products.internal import Batch
 
 
 def plain_model(where: str, model: Any) -> PlainModel:

@@ -19,18 +19,22 @@ from qtoolkit.nnx._modules import (
 from qtoolkit.nnx._post_training import parameter_names, plain_model, with_params
 from qtoolkit.nnx._state import product_states
 from qtoolkit.nnx._wrap import quantizing_of, rewired, traced_call
-from qtoolkit.products import InputStatistics, Operand, Recipe
+from qtoolkit.post_training import InputStatistics
+from qtoolkit.post_training.internal import (
+    PlainModel,
+    Storable,
+    checked_batches,
+    einsum_axes,
+    quantize_kernels,
+    serving_rules,
+    settings,
+)
+from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     KernelUses,
     Parameter,
-    PlainModel,
-    checked_batches,
-    einsum_axes,
-    flow,
     of_kernel,
-    serving_rules,
-    settings,
     strict_inputs,
 )
 from qtoolkit.scaling import QArray
@@ -146,7 +150,7 @@ def quantize(
     if inputs is not None and not callable(inputs):
         strict_inputs(inputs, "inputs", "quantize")
     served = _Served(model, None if recipe is None else serving_rules(recipe), kv_cache, inputs)
-    if not flow.quantize(served, calibration, how):
+    if not quantize_kernels(served, calibration, how):
         names = ", ".join(layer.shown for layer in served.layers()[:3])
         raise ValueError(
             f"quantize: {type(model).__name__} has no kernel to store: the recipe leaves them "
@@ -168,7 +172,7 @@ class _Place(NamedTuple):
 
 
 class _Served:
-    """A copy of an nnx model that gets stored kernels, see `products._flow.Served`."""
+    """A copy of an nnx model that gets stored kernels, see `Served` of post_training."""
 
     def __init__(self, model: Any, rules: Rules[Recipe] | None, kv_cache: Any, inputs: Any) -> None:
         self.original, self.rules, self.kv_cache = model, rules, kv_cache
@@ -188,10 +192,10 @@ class _Served:
     def layers(self) -> list[FoundModule]:
         return [layer for layer in modules_of(self.model) if site_of(layer.module) is not None]
 
-    def kernels(self) -> list[tuple[list[_Place], flow.Kernel]]:
+    def kernels(self) -> list[tuple[list[_Place], Storable]]:
         """The kernels, each with the places that store it in the same way."""
         names = parameter_names(self.model)
-        found: dict[Any, tuple[list[_Place], flow.Kernel]] = {}
+        found: dict[Any, tuple[list[_Place], Storable]] = {}
         for one in self.layers():
             for attribute, axes, lead, product in self._kernels_of(one, names):
                 layer: Any = one.module
@@ -209,7 +213,7 @@ class _Served:
                 state = of_kernel({} if kept is None else kept.arrays)
                 where = f"quantize: {one.shown}: {type(layer).__name__}.{attribute}"
                 name = names.get(Same(parameter), "")
-                this = flow.Kernel(name, where, value, operand, axes, lead, state)
+                this = Storable(name, where, value, operand, axes, lead, state)
                 key = Same(parameter), operand, axes, Same(scale)
                 place = _Place(layer, attribute, product, operand)
                 found.setdefault(key, ([], this))[0].append(place)

@@ -2,14 +2,12 @@
 
 from qtoolkit.products import _policies as policies
 from qtoolkit.products import _presets as recipes
-from qtoolkit.products._allocation import Allocation
 from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._compiled import NativeCalls, native_calls
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
 from qtoolkit.products._gain import Gain, Gpu, expected_gain
 from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._operand import Current, Delayed, Hadamard, Learned, Operand, Static
-from qtoolkit.products._post_training import InputStatistics
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, Report
 from qtoolkit.products._residuals import CODES
@@ -17,14 +15,12 @@ from qtoolkit.products._sensitivity import Sensitivity
 
 __all__ = [
     "CODES",
-    "Allocation",
     "Calibration",
     "Current",
     "Delayed",
     "Gain",
     "Gpu",
     "Hadamard",
-    "InputStatistics",
     "Learned",
     "NativeCalls",
     "Numerics",

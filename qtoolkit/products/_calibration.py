@@ -215,7 +215,9 @@ def calibration_of(
         for place, recipe in summary.recipes.items():
             largest, total = summary.seen.get(place, Seen({}, {}))
             for side in calibrated_sides(recipe):
-                if side not in total or not float(total[side][0][0]):  # in a branch that did not run
+                if side not in total or not float(
+                    total[side][0][0]
+                ):  # in a branch that did not run
                     continue
                 key = (*place, side)
                 state = states.get(key)

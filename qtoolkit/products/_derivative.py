@@ -13,11 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 from qtoolkit.casts.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import emulated, multiplied, twice_differentiable
-from qtoolkit.products._taps import ROLES
 from qtoolkit.products._plan import COTANGENT, OTHER, Plan, State
 from qtoolkit.products._residuals import SavedCodes, codes_format, from_residual, to_residual
 from qtoolkit.products._rounded import Rounded, Rounding, largest_over, rounded
 from qtoolkit.products._stored import restored_operand
+from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_to_keep, histogram
 

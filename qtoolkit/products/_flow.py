@@ -1,4 +1,4 @@
-"""What both Flax packages do with a model: train, measure, calibrate, report and quantize it.
+"""What both Flax packages do with a model: train, measure, calibrate and report it.
 
 nnx and linen each say, through an `Adapter` or a `Step`, how to call a model and how to read and
 write its state. `products._states` names the arrays of the state.
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._calibration import (
     Calibration,
     Summary,
@@ -31,17 +30,14 @@ from qtoolkit.products._numerics import (
     measured_matmuls,
     numerics_of,
 )
-from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place
-from qtoolkit.products._post_training import PlainModel, Settings, tuned
 from qtoolkit.products._program import Key, Planted
 from qtoolkit.products._quantizing import StaticResult, Traced
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
 from qtoolkit.products._states import LEARNED, first_values
 from qtoolkit.products._step_metrics import WatchTap, measurement_zeros, metrics_of
-from qtoolkit.products._stored import check_trainable, stored_kernel, with_leading_axes
-from qtoolkit.scaling import QArray
+from qtoolkit.products._stored import check_trainable
 
 
 class Call(Protocol):
@@ -228,77 +224,6 @@ def _seen_to_start(traced: Traced, leaves: list[Any], planted: Any) -> Any:
         if operand is not None and operand.is_learned
     }
     return seen, StaticResult((tuple(operands),))
-
-
-class Kernel(NamedTuple):
-    """A kernel that `quantize` may store.
-
-    Attributes:
-      name: The parameter, as post-training methods know it: "layers/0/kernel".
-      where: Starts error messages.
-      value: The kernel or a stack of them, a `QArray` if it is stored already.
-      operand, axes: How its matmul rounds it, an `Operand`, and its axes there.
-      stacked: How many leading axes are those of a stack.
-      state: What the layer keeps for it, see `of_kernel`.
-    """
-
-    name: str
-    where: str
-    value: Any
-    operand: Any
-    axes: Axes
-    stacked: int
-    state: tuple[Any, Any, Any] = (None, None, None)
-
-
-class Served(Protocol):
-    """A model that gets stored kernels from `quantize`."""
-
-    def kernels(self) -> Iterable[tuple[Any, Kernel]]:
-        """The kernels that can be stored, each with what `store` takes."""
-
-    def plain(self) -> PlainModel:
-        """The model before `wrap`, for methods that run it."""
-
-    def take(self, params: Mapping[str, Any]) -> None:
-        """Gives the model other values of its parameters, by name."""
-
-    def store(self, place: Any, array: QArray) -> None: ...
-
-
-def quantize(model: Served, calibration: Any, how: Settings) -> bool:
-    """Stores the kernels of a model. Returns whether there was one."""
-    made: Mapping[str, QArray] = {}
-    if how.needs_inputs:
-        operands: dict[str, Operand] = {}
-        for _, kernel in model.kernels():
-            if operands.setdefault(kernel.name, kernel.operand) != kernel.operand:
-                raise ValueError(
-                    f"{kernel.where} is shared with another layer, {kernel.name}, whose recipe "
-                    f"rounds it by {operands[kernel.name]}, expected one format for a kernel that "
-                    f"a method quantizes, got {kernel.operand}; give both layers one recipe"
-                )
-        plain = model.plain()
-        made, params = tuned(plain, operands, calibration, how)
-        if params is not plain.params:
-            model.take(params)
-    stored = False
-    for place, kernel in list(model.kernels()):
-        array = kernel.value if isinstance(kernel.value, QArray) else made.get(kernel.name)
-        if array is not None:
-            array = with_leading_axes(array, kernel.stacked)
-        else:
-            array = stored_kernel(
-                kernel.where,
-                kernel.value,
-                kernel.operand,
-                kernel.axes,
-                kernel.stacked,
-                *kernel.state,
-            )
-        model.store(place, array)
-        stored = True
-    return stored
 
 
 def _measured(values: Any, product: Kept, side: int) -> Any:

@@ -47,6 +47,8 @@ COTANGENTS = (
     "follow the forward pass, those of cotangents are current ones; differentiate by "
     "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
 )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Matmul:
     """What the primitive has to know of a matmul.

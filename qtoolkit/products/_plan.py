@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import Part
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral, Einsum
-from qtoolkit.products._taps import Tap, swapped_rows
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounding, rounding_of
+from qtoolkit.products._taps import Tap, swapped_rows
 
 Array = jax.Array
 

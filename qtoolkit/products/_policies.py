@@ -42,9 +42,7 @@ dgrad: (e5m2 by tensor) x (e4m3fn by tensor); wgrad: (e4m3fn by tensor) x (e5m2 
                     f"first_last_high_precision: {name}={count!r}, expected an integer of 0 or more"
                 )
 
-    def rules_for(
-        self, inputs: Any, layers_in: Callable[[Any], Sequence[str]]
-    ) -> Rules[Recipe]:
+    def rules_for(self, inputs: Any, layers_in: Callable[[Any], Sequence[str]]) -> Rules[Recipe]:
         """The rules for a model, from the order in which its kernels run with these inputs."""
         if inputs is None:
             raise ValueError(

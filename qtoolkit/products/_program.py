@@ -34,7 +34,6 @@ from qtoolkit.products._bilinear import (
 )
 from qtoolkit.products._lines import librarys_line, place_of, users_line
 from qtoolkit.products._origins import (
-    ACTIVATION,
     CONSTANT,
     Loop,
     Operands,
@@ -368,13 +367,15 @@ class _Finder:
             loop = Loop(at, params["length"])
             xs = [x.sliced(loop) for x in inputs[fixed + carries :]]
             carry = _carried(params["jaxpr"], inputs[:fixed], inputs[fixed:][:carries], xs)
-            block, outs = self.block(
-                params["jaxpr"], [*inputs[:fixed], *carry, *xs], around, at
-            )
+            block, outs = self.block(params["jaxpr"], [*inputs[:fixed], *carry, *xs], around, at)
             return [block], [*outs[:carries], *(x._replace(order=None) for x in outs[carries:])]
         if name == "while":
             first, second = params["cond_nconsts"], params["body_nconsts"]
-            of_test, of_step, carry = inputs[:first], inputs[first:][:second], inputs[first + second :]
+            of_test, of_step, carry = (
+                inputs[:first],
+                inputs[first:][:second],
+                inputs[first + second :],
+            )
             carry = _carried(params["body_jaxpr"], of_step, carry, [])
             test, _ = self.block(params["cond_jaxpr"], [*of_test, *carry], around, (*at, 0))
             step, outs = self.block(params["body_jaxpr"], [*of_step, *carry], around, (*at, 1))
@@ -759,7 +760,9 @@ def _shard_map(inner: _Inner, params: Mapping[str, Any], args: Sequence[Any]) ->
     def body(planted: Any, *args: Any) -> Any:
         outs, seen = inner.run(args, dict(zip(keys, planted, strict=True)))
         # The shards share one state.
-        largest = jax.tree.map(lambda x: lax.pmax(x, names), {k: x.largest for k, x in seen.items()})
+        largest = jax.tree.map(
+            lambda x: lax.pmax(x, names), {k: x.largest for k, x in seen.items()}
+        )
         total = jax.tree.map(lambda x: lax.psum(x, names), {k: x.total for k, x in seen.items()})
         return outs, {key: Seen(largest[key], total[key]) for key in seen}
 

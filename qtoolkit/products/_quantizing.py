@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from qtoolkit.formats import Rules
 from qtoolkit.products._learned import with_first_scales
 from qtoolkit.products._observed import observed
+from qtoolkit.products._origins import Parameter, following_features
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._plan import State
-from qtoolkit.products._origins import Parameter, following_features
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._program import Call, Key, Matmul, Planted, Program
 from qtoolkit.products._recipe import Recipe
@@ -175,7 +175,6 @@ class Quantizing:
             if key in planted and self.moves and recipe is not None:
                 new[key] = moved(planted[key].arrays, one.largest, recipe.delayed)
         return outs, new
-
 
 
 @dataclasses.dataclass(frozen=True)

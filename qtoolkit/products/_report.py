@@ -265,9 +265,7 @@ class _Native(NamedTuple):
     gradients: tuple[bool, bool] = (False, False)
 
 
-def _native_parts(
-    program: Program, multiply: Quantizing, leaves: list[Any]
-) -> dict[Key, _Native]:
+def _native_parts(program: Program, multiply: Quantizing, leaves: list[Any]) -> dict[Key, _Native]:
     """Of the matmuls whose recipes ask for it, found by tracing each with its gradients."""
     found: dict[Key, _Native] = {}
 
@@ -294,7 +292,15 @@ def _native_of(matmul: Matmul, call: Call, recipe: Recipe) -> _Native:
     def forward(lhs: Any, rhs: Any, *extra: Any) -> Any:
         state = State(jnp.ones(3)) if recipe.is_calibrated else State()
         return quantized_product(
-            "report", matmul.function, lhs, rhs, recipe, matmul.dtype, state, extra, is_swapped=is_swapped
+            "report",
+            matmul.function,
+            lhs,
+            rhs,
+            recipe,
+            matmul.dtype,
+            state,
+            extra,
+            is_swapped=is_swapped,
         )
 
     ahead = jax.make_jaxpr(forward, axis_env=axes)(*operands)

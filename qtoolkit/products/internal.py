@@ -3,8 +3,7 @@
 # ruff: noqa: F401  (imported for those packages)
 
 from qtoolkit.products import _flow as flow
-from qtoolkit.products._allocation import allocated
-from qtoolkit.products._bilinear import Axes
+from qtoolkit.products._bilinear import Axes, Einsum
 from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calls import (
     NEEDS_NUMBERS,
@@ -18,6 +17,7 @@ from qtoolkit.products._flow import Kept
 from qtoolkit.products._inputs import Batch
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUses
+from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._lines import warn
 from qtoolkit.products._matching import (
     FoundModule,
@@ -29,18 +29,21 @@ from qtoolkit.products._matching import (
 )
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._origins import Parameter
-from qtoolkit.products._place import MODEL, Place
+from qtoolkit.products._place import MODEL, Place, listed
+from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
-from qtoolkit.products._post_training import (
-    PlainModel,
-    checked_batches,
-    input_statistics,
-    settings,
-)
-from qtoolkit.products._program import Key, Matmul, Planted, Program
+from qtoolkit.products._program import Key, Matmul, Planted, Program, scan_lengths
 from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced
 from qtoolkit.products._recipe import check_recipe
-from qtoolkit.products._report import check_all_quantized, report_of, strict_inputs
+from qtoolkit.products._report import (
+    check_all_quantized,
+    report_of,
+    strict_inputs,
+    text_table,
+)
+from qtoolkit.products._residuals import code_values, poisoned
+from qtoolkit.products._rounded import rounding_of
+from qtoolkit.products._sensitivity import exactly
 from qtoolkit.products._states import (
     AMAX,
     HISTORY,
@@ -59,4 +62,3 @@ from qtoolkit.products._states import (
     uncalibrated,
     unstarted,
 )
-from qtoolkit.products._stored import einsum_axes, serving_rules, stored_kernel

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rewritten import quantized
 from test_cuda_compile import H100, place
 
 import qtoolkit as qt
 from qtoolkit.products import native_calls
 from qtoolkit.products._bilinear import DotGeneral, Einsum
 from qtoolkit.products._compiled import Program
-from qtoolkit.products.internal import LayerRecipe, Matmul, State
+from qtoolkit.products.internal import State
 from qtoolkit.scaling.internal import BUCKETS
 
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -58,8 +59,7 @@ def compiled(way, name, shape):
     def step(x, w, ct, amax):
         def product(x, w, probe):
             state = State(amax, probe) if recipe.is_delayed else None
-            found = Matmul("dot_general", DotGeneral(NUMBERS), x, w, (), ("", "kernel"), x.dtype)
-            return LayerRecipe(recipe).product(found, "0", state)
+            return quantized(recipe, "dot_general", DotGeneral(NUMBERS), x, w, state)
 
         y, pull = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))
         return y, *pull(ct)[: 2 + recipe.is_delayed]
@@ -265,8 +265,7 @@ def block_text(way, name):
                 if recipe is None:
                     return by_hand(subscripts, name.endswith("current"))(a, b, probes[place])
                 state = State(amaxes[place], probes[place]) if recipe.is_delayed else None
-                found = Matmul("einsum", Einsum(subscripts), a, b, (), ("", "kernel"), a.dtype)
-                return LayerRecipe(recipe).product(found, "0", state)
+                return quantized(recipe, "einsum", Einsum(subscripts), a, b, state)
 
             return attention(x, w, multiply)
 

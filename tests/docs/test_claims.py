@@ -66,9 +66,7 @@ RAISED = {
         lambda x: DELAYED(x).sum()
     )(X),
     "Non-exhaustive filters": lambda _: nnx.split(DELAYED, nnx.Param),
-    "data ... static attribute 'qtoolkit_products'": lambda _: nnx.update(
-        nnx.clone(PLAIN), nnx.state(DELAYED)
-    ),
+    "data ... static attribute": lambda _: nnx.update(nnx.clone(PLAIN), nnx.state(DELAYED)),
     "Incorrect number of leaves": lambda _: nnx.merge(nnx.graphdef(PLAIN), nnx.state(DELAYED)),
     "expected a multiple of 128": converted,
     "jax_enable_x64": lambda _: qt.cast(np.float64(1.0), "int64"),

@@ -17,9 +17,9 @@ exec(examples.DOCSTRING_IMPORTS, NAMES)
 SHOWN_BY = {
     "scaling.Metrics": "scaling.metrics",
     "scaling.Tally": "nnx.numerics",
-    "products.Allocation": "nnx.allocate",
+    "post_training.Allocation": "nnx.allocate",
     "products.Calibration": "nnx.calibrate",
-    "products.InputStatistics": "nnx.calibrate",
+    "post_training.InputStatistics": "nnx.calibrate",
     "products.Numerics": "nnx.numerics",
     "products.Product": "nnx.report",
     "products.Report": "nnx.report",

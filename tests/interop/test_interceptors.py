@@ -13,6 +13,7 @@ import pytest
 import qwix
 from flax import linen as nn
 from flax import nnx
+from state_of import history_of
 
 import qtoolkit as qt
 
@@ -104,8 +105,8 @@ def test_delayed_scales_of_adapters_have_histories():
     _, grads = nnx.jit(qt.nnx.value_and_grad(loss, wrt=nnx.LoRAParam))(wrapped, x)
     assert all(np.any(grad) for grad in leaves(grads))
     for layer in (wrapped.first, wrapped.einsum):
-        assert np.all(vars(layer.qtoolkit_products)["0"].history[:, 0] > 0)
-    history = vars(wrapped.first.qtoolkit_products)["0"].history[0, 0]
+        assert np.all(history_of(layer)[:, 0] > 0)
+    history = history_of(wrapped.first)[0, 0]
     assert abs(history / jnp.max(jnp.abs(x)) - 1) < 0.125  # histories know that much
     found = qt.nnx.report(wrapped, x)
     # Nine kernels with two matmuls of an adapter each, and two products of attention.

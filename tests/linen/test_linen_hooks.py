@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from layer_formulas import q
+from state_of import forget, hooked_layers
 
 import qtoolkit as qt
-from qtoolkit.linen import _run
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
 CARRY = tuple(np.random.default_rng(1).normal(size=(2, 2, 5, 6)).astype(np.float32))
@@ -81,13 +81,12 @@ def is_green(kind):
 
 
 def test_every_layer_is_here():
-    assert {kind: row[1] for kind, row in LAYERS.items()} == _run._LAYERS
+    assert {kind: row[1] for kind, row in LAYERS.items()} == hooked_layers("linen")
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
 def test_a_hook_that_is_deleted_shows(kind, monkeypatch):
     assert is_green(kind)
-    others = {other: method for other, method in _run._LAYERS.items() if other is not kind}
-    monkeypatch.setattr(_run, "_LAYERS", others)
+    forget(monkeypatch, "linen", kind)
     assert not is_green(kind)

@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
+from state_of import history_of, shapes_of, state_of, states_of, with_parts
 
 import qtoolkit as qt
 from qtoolkit.gradients import lsq, lsq_plus
@@ -47,8 +48,8 @@ def variables():
     return qt.linen.start_scales(MODULE, jax.jit(MODULE.init)(KEY, X), X)
 
 
-def kept(variables, path="self"):
-    return variables[SCALES][path]["__call__.kernel"]
+def kept(variables, path=""):
+    return state_of({SCALES: variables[SCALES]}, path)["kernel"]
 
 
 def first_scale(x, largest=7):
@@ -65,12 +66,8 @@ def test_parameters_are_those_of_the_plain_model():
     plain, made = jax.jit(Net().init)(KEY, X), jax.jit(MODULE.init)(KEY, X)
     assert set(made) == {"params", SCALES}
     jax.tree.map(np.testing.assert_array_equal, made["params"], plain["params"])
-    assert jax.tree.structure(made[SCALES]) == jax.tree.structure(
-        {
-            layer: {"__call__.kernel": {"lhs_scale": 0, "rhs_scale": 0}}
-            for layer in ("self", "self.shared")
-        }
-    )
+    both = {"kernel": {"lhs_scale", "rhs_scale"}}
+    assert shapes_of(made) == {"": both, "shared": both}
     assert all(np.isnan(scale) for scale in jax.tree.leaves(made[SCALES]))
 
 
@@ -79,7 +76,7 @@ def test_scales_start_as_lsq_has_it(variables):
     """Of inputs that come twice the mean of both; a plain model's parameters have none yet."""
     params = variables["params"]
     np.testing.assert_allclose(
-        kept(variables, "self.shared")["rhs_scale"],
+        kept(variables, "shared")["rhs_scale"],
         first_scale(params["shared"]["kernel"]),
         rtol=1e-5,
     )
@@ -98,7 +95,7 @@ def test_scales_start_as_lsq_has_it(variables):
 def by_hand(variables, x):
     """The network in plain JAX, with `lsq` around the operands."""
     params = variables["params"]
-    own, shared = kept(variables), kept(variables, "self.shared")
+    own, shared = kept(variables), kept(variables, "shared")
 
     def product(x, kernel, scales):
         return lsq(x, scales["lhs_scale"], "int4") @ lsq(kernel, scales["rhs_scale"], "int4")
@@ -128,8 +125,8 @@ def test_gradients_are_those_of_lsq_plus():
     np.testing.assert_allclose(scales["lhs_scale"], (x.max() - x.min()) / 15, rtol=1e-6)
     np.testing.assert_allclose(scales["lhs_offset"], x.min(), rtol=1e-6)
     # So that some elements saturate, else offsets have no gradient.
-    scales = {**scales, "lhs_scale": scales["lhs_scale"] * 0.5, "lhs_offset": jnp.float32(-1.0)}
-    variables = {**variables, SCALES: {"self": {"__call__.kernel": scales}}}
+    others = {"lhs_scale": scales["lhs_scale"] * 0.5, "lhs_offset": jnp.float32(-1.0)}
+    variables = {**variables, SCALES: with_parts(variables[SCALES], **others)}
 
     def hand(variables):
         layer, learned = variables["params"], kept(variables)
@@ -150,18 +147,18 @@ def test_both_operands_of_attention_are_rounded_as_inputs():
     plain = nn.MultiHeadDotProductAttention(2)
     module = qt.linen.wrap(plain, LSQ)
     variables = jax.jit(module.init)(KEY, x)
-    assert set(variables[SCALES]["self"]) == {"__call__.0", "__call__.1"}
-    assert set(variables[SCALES]["self"]["__call__.0"]) == {"lhs_scale", "rhs_scale"}
+    both = {"lhs_scale", "rhs_scale"}
+    assert shapes_of(variables)[""] == {"0": both, "1": both}
     variables = qt.linen.start_scales(module, variables, x)
     assert np.all(np.isfinite(jax.jit(module.apply)(variables, x)))
     kernels = qt.linen.wrap(plain, Recipe((None, INT4), gradient=None))
     kernels = jax.eval_shape(kernels.init, KEY, x)
-    assert "self" not in kernels[SCALES]
-    assert set(kept(kernels, "self.query")) == {"rhs_scale"}
+    assert not state_of(kernels)
+    assert set(kept(kernels, "query")) == {"rhs_scale"}
     inputs = qt.linen.wrap(plain, Recipe((INT4, None), gradient=None))
     inputs = jax.eval_shape(inputs.init, KEY, x)
-    assert set(inputs[SCALES]["self"]["__call__.0"]) == {"lhs_scale", "rhs_scale"}
-    assert set(kept(inputs, "self.query")) == {"lhs_scale"}
+    assert shapes_of(inputs)[""]["0"] == both
+    assert set(kept(inputs, "query")) == {"lhs_scale"}
 
 
 class Block(nn.Module):
@@ -193,11 +190,11 @@ def test_layers_that_scan_stacks_share_a_scale():
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     dense = variables["params"]["blocks"]["dense"]
     np.testing.assert_allclose(
-        kept(variables, "self.blocks.dense")["rhs_scale"], first_scale(dense["kernel"]), rtol=1e-5
+        kept(variables, "blocks/dense")["rhs_scale"], first_scale(dense["kernel"]), rtol=1e-5
     )
 
     def hand(variables):
-        learned = kept(variables, "self.blocks.dense")
+        learned = kept(variables, "blocks/dense")
         return stack_by_hand(variables["params"]["blocks"]["dense"], lambda _: learned, X)
 
     close(
@@ -207,7 +204,7 @@ def test_layers_that_scan_stacks_share_a_scale():
     got, expected = (jax.jit(m.apply)(v, X) for m, v in ((served, weights), (module, variables)))
     np.testing.assert_array_equal(got, expected)
     array = weights["params"]["blocks"]["dense"]["kernel"]
-    scale = kept(variables, "self.blocks.dense")["rhs_scale"]
+    scale = kept(variables, "blocks/dense")["rhs_scale"]
     np.testing.assert_array_equal(array.scale, jnp.broadcast_to(scale, (3, 1, 1)))
 
 
@@ -228,13 +225,13 @@ class Inside(nn.Module):
 def test_wrapped_inside_of_a_scan_each_layer_has_its_scale():
     module = Inside()
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
-    scales = variables[SCALES]["dense"]["self"]["__call__.kernel"]
+    scales = kept(variables, "dense")
     assert scales["rhs_scale"].shape == (3,)
     factors = jnp.asarray([0.5, 1.0, 1.5])
     variables = {**variables, SCALES: jax.tree.map(lambda s: s * factors, variables[SCALES])}
 
     def hand(variables):
-        learned = variables[SCALES]["dense"]["self"]["__call__.kernel"]
+        learned = kept(variables, "dense")
         layers = variables["params"]["dense"]
         return stack_by_hand(layers, lambda i: jax.tree.map(lambda s: s[i], learned), X)
 
@@ -291,7 +288,7 @@ def test_value_and_grad_of_both_collections():
     graded = qt.linen.value_and_grad(lambda v: loss(v, X, module), wrt=("params", SCALES))
     value, grads, state = jax.jit(graded)(variables)
     np.testing.assert_allclose(value, loss(variables, X, module), rtol=1e-5)
-    assert float(jnp.max(state["self"]["__call__.kernel"]["history"])) > 0
+    assert history_of(state).max() > 0
     expected = jax.grad(lambda v: loss(v, X, module))({n: variables[n] for n in ("params", SCALES)})
     close(grads, expected)
     _, alone, _ = qt.linen.value_and_grad(lambda v: loss(v, X, module), wrt=SCALES)(variables)
@@ -336,7 +333,7 @@ def test_a_layer_with_a_recipe_of_its_own_inside_of_a_model():
     module = Two()
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     for name, layer in variables["params"].items():
-        got = variables[SCALES][name]["self"]["__call__.kernel"]["rhs_scale"]
+        got = kept(variables, name)["rhs_scale"]
         np.testing.assert_allclose(got, first_scale(layer["kernel"]), rtol=1e-5)
 
 
@@ -372,7 +369,7 @@ def test_what_cannot_be(variables):
     with pytest.raises(ValueError, match="start_scales: not calibrated: b; expected every"):
         qt.linen.start_scales(branch, branch.init(KEY, X), (X, False))
     started = qt.linen.start_scales(branch, {"params": branch.init(KEY, X)["params"]}, (X, False))
-    assert set(started[SCALES]) == {"self.a"}
+    assert set(states_of(started)) == {"a"}
     served, weights = qt.linen.quantize(branch, started, None, {"x": X, "both": False})
     np.testing.assert_array_equal(
         served.apply(weights, X, both=False), branch.apply(started, X, both=False)

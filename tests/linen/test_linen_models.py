@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from layer_formulas import q
+from state_of import histories_of
 
 import qtoolkit as qt
 from qtoolkit import Recipe, recipes
@@ -85,7 +86,7 @@ def test_a_transformed_class_in_setup_runs_where_flax_runs_it(how):
     (_, out), _, state = jax.jit(qt.linen.value_and_grad(loss, has_aux=True))(variables)
     np.testing.assert_allclose(out, expected, rtol=1e-5)
     # Each product of a delayed recipe has a history, which the step fills.
-    histories = [kept["history"] for layer in state.values() for kept in layer.values()]
+    histories = histories_of(state)
     assert len(histories) == (5 if recipe is DELAYED else 0)
     assert all(np.all(history[:, 0] > 0) for history in histories)
 

@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 from flax import serialization
 from flax.core import freeze
+from state_of import by_kernel, histories_of, history_of, state_of, states_of
 
 import qtoolkit as qt
 from qtoolkit import Recipe, recipes
@@ -47,8 +48,8 @@ def variables():
     return jax.jit(DENSE.init)(KEY, X)
 
 
-def kept(variables, path="self"):
-    return jax.tree.map(np.asarray, variables["qtoolkit"][path]["__call__.kernel"])
+def kept(variables, path=""):
+    return jax.tree.map(np.asarray, state_of(variables, path)["kernel"])
 
 
 def after(variables, *batches):
@@ -137,15 +138,15 @@ def test_zeros_leave_the_history_of_an_operand(variables):
 def test_a_layer_used_twice_keeps_the_larger_magnitude():
     module = wrap(Two(), RECIPE)
     variables = jax.jit(module.init)(KEY, X)
-    assert set(variables["qtoolkit"]) == {"self.twice", "self.last"}
+    assert set(states_of(variables)) == {"twice", "last"}
     graded = value_and_grad(lambda v: loss(v, X, module, both=False))
     _, grads, state = jax.jit(graded)(variables)
     rolled = {"qtoolkit": state}
-    assert kept(rolled, "self.last")["history"].max() == 0
+    assert kept(rolled, "last")["history"].max() == 0
     hidden = Two().apply(variables, X, both=False, capture_intermediates=True)[1]
     inputs = np.abs(2 * hidden["intermediates"]["twice"]["__call__"][0]).max()
     largest = max(inputs, np.abs(X).max())
-    got = kept(rolled, "self.twice")["history"][0, 0]
+    got = kept(rolled, "twice")["history"][0, 0]
     np.testing.assert_allclose(got, largest, rtol=0.2)  # a bucket, and E4M3 in the layer before
     assert got > np.abs(X).max() or inputs < np.abs(X).max()
     np.testing.assert_array_equal(grads["last"]["kernel"], 0)
@@ -172,7 +173,7 @@ def test_has_aux_and_errors(variables):
     (value, aux), grads, state = graded(variables, X)
     np.testing.assert_array_equal(aux["aux"], X[0])
     assert grads.keys() == {"kernel"}
-    assert state.keys() == {"self"}
+    assert states_of(state).keys() == {""}
     np.testing.assert_allclose(value, step(variables, X)[0], rtol=1e-6)
     with pytest.raises(
         TypeError, match=r"^value_and_grad: variables has the keys kernel, expected a di"
@@ -285,12 +286,12 @@ def test_kernels_in_containers_have_names_of_their_own():
     module, x = wrap(Containers(), recipes.te_delayed_hybrid), jnp.ones((4, 16))
     variables = module.init(jax.random.key(0), x)
     names = ["listed.1", "keyed.1", "keyed.0", "boxed", "listed.0"]
-    assert set(variables["qtoolkit"]["self"]) == {f"__call__.{name}" for name in names}
+    assert set(state_of(variables)) == set(names)
     _, _, state = value_and_grad(lambda v: module.apply(v, x).sum())(variables)
     for name, amax in (("listed.1", 1), ("keyed.1", 2)):
-        newest = state["self"][f"__call__.{name}"]["history"][:, 0]
+        newest = history_of(state, name=name)[:, 0]
         assert amax <= newest[1] <= amax * 1.125  # known to 12.5 %
-    assert all(np.all(kept["history"][:, 0] > 0) for kept in state["self"].values())
+    assert all(np.all(history[:, 0] > 0) for history in histories_of(state))
 
 
 class Branching(nn.Module):
@@ -308,14 +309,14 @@ def test_a_skipped_branch_gives_its_history_to_no_other():
     module = wrap(Branching(), recipes.te_delayed_hybrid)
     x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
     variables = module.init(jax.random.key(1), x)
-    assert set(variables["qtoolkit"]["self"]) == {"__call__.large", "__call__.small"}
+    assert set(state_of(variables)) == {"large", "small"}
     _, _, state = value_and_grad(lambda v: module.apply(v, x).sum())(variables)
-    before = state["self"]
+    before = history_of(state, name="large")
     _, _, state = value_and_grad(lambda v: module.apply(v, x, False).sum())(
         {**variables, "qtoolkit": state}
     )
-    large, small = (state["self"][f"__call__.{name}"]["history"] for name in ("large", "small"))
-    np.testing.assert_array_equal(large, before["__call__.large"]["history"])
+    large, small = (history_of(state, name=name) for name in ("large", "small"))
+    np.testing.assert_array_equal(large, before)
     newest = np.abs(x).max(), np.abs(variables["params"]["small"]).max()
     for got, amax in zip(small[:2, 0], newest, strict=True):
         assert amax <= got <= amax * 1.125  # known to 12.5 %
@@ -374,13 +375,13 @@ def test_calibrate_names_layers_that_the_model_differentiates(by):
     module = wrap(Differentiated(by), Recipe())
     variables = module.init(KEY, X)
     found = qt.linen.calibrate(module, variables, [X])
-    assert [str(place) for place in found.unreached] == ["Dense_0:__call__.kernel"]
+    assert by_kernel(map(str, found.unreached)) == ["Dense_0:kernel"]
     with pytest.raises(ValueError, match=r"^freeze: not calibrated: Dense_0:"):
         qt.linen.freeze(module, variables, found)
     numerics = qt.linen.numerics(
         module, variables, X, lambda variables, x: module.apply(variables, x).sum()
     )
-    assert numerics.unreached == ("Dense_0:__call__.kernel",)
+    assert by_kernel(numerics.unreached) == ["Dense_0:kernel"]
 
 
 class Normalized(nn.Module):

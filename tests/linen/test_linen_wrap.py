@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.errors import ScopeCollectionNotFound
 from flax.training.train_state import TrainState
+from state_of import state_of, states_of
 
 import qtoolkit as qt
 from qtoolkit import Recipe
@@ -246,7 +247,7 @@ METHODS = {
 def test_methods(how):
     wrapped = wrap(Setup(), recipes.te_delayed_hybrid)
     variables = shapes(wrapped, X, **METHODS[how])
-    assert list(variables["qtoolkit"]) == ["self.first"]
+    assert list(states_of(variables)) == ["first"]
     assert count(lambda v: wrapped.apply(v, X, **METHODS[how]), variables) == (1, 0)
 
 
@@ -298,7 +299,7 @@ class OuterSetup(nn.Module):
 def test_a_wrapped_module_inside_of_another():
     variables = shapes(Outer(), X)
     assert set(variables["params"]) == {"Setup_0", "Dense_0"}
-    assert set(variables["qtoolkit"]["Setup_0"]) == {"self.first", "self.last"}
+    assert set(states_of(variables)) == {"Setup_0/first", "Setup_0/last"}
     assert count(Outer().apply, variables, X) == (2, 1)
     # Its own recipe stays where the model around it is wrapped by another.
     found = report(wrap(Outer(), Recipe("mxfp8")), variables, X)
@@ -308,7 +309,7 @@ def test_a_wrapped_module_inside_of_another():
         "Setup_0/first": False,
         "Setup_0/last": False,
     }
-    assert set(shapes(OuterSetup(), X)["qtoolkit"]["inner"]) == {"self.first", "self.last"}
+    assert set(states_of(shapes(OuterSetup(), X))) == {"inner/first", "inner/last"}
 
 
 def test_inside_a_loop_of_the_users_with_an_axis_for_the_state():
@@ -326,8 +327,8 @@ def test_inside_a_loop_of_the_users_with_an_axis_for_the_state():
             looped = nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=3)
             return looped(name="loop")(x, None)[0]
 
-    kept = shapes(Loop(("params", "qtoolkit")), X)["qtoolkit"]["loop"]["Dense_0"]["self"]
-    assert kept["__call__.kernel"]["history"].shape[:2] == (3, 3)
+    kept = state_of(shapes(Loop(("params", "qtoolkit")), X), "loop/Dense_0")["kernel"]
+    assert kept["history"].shape[:2] == (3, 3)
     assert "qtoolkit" not in shapes(Loop(("params",)), X)
 
 

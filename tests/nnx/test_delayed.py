@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from state_of import history_of, state_of
 
 import qtoolkit as qt
-from qtoolkit.nnx._rewriting import product_states as named_states
 from qtoolkit.products import Delayed, Operand, Recipe
 from qtoolkit.scaling.internal import BUCKETS
 
@@ -52,12 +52,12 @@ def step(model, x):
     return qt.nnx.value_and_grad(loss)(model, x)
 
 
-def kept(layer, product=0):
-    return getattr(layer.qtoolkit_products, str(product))
+def kept(layer):
+    return state_of(layer)["kernel"]
 
 
 def newest(layer):
-    return np.asarray(kept(layer).history[...])[..., 0]
+    return history_of(layer)[..., 0]
 
 
 def edge(amax):
@@ -80,8 +80,8 @@ def test_a_step_leaves_the_largest_magnitudes(x):
     expected = edge(amaxes(model, x))
     step(model, x)
     np.testing.assert_array_equal(newest(model.b), expected)
-    assert np.asarray(kept(model.b).history[...])[:, 1:].max() == 0
-    assert int(kept(model.b).bad[...]) == 0
+    assert history_of(model.b)[:, 1:].max() == 0
+    assert int(kept(model.b)["bad"][...]) == 0
 
 
 def test_the_first_step_scales_as_current_scaling_does(x):
@@ -144,7 +144,7 @@ def test_gradients_with_probes_may_go_to_an_optimizer(x):
     both = nnx.DiffState(0, nnx.Any(nnx.Param, qt.nnx.Probe))
     grads = nnx.grad(loss, argnums=both)(model, x)
     optimizer.update(model, grads)
-    assert float(jnp.max(jnp.abs(kept(model.a).probe[...]))) == 0
+    assert float(jnp.max(jnp.abs(kept(model.a)["probe"][...]))) == 0
 
 
 def test_plain_gradients_scale_cotangents_currently(x):
@@ -171,12 +171,12 @@ def test_bad_batches_change_no_history_and_are_counted(x):
         value, _ = step(model, x.at[0, 0].set(bad))
         assert not np.isfinite(value)
     np.testing.assert_array_equal(newest(model.b), before)
-    assert int(kept(model.b).bad[...]) == 2
+    assert int(kept(model.b)["bad"][...]) == 2
     value, _ = step(model, x)
     assert np.isfinite(value)
-    history = np.asarray(kept(model.a).history[...])
+    history = history_of(model.a)
     step(model, 0 * x)  # an input of zeros says nothing of the next one
-    np.testing.assert_array_equal(np.asarray(kept(model.a).history[...])[0], history[0])
+    np.testing.assert_array_equal(history_of(model.a)[0], history[0])
 
 
 @pytest.mark.exhaustive
@@ -197,7 +197,7 @@ def test_layers_in_a_scan_have_histories_of_their_own(x):
         return 2 * jnp.tanh(layer(x))
 
     scanned, rematted = run(body), run(nnx.remat(body))
-    assert kept(scanned).history.shape == (3, 3, 4)
+    assert history_of(scanned).shape == (3, 3, 4)
     np.testing.assert_array_equal(newest(scanned), newest(rematted))
     hidden, kernels = x, np.asarray(scanned.kernel[...])
     for i in range(3):
@@ -242,7 +242,7 @@ def test_a_shared_layer_sees_the_larger_of_its_uses(x):
     hidden = 100 * nnx.relu(model.a(x))
     step(model, x)
     assert newest(model.a)[0] == edge(np.abs(hidden).max())
-    assert model.alias.qtoolkit_products is model.a.qtoolkit_products
+    assert kept(model.alias)["history"] is kept(model.a)["history"]
 
 
 @pytest.mark.exhaustive
@@ -259,10 +259,10 @@ def test_a_skipped_layer_keeps_its_scales(x):
     model = qt.nnx.wrap(Skipping(), DELAYED)
     run = nnx.jit(qt.nnx.value_and_grad(lambda m, x, use: jnp.mean(m(x, use) ** 2)))
     run(model, x, True)
-    before = np.asarray(kept(model.b).history[...])
+    before = history_of(model.b)
     run(model, x, False)
-    np.testing.assert_array_equal(np.asarray(kept(model.b).history[...]), before)
-    assert (np.asarray(kept(model.a).history[...])[:, 1] > 0).all()
+    np.testing.assert_array_equal(history_of(model.b), before)
+    assert (history_of(model.a)[:, 1] > 0).all()
     assert np.isfinite(model(x, True)).all()
 
 
@@ -297,7 +297,7 @@ def test_parts_of_a_model(x):
     _, grads = qt.nnx.value_and_grad(loss, wrt=nnx.LoRAParam)(model, x)
     assert len(jax.tree.leaves(grads)) == 2
     assert newest(model.base_module)[0] == edge(np.abs(x).max())
-    histories = [p.history[...][0, 0] for p in named_states(model).values()]
+    histories = [history_of(model, name=name)[0, 0] for name in ("lora_a", "lora_b")]
     assert histories[0] == edge(np.abs(x).max())
 
     class Trunk(Net):
@@ -391,9 +391,9 @@ def test_other_layers_have_histories(layer, x):
     }[layer]
     model = qt.nnx.wrap(model, DELAYED)
     step(model, batch)
-    products = list(named_states(model).values())
-    assert len(products) == (2 if layer == "attention" else 1)
-    histories = [np.asarray(product.history[...])[:, 0] for product in products]
+    names = ("0", "1") if layer == "attention" else ("kernel",)
+    assert set(state_of(model)) == set(names)
+    histories = [history_of(model, name=name)[:, 0] for name in names]
     assert all((history > 0).all() for history in histories)
     if layer != "attention":
         assert histories[0][0] == edge(np.abs(batch).max())
@@ -403,7 +403,7 @@ def test_keys_advance_once_a_step(x):
     model = qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), qt.recipes.nvfp4)
     _, first = step(model, x)
     _, second = step(model, x)
-    assert int(kept(model).key[...][1]) == 2
+    assert int(kept(model)["key"][...][1]) == 2
     assert not np.array_equal(first["kernel"], second["kernel"])  # other draws for the same values
 
 
@@ -466,16 +466,16 @@ def test_wrapped_again_histories_go_on_and_nothing_stale_stays(x):
     """Magnitudes are those of the arrays, whatever the recipe rounds them to."""
     first = qt.nnx.wrap(Net(), DELAYED)
     step(first, x)
-    before = np.asarray(kept(first.a).history[...])
+    before = history_of(first.a)
     e5m2 = Operand(qt.BlockFormat.tensor("e5m2"), scaling=Delayed(4, margin=1))
     second = qt.nnx.wrap(first, Recipe(e5m2))
-    np.testing.assert_array_equal(kept(second.a).history[...], before)
+    np.testing.assert_array_equal(history_of(second.a), before)
     assert before[:, 0].all()
     step(second, 2 * x)  # each model has a history of its own
-    assert np.asarray(kept(second.a).history[...])[0, 0] == 2 * before[0, 0]
-    np.testing.assert_array_equal(kept(first.a).history[...], before)
+    assert history_of(second.a)[0, 0] == 2 * before[0, 0]
+    np.testing.assert_array_equal(history_of(first.a), before)
     longer = Operand(qt.BlockFormat.tensor("e5m2"), scaling=Delayed(8))
-    assert not np.any(kept(qt.nnx.wrap(first, Recipe(longer)).a).history[...])
+    assert not np.any(history_of(qt.nnx.wrap(first, Recipe(longer)).a))
     plain = qt.nnx.wrap(first, CURRENT)
     assert not jax.tree.leaves(nnx.state(plain, qt.nnx.ScalingState))
     np.testing.assert_array_equal(plain(x), qt.nnx.wrap(Net(), CURRENT)(x))
@@ -526,7 +526,7 @@ def test_keys_belong_to_places(x):
     again = qt.nnx.wrap(nnx.Sequential(*alone), qt.recipes.nvfp4)
     once = qt.nnx.wrap(nnx.Sequential(*layers), qt.recipes.nvfp4)
     for one, other in zip(again.layers, once.layers, strict=True):
-        np.testing.assert_array_equal(kept(one).key[...], kept(other).key[...])
+        np.testing.assert_array_equal(kept(one)["key"][...], kept(other)["key"][...])
 
 
 def test_a_history_does_not_know_of_a_transform():

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from layer_formulas import q
+from state_of import forget, hooked_layers
 
 import qtoolkit as qt
-from qtoolkit.nnx import _wrap
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
 
@@ -89,14 +89,14 @@ def is_green(kind):
 
 
 def test_every_layer_with_a_hook_is_here():
-    assert set(LAYERS) == set(_wrap.LAYERS)
+    assert set(LAYERS) == set(hooked_layers("nnx"))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
 def test_a_hook_that_is_deleted_shows(kind, monkeypatch):
     assert is_green(kind)
-    monkeypatch.setattr(_wrap, "methods_of", lambda module: ())
+    forget(monkeypatch, "nnx", kind)
     assert not is_green(kind)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from state_of import state_of
 
 import qtoolkit as qt
 from qtoolkit.gradients import lsq, lsq_plus, lsq_scale
@@ -28,8 +29,13 @@ def loss(layer, x):
     return jnp.sum(jnp.sin(layer(x)))
 
 
-def kept(layer):
-    return getattr(layer.qtoolkit_products, "0")
+def kept(tree):
+    """The learned scales, of a layer or of its gradients."""
+    return state_of(tree)["kernel"]
+
+
+def scales_of(tree):
+    return [kept(tree).get(f"{side}_scale") for side in ("lhs", "rhs")]
 
 
 @pytest.mark.quick
@@ -37,7 +43,7 @@ def test_gradients_are_those_of_lsq():
     layer = layer_of(LSQ)
     qt.nnx.start_scales(layer, X)
     kernel, bias = layer.kernel[...], layer.bias[...]
-    scales = tuple(scale[...] for scale in kept(layer).scales)
+    scales = tuple(scale[...] for scale in scales_of(layer))
     np.testing.assert_allclose(scales[0], lsq_scale(X, "int4"), rtol=1e-6)
     np.testing.assert_allclose(scales[1], lsq_scale(kernel, "int4"), rtol=1e-6)
 
@@ -47,7 +53,7 @@ def test_gradients_are_those_of_lsq():
 
     expected = jax.jit(jax.grad(by_hand, argnums=(0, 1, 2)))(kernel, scales, X)
     grads = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(layer, X)
-    got = grads[0]["qtoolkit_products"]["0"]["scales"]
+    got = scales_of(grads[0])
     np.testing.assert_allclose(grads[0]["kernel"][...], expected[0], rtol=1e-4, atol=1e-6)
     for side in (0, 1):
         np.testing.assert_allclose(got[side][...], expected[1][side], rtol=1e-4, atol=1e-6)
@@ -58,8 +64,8 @@ def test_gradients_are_those_of_lsq():
 def test_gradients_are_those_of_lsq_plus():
     layer, x = layer_of(PLUS), X + 0.7
     qt.nnx.start_scales(layer, x)
-    (scale, of_kernel), (offset, none) = kept(layer).scales, kept(layer).offsets
-    assert none is None
+    assert set(kept(layer)) == {"lhs_scale", "lhs_offset", "rhs_scale"}
+    (scale, of_kernel), offset = scales_of(layer), kept(layer)["lhs_offset"]
     np.testing.assert_allclose(scale[...], (x.max() - x.min()) / 15, rtol=1e-6)
     np.testing.assert_allclose(offset[...], x.min(), rtol=1e-6)
 
@@ -70,16 +76,16 @@ def test_gradients_are_those_of_lsq_plus():
     arguments = scale[...] * 0.5, offset[...] + 0.3  # so that some elements saturate
     expected = jax.grad(by_hand, argnums=(0, 1))(*arguments)
     scale[...], offset[...] = arguments
-    found = nnx.grad(loss)(layer, x)["qtoolkit_products"]["0"]
-    np.testing.assert_allclose(found["scales"][0][...], expected[0], rtol=1e-4)
-    np.testing.assert_allclose(found["offsets"][0][...], expected[1], rtol=1e-4)
+    found = kept(nnx.grad(loss)(layer, x))
+    np.testing.assert_allclose(found["lhs_scale"][...], expected[0], rtol=1e-4)
+    np.testing.assert_allclose(found["lhs_offset"][...], expected[1], rtol=1e-4)
     assert float(expected[1]) != 0
 
 
 def test_scales_train_with_the_model():
     layer = layer_of(LSQ)
     qt.nnx.start_scales(layer, X)
-    before = [float(x[...]) for x in kept(layer).scales]
+    before = [float(x[...]) for x in scales_of(layer)]
     assert len(jax.tree.leaves(nnx.state(layer, qt.nnx.LsqScale))) == 2
     optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
     first = loss(layer, X)
@@ -91,10 +97,10 @@ def test_scales_train_with_the_model():
     for _ in range(20):
         step(layer, optimizer)
     assert loss(layer, X) < first
-    assert all(a != float(b[...]) for a, b in zip(before, kept(layer).scales, strict=True))
-    trained = [x[...] for x in kept(layer).scales]
+    assert all(a != float(b[...]) for a, b in zip(before, scales_of(layer), strict=True))
+    trained = [x[...] for x in scales_of(layer)]
     qt.nnx.start_scales(layer, 100 * X)  # started already
-    assert [x[...] for x in kept(layer).scales] == trained
+    assert [x[...] for x in scales_of(layer)] == trained
 
 
 @pytest.mark.exhaustive
@@ -103,7 +109,7 @@ def test_numerics_of_learned_scales():
     qt.nnx.start_scales(layer, X)
     found = qt.nnx.numerics(layer, X, loss)
     row = found.rows[0]
-    scale = kept(layer).scales[0][...]
+    scale = scales_of(layer)[0][...]
     assert float(row.tally.largest_scale) == float(row.tally.least_scale) == float(scale)
     expected = qt.metrics(X, INT4, scale=scale.reshape(1, 1))
     np.testing.assert_allclose(row.tally.sqnr_db, expected.sqnr_db, atol=1e-4)
@@ -141,12 +147,12 @@ def test_learned_scales_stay_when_frozen_or_wrapped_again():
     recipe = Recipe((Operand(INT4, scaling=Learned()), qt.BlockFormat.tensor("int8")), None)
     layer = layer_of(recipe)
     qt.nnx.start_scales(layer, X)
-    scale = kept(layer).scales[0]
+    scale = scales_of(layer)[0]
     frozen = qt.nnx.freeze(layer, qt.nnx.calibrate(layer, [X]))
-    assert kept(frozen).scales[0] is scale
-    assert kept(qt.nnx.wrap(layer, recipe)).scales[0] is scale
+    assert scales_of(frozen)[0] is scale
+    assert scales_of(qt.nnx.wrap(layer, recipe))[0] is scale
     other = qt.nnx.wrap(layer, LSQ)  # another range: its kernel's has to be started
-    assert np.isnan(kept(other).scales[1][...])
+    assert np.isnan(scales_of(other)[1][...])
 
 
 @pytest.mark.exhaustive

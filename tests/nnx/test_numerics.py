@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from state_of import by_kernel
 from typer.testing import CliRunner
 
 import qtoolkit as qt
@@ -53,12 +54,9 @@ def found(wrapped):
     return qt.nnx.numerics(wrapped, X, loss_fn)
 
 
-def row_of(found, path, operand, part, product="0"):
-    (row,) = (
-        r
-        for r in found.rows
-        if (r.path, r.product, r.operand) == (path, product, operand) and part in r.parts
-    )
+def row_of(found, path, operand, part, product="kernel"):
+    rows = [r for r in found.rows if (r.path, r.operand) == (path, operand) and part in r.parts]
+    (row,) = (r for r in rows if by_kernel([r.product]) == [product])
     return row
 
 
@@ -123,7 +121,7 @@ def test_kernels_on_the_left_are_kernels():
 
 
 def test_what_is_not_measured_is_said(found):
-    assert found.unreached == ("trunk:0",)
+    assert by_kernel(found.unreached) == ["trunk:kernel"]
     (left,) = found.left
     assert (left.path, left.reason) == ("head", "excluded by a rule")
     text = str(found)

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import qtoolkit as qt
-from qtoolkit.products._post_training import PlainModel, Settings, tuned
+from qtoolkit.post_training._methods import PlainModel, Settings, tuned
 from qtoolkit.products.internal import Batch
 from qtoolkit.scaling import Hessian, gptq
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from state_of import replace, state_of
 
 import qtoolkit as qt
 from qtoolkit.products import Learned, Operand, Recipe
@@ -52,7 +53,8 @@ def wrapped():
 
 
 def scales_of(layer):
-    return getattr(layer.qtoolkit_products, "0").scales
+    state = state_of(layer)["kernel"]
+    return [state.get(f"{side}_scale") for side in ("lhs", "rhs")]
 
 
 @pytest.mark.quick
@@ -145,7 +147,7 @@ def test_layers_share_codes_if_they_share_kernel_and_scale():
     for layer in ("first", "second"):
         got = run(getattr(served, layer), X)
         np.testing.assert_array_equal(got, run(getattr(wrapped, layer), X))
-    scales_of(wrapped.second)[1] = scales_of(wrapped.first)[1]
+    replace(wrapped, scales_of(wrapped.second)[1], scales_of(wrapped.first)[1])
     served = qt.nnx.quantize(wrapped)
     assert served.first.kernel is served.second.kernel
 
@@ -178,7 +180,7 @@ def test_gradients_by_what_is_left(wrapped):
         nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, qt.nnx.LsqScale)))(m, X)
         for m in (served, wrapped)
     ]
-    got, expected = (one["first"]["qtoolkit_products"]["0"]["scales"][0] for one in found)
+    got, expected = (state_of(one, "first")["kernel"]["lhs_scale"] for one in found)
     np.testing.assert_allclose(got[...], expected[...], rtol=1e-6)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from state_of import histories_of, history_of, state_of
 
 import qtoolkit as qt
 from qtoolkit.products import Delayed, Operand, Recipe
@@ -38,11 +39,7 @@ def loss(model, x):
 
 
 def histories(model):
-    return [
-        np.asarray(variable[...])
-        for path, variable in nnx.to_flat_state(nnx.state(model, qt.nnx.ScalingState))
-        if path[-1] == "history"
-    ]
+    return histories_of(model)
 
 
 def edge(amax):
@@ -492,9 +489,9 @@ def test_products_of_own_modules_keep_state_if_inputs_are_known():
     step = nnx.jit(qt.nnx.value_and_grad(loss))
     value, _ = step(model, X)
     np.testing.assert_allclose(value, loss(Gated(nnx.Rngs(0)), X), rtol=0.2)
-    kept = model.qtoolkit_products.up
-    assert kept.history[...][0, 0] == edge(np.abs(X).max())
-    assert kept.history[...][1, 0] == edge(np.abs(model.up[...]).max())
+    kept = history_of(model, name="up")
+    assert kept[0, 0] == edge(np.abs(X).max())
+    assert kept[1, 0] == edge(np.abs(model.up[...]).max())
     assert all(history[:, 0].all() for history in histories(model))
     report = qt.nnx.report(model, X)
     assert "current" not in str(report)
@@ -522,7 +519,7 @@ def test_a_stack_of_own_modules_has_a_history_for_each():
     given = make(nnx.Rngs(0).split(3))
     model = qt.nnx.wrap(given, BOTH, inputs=lambda model: run(model, X))
     nnx.jit(qt.nnx.value_and_grad(lambda model, x: jnp.mean(run(model, x) ** 2)))(model, X)
-    kept = model.qtoolkit_products.up.history[...]
+    kept = history_of(model, name="up")
     assert kept.shape == (3, 3, 4)
     for i in range(3):
         assert kept[i, 1, 0] == edge(np.abs(model.up[...][i]).max())
@@ -568,10 +565,9 @@ def test_bad_counts_what_saturates_by_more_than_a_factor_of_two(value_and_grad):
         expected += int(amax >= 2 * known > 0)
         known = max(known, edge(amax)) if np.isfinite(amax) else known
         value_and_grad(loss)(model, jnp.where(jnp.abs(X) == jnp.abs(X).max(), factor * X, X))
-    state = model.qtoolkit_products
     assert expected == 2
-    assert int(getattr(state, "0").bad[...]) == expected
-    assert getattr(state, "0").history[...].max() == known
+    assert int(state_of(model)["kernel"]["bad"][...]) == expected
+    assert history_of(model).max() == known
 
 
 class Gradient(nnx.Module):

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen, nnx
+from state_of import history_of, keyed_by_kernel
 
 import qtoolkit as qt
 from qtoolkit.products import Operand, Recipe, Static
@@ -70,11 +71,12 @@ class Twice(nnx.Module):
 def test_shares_are_over_all_runs_and_nan_without_a_gradient():
     model = qt.nnx.wrap(Twice(), qt.recipes.te_delayed_hybrid)
     *_, found = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))(model, X)
-    assert set(found) == {"shared:0", "idle:0"}
-    np.testing.assert_allclose(found["shared:0"]["lhs"]["amax"], 40)
-    assert found["shared:0"]["lhs"]["saturated"] == 0
-    assert np.isnan(found["idle:0"]["lhs"]["amax"])
-    history = getattr(model.shared.qtoolkit_products, "0").history[...]
+    found = keyed_by_kernel(found)
+    assert set(found) == {"shared:kernel", "idle:kernel"}
+    np.testing.assert_allclose(found["shared:kernel"]["lhs"]["amax"], 40)
+    assert found["shared:kernel"]["lhs"]["saturated"] == 0
+    assert np.isnan(found["idle:kernel"]["lhs"]["amax"])
+    history = history_of(model, "shared")
     assert history[0, 0] > 40  # it is rolled as ever
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from state_of import recipe_of
 
 import qtoolkit as qt
 from qtoolkit import Recipe
@@ -128,7 +129,7 @@ def test_attention_is_made_of_four_wrapped_projections(x):
     attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
     wrapped = wrap(attention)
     for name in ("query", "key", "value", "out"):
-        assert getattr(wrapped, name).qtoolkit_site.recipe == Recipe()
+        assert recipe_of(getattr(wrapped, name)) == Recipe()
     assert not np.array_equal(wrapped(x), attention(x))
 
 
@@ -266,8 +267,8 @@ def recipes(model):
                 layer = getattr(layer, part)
             except AttributeError:
                 layer = layer[int(part) if part.isdigit() else part]
-        if hasattr(layer, "qtoolkit_site"):
-            found[path] = layer.qtoolkit_site.recipe
+        if recipe_of(layer) is not None:
+            found[path] = recipe_of(layer)
     return found
 
 

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rewritten import quantized
 
 import qtoolkit as qt
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products import Current, Delayed, Operand, Recipe, Static, recipes
 from qtoolkit.products._bilinear import DotGeneral
-from qtoolkit.products.internal import LayerRecipe, Matmul, State
+from qtoolkit.products.internal import State
 from qtoolkit.scaling.internal import BUCKETS
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -37,8 +38,7 @@ def three(recipe, numbers=MATMUL, amaxes=AMAXES):
     def run(x, w, ct):
         def product(x, w, probe):
             state = State(amaxes, probe) if recipe.is_delayed else None
-            found = Matmul("dot_general", DotGeneral(numbers), x, w, (), ("", "kernel"), x.dtype)
-            return LayerRecipe(recipe).product(found, "0", state)
+            return quantized(recipe, "dot_general", DotGeneral(numbers), x, w, state)
 
         y, back = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))
         dx, dw, counts = back(ct)

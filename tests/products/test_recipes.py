@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from rewritten import quantized
 
 import qtoolkit as qt
 from qtoolkit.casts import Projection
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products import Delayed, Hadamard, Operand, Recipe, Static, recipes
 from qtoolkit.products._bilinear import DotGeneral
-from qtoolkit.products.internal import LayerRecipe, Matmul, State
+from qtoolkit.products.internal import State
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import BUCKETS
 
@@ -354,14 +355,11 @@ def draw(*shape, seed=0):
 def three(ours, recipe):
     """y, dx and dw of a product by `recipe`, compiled as one program."""
     if recipe.is_delayed:
-        site = LayerRecipe(recipe)
 
         def run(x, w, ct):
             def product(x, w, probe):
                 state = State(amax=jnp.array(AMAXES), probe=probe)
-                parameters = "", "kernel"
-                found = Matmul("dot_general", DotGeneral(MATMUL), x, w, (), parameters, x.dtype)
-                return site.product(found, "0", state)
+                return quantized(recipe, "dot_general", DotGeneral(MATMUL), x, w, state)
 
             y, back = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))
             return y, *back(ct)[:2]

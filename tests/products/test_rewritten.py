@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from rewritten import rewritten
+from rewritten import multiplying, rewritten
 
 import qtoolkit as qt
 from qtoolkit.products import Delayed, Hadamard, Operand, Recipe, recipes
-from qtoolkit.products.internal import LayerRecipe
 
 MATMUL = (((1,), (0,)), ((), ()))
 CONV = ("NWC", "WIO", "NWC")
@@ -106,7 +105,7 @@ def of_weights(w, x):
 def test_products_equal_those_written_by_hand(function):
     recipe = recipes.te_current
     found = []
-    multiply = LayerRecipe(recipe).multiply()
+    multiply = multiplying(recipe)
 
     def counting(product):
         found.append(product)
@@ -133,7 +132,7 @@ def test_gradients_equal_those_written_by_hand():
     def loss(products):
         return lambda w, x: jnp.sum(in_scan(products, w, x)[0] ** 2)
 
-    ours = rewritten(loss(Products()), LayerRecipe(recipe).multiply(), of_weights)
+    ours = rewritten(loss(Products()), multiplying(recipe), of_weights)
     got, expected = (jax.jit(jax.grad(f, (0, 1)))(W, X) for f in (ours, loss(Products(recipe))))
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -174,7 +173,7 @@ PAIR = Recipe((None, "e4m3fn"), "e5m2", wgrad=("e5m2", None))
 
 def test_a_kernel_that_is_lhs_is_rounded_as_a_kernel():
     """w @ x by hand: the products of (x^T, w^T) with the recipe, transposed."""
-    multiply = LayerRecipe(PAIR).multiply()
+    multiply = multiplying(PAIR)
     ct = draw(8, 4, seed=2)
     left = rewritten(lambda w, x: w @ x.T, multiply, of_weights)
     y, back = jax.vjp(left, W, X)
@@ -186,12 +185,10 @@ def test_a_kernel_that_is_lhs_is_rounded_as_a_kernel():
 
 
 def test_two_activations_are_both_rounded_as_activations():
-    multiply = LayerRecipe(PAIR).multiply()
+    multiply = multiplying(PAIR)
     scores = rewritten(lambda w, x: x @ x.T, multiply, of_weights)(W, X)
     np.testing.assert_allclose(scores, X @ X.T, rtol=1e-6)  # a recipe for kernels alone
-    both = rewritten(
-        lambda w, x: x @ x.T, LayerRecipe(Recipe(("e4m3fn", None))).multiply(), of_weights
-    )
+    both = rewritten(lambda w, x: x @ x.T, multiplying(Recipe(("e4m3fn", None))), of_weights)
     expected = qt.dot_general(X, X.T, MATMUL, recipe=Recipe())
     np.testing.assert_allclose(both(W, X), expected, rtol=1e-6, atol=1e-6)
 

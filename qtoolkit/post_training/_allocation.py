@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.formats import Rules
-from qtoolkit.products._place import MODEL
-from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._report import text_table
-from qtoolkit.products._sensitivity import Sensitivity, exactly
-from qtoolkit.products._stored import serving_rules
+from qtoolkit.post_training._storing import serving_rules
+from qtoolkit.products import Recipe, Sensitivity
+from qtoolkit.products.internal import MODEL, exactly, text_table
 
 _UNITS = 4096  # sizes are rounded up to the limit over this number
 

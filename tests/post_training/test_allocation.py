@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qtoolkit.products._allocation import Allocation, knapsack
+from qtoolkit.post_training._allocation import Allocation, knapsack
 
 
 def brute_force(sizes, costs, limit):

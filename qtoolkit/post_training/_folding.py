@@ -14,13 +14,10 @@ import numpy as np
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
-from qtoolkit.products._bilinear import Axes
-from qtoolkit.products._channels import Key, Node, Root
-from qtoolkit.products._lines import warn
-from qtoolkit.products._operand import Operand
-from qtoolkit.products._place import listed
-from qtoolkit.products._rounded import rounding_of
-from qtoolkit.products._tracking import Use
+from qtoolkit.post_training._channels import Key, Node, Root
+from qtoolkit.post_training._tracking import Use
+from qtoolkit.products import Operand
+from qtoolkit.products.internal import Axes, listed, rounding_of, warn
 from qtoolkit.scaling import Hessian, smoothing_factors
 from qtoolkit.scaling.internal import Contraction, InputTransform, check_inputs, search_factors
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from qtoolkit.products._channels import Key, Link, Node, Origin, Root, Value, following
-from qtoolkit.products._program import scan_lengths
+from qtoolkit.post_training._channels import Key, Link, Node, Origin, Root, Value, following
+from qtoolkit.products.internal import scan_lengths
 from qtoolkit.scaling.internal import Contraction
 
 Array = jax.Array

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import qtoolkit as qt
+from qtoolkit.post_training.internal import stored_kernel
 from qtoolkit.products import Operand, Recipe
-from qtoolkit.products.internal import Axes, stored_kernel
+from qtoolkit.products.internal import Axes
 
 MATMUL = (((1,), (0,)), ((), ()))
 RNG = np.random.default_rng(0)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts.internal import FLOATS, WIDTHS, exact_float32
-from qtoolkit.products._channels import Key
-from qtoolkit.products._folding import (
+from qtoolkit.post_training._channels import Key
+from qtoolkit.post_training._folding import (
     Graph,
     Params,
     Readers,
@@ -23,12 +23,10 @@ from qtoolkit.products._folding import (
     stripped,
     with_factors,
 )
-from qtoolkit.products._inputs import Batch
-from qtoolkit.products._lines import warn
-from qtoolkit.products._operand import Current, Operand
-from qtoolkit.products._place import listed
-from qtoolkit.products._stored import stored_kernel
-from qtoolkit.products._tracking import Use, tracked
+from qtoolkit.post_training._storing import stored_kernel
+from qtoolkit.post_training._tracking import Use, tracked
+from qtoolkit.products import Current, Operand
+from qtoolkit.products.internal import Batch, listed, warn
 from qtoolkit.scaling import Hessian, QArray
 from qtoolkit.scaling.internal import Contraction, InputTransform, solved
 
