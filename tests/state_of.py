@@ -17,8 +17,7 @@ from flax import nnx
 from flax.core import unfreeze
 
 import qtoolkit as qt
-from qtoolkit.linen import _run
-from qtoolkit.nnx import _wrap
+from qtoolkit.nnx._modules import LAYERS
 
 # Of nnx: the attribute of a module that holds the state; of linen: the collections.
 ATTRIBUTE, COLLECTIONS = "qtoolkit_products", ("qtoolkit", "qtoolkit_scales")
@@ -129,23 +128,12 @@ def keyed_by_kernel(by_name: Mapping[str, Any]) -> dict[str, Any]:
 def recipe_of(layer: nnx.Module) -> qt.Recipe | None:
     """The recipe of a layer of a wrapped model; None if it has none."""
     site = getattr(layer, "qtoolkit_site", None)
-    return None if site is None else site.recipe
+    return None if site is None else site.rules.lookup(site.paths, site.kinds)
 
 
-def hooked_layers(package: str) -> dict[Any, str]:
-    """The layers of Flax that `wrap` knows, each with the method that computes its matmuls."""
-    if package == "linen":
-        return dict(_run._LAYERS)
-    return {kind: method for kind, (method, *_) in _wrap.LAYERS.items()}
-
-
-def forget(monkeypatch: Any, package: str, kind: Any) -> None:
-    """`wrap` no longer knows this layer of Flax."""
-    if package == "linen":
-        others = {other: method for other, method in _run._LAYERS.items() if other is not kind}
-        monkeypatch.setattr(_run, "_LAYERS", others)
-    else:
-        monkeypatch.setattr(_wrap, "methods_of", lambda module: ())
+def hooked_layers() -> list[Any]:
+    """The layers of nnx that `wrap` knows."""
+    return list(LAYERS)
 
 
 def _leaves(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
