@@ -105,7 +105,7 @@ class _NoMatmuls(Exception):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _jitted(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     outs, static, new = _run(traced, moves, leaves, planted)
-    return outs, StaticResult((static,)), new
+    return outs, StaticResult(static), new
 
 
 def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
@@ -188,13 +188,13 @@ def _compiled(traced: Traced, *arguments: Any) -> Any:
     if traced in _without_matmuls:
         raise _NoMatmuls
     try:
-        outs, (static,), new = _jitted(traced, *arguments)
+        outs, static, new = _jitted(traced, *arguments)
     except _NoMatmuls:
         if len(_without_matmuls) >= _MOST:
             _without_matmuls.clear()
         _without_matmuls[traced] = None
         raise
-    return outs, static, new
+    return outs, static.value, new
 
 
 def _hashes(traced: Traced) -> bool:
@@ -224,6 +224,9 @@ class _Modules:
         self.by_path: dict[str, Module] = {}
         self.states: dict[Key, ProductState] = {}
         self._sites: dict[tuple[Any, ...], Site] = {}
+        if first is None:  # a report of a plain model names its parameters, too
+            self._sites[0,] = Site(("",), (), self.rules)
+            return
         for path, module in modules:
             site = site_of(module) or self._made_later(path, module)
             if site is None or site.rules != self.rules:

@@ -49,7 +49,9 @@ def is_node(x: Any) -> bool:
 
 
 class _Array(NamedTuple):
-    """Stands for an array in a result."""
+    """Stands for an array in a result: its number."""
+
+    number: int
 
 
 class _Given(NamedTuple):
@@ -63,21 +65,22 @@ class _New(NamedTuple):
 
     graph: Any
     structure: Any
+    numbers: tuple[int, ...]
 
 
 class Result(NamedTuple):
-    """What the function returns besides arrays. These come in the order of the fields here.
+    """What the function returns besides arrays, which are known by their numbers.
 
     Attributes:
       out: The structure of what the user's function returned, and its leaves: see `_Array`.
-      changed: The paths of the variables that it has changed, each with the structure of its value.
-      graph: All nodes, if it has changed more than variables, with the structure of their arrays.
+      changed: The paths of the variables that it has changed, each with its value.
+      graph: All nodes, if it has changed more than variables.
       arguments: As `out`, of the arguments, if it has changed lists or dictionaries among them.
     """
 
     out: tuple[Any, tuple[Any, ...]]
-    changed: tuple[tuple[Any, Any], ...]
-    graph: tuple[Any, Any] | None
+    changed: tuple[tuple[Any, _New], ...]
+    graph: _New | None
     arguments: tuple[Any, tuple[Any, ...]] | None
 
 
@@ -125,19 +128,19 @@ class Function:
 
     def __call__(self, leaves: list[Any]) -> tuple[list[Any], Result]:
         nodes, given = self._given(leaves)
-        graph, state = nnx.split(nodes, graph=True)
+        graph, values = _values(nodes)
         before = jax.tree.flatten(given, is_leaf=is_node)
         with in_module(_path_of(nodes), is_root=True) if self.is_method else tracing_function():
             out = self._run(*given)
         known = [(path, x) for path, x in nnx.iter_graph(nodes, graph=True) if is_node(x)]
-        arrays: list[Any] = []
+        arrays = _Arrays()
         result = _parted(out, known, arrays)
-        changed, changed_graph = _changes(graph, state, nodes, arrays)
+        changed, changed_graph = _changes(graph, values, nodes, arrays)
         leaves, tree = jax.tree.flatten(given, is_leaf=is_node)
         arguments = None
         if tree != before[1] or any(a is not b for a, b in zip(leaves, before[0], strict=True)):
             arguments = _parted(given, known, arrays)
-        return arrays, Result(result, changed, changed_graph, arguments)
+        return arrays.all, Result(result, changed, changed_graph, arguments)
 
     def _run(self, model: Any, args: Any, kwargs: Any) -> Any:
         out = self.function(model, *args, **kwargs)
@@ -167,78 +170,91 @@ class Function:
 
 def finished(result: Result, arrays: Sequence[Any], nodes: Any, arguments: Any) -> Any:
     """What the user's function returned. Writes what it has changed in live nodes and arguments."""
-    rest = iter(arrays)
     live = {}
     parts = [*result.out[1], *(result.arguments[1] if result.arguments else ())]
     if result.changed or result.graph or any(isinstance(x, _Given) for x in parts):
         live = {tuple(path): x for path, x in nnx.iter_graph(nodes, graph=True)}
 
     def whole(tree: Any, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(tree, [_whole(x, rest, live) for x in leaves])
+        return jax.tree.unflatten(tree, [_whole(x, arrays, live) for x in leaves])
 
-    out = whole(*result.out)
-    for path, structure in result.changed:
-        value = jax.tree.unflatten(structure, [next(rest) for _ in range(structure.num_leaves)])
-        live[tuple(path)].set_value(value)
+    for path, value in result.changed:
+        live[tuple(path)].set_value(_tree_of(value, arrays))
     if result.graph is not None:
-        graph, structure = result.graph
-        state = jax.tree.unflatten(structure, [next(rest) for _ in range(structure.num_leaves)])
-        _transfer(nnx.merge(graph, state), live)
+        _transfer(nnx.merge(result.graph.graph, _tree_of(result.graph, arrays)), live)
     if result.arguments is not None:
         _write_back(arguments, whole(*result.arguments))
-    return out
+    return whole(*result.out)
 
 
-def _parted(tree: Any, known: Sequence[tuple[Any, Any]], arrays: list[Any]) -> Any:
-    """The structure of a tree and its leaves, of which arrays are appended to `arrays`."""
+class _Arrays:
+    """The arrays of a result. One that comes twice is one array again."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+
+    def number(self, x: Any) -> int:
+        for number, known in enumerate(self.all):
+            if known is x:
+                return number
+        self.all.append(x)
+        return len(self.all) - 1
+
+    def new(self, graph: Any, tree: Any) -> _New:
+        leaves, structure = jax.tree.flatten(tree)
+        return _New(graph, structure, tuple(map(self.number, leaves)))
+
+
+def _parted(tree: Any, known: Sequence[tuple[Any, Any]], arrays: _Arrays) -> Any:
+    """The structure of a tree and its leaves, without arrays."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
-    parts = []
+    parts: list[Any] = []
     for x in leaves:
         if isinstance(x, jax.Array):
-            arrays.append(x)
-            parts.append(_Array())
+            parts.append(_Array(arrays.number(x)))
         elif not is_node(x):
             parts.append(x)
         elif (path := next((path for path, node in known if node is x), None)) is not None:
             parts.append(_Given(path))
         else:
-            graph, state = nnx.split(x, graph=True)
-            inner, inner_structure = jax.tree.flatten(state)
-            arrays.extend(inner)
-            parts.append(_New(graph, inner_structure))
+            parts.append(arrays.new(*nnx.split(x, graph=True)))
     return structure, tuple(parts)
 
 
-def _whole(part: Any, rest: Any, live: Mapping[Any, Any]) -> Any:
+def _whole(part: Any, arrays: Sequence[Any], live: Mapping[Any, Any]) -> Any:
     match part:
-        case _Array():
-            return next(rest)
+        case _Array(number):
+            return arrays[number]
         case _Given(path):
             return live[tuple(path)]
-        case _New(graph, structure):
-            inner = [next(rest) for _ in range(structure.num_leaves)]
-            made = nnx.merge(graph, jax.tree.unflatten(structure, inner))
+        case _New(graph):
+            made = nnx.merge(graph, _tree_of(part, arrays))
             for module in _modules_in(made):
                 _set_inside(module, False)
             return made
     return part
 
 
-def _changes(graph: Any, state: Any, nodes: Any, arrays: list[Any]) -> tuple[Any, Any]:
-    """What a function has changed of its nodes, see `Result`; new arrays are appended."""
-    graph_after, state_after = nnx.split(nodes, graph=True)
+def _tree_of(part: _New, arrays: Sequence[Any]) -> Any:
+    return jax.tree.unflatten(part.structure, [arrays[number] for number in part.numbers])
+
+
+def _values(nodes: Any) -> tuple[Any, list[list[Any]]]:
+    """The nodes without arrays, and the arrays of each of their variables."""
+    graph, state = nnx.split(nodes, graph=True)
+    return graph, [jax.tree.leaves(variable) for _, variable in nnx.to_flat_state(state)]
+
+
+def _changes(graph: Any, values: Any, nodes: Any, arrays: _Arrays) -> tuple[Any, Any]:
+    """What a function has changed of its nodes, see `Result`."""
+    graph_after, state = nnx.split(nodes, graph=True)
     if graph_after != graph:
-        leaves, structure = jax.tree.flatten(state_after)
-        arrays.extend(leaves)
-        return (), (graph_after, structure)
+        return (), arrays.new(graph_after, state)
     changed = []
-    pairs = zip(nnx.to_flat_state(state), nnx.to_flat_state(state_after), strict=True)
-    for (path, old), (_, new) in pairs:
-        before, after = (jax.tree.leaves(x) for x in (old, new))
+    for before, (path, variable) in zip(values, nnx.to_flat_state(state), strict=True):
+        after = jax.tree.leaves(variable)
         if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-            leaves, structure = jax.tree.flatten(new.get_value())
-            arrays.extend(leaves)
-            changed.append((path, structure))
+            changed.append((path, arrays.new(None, variable.get_value())))
     return tuple(changed), None
 
 

@@ -200,8 +200,9 @@ def _check_layers(
                 "e.g. qtoolkit.recipes.weight_only_e4m3"
             )
         return
-    matched = [one.as_matched() for one in modules]
-    for one in modules:
+    named = [one for one in modules if not isinstance(one.module, nnx.List | nnx.Dict)]
+    matched = [one.as_matched() for one in named]
+    for one in named:
         matched += kernels_as_modules(one.as_matched(), one.kernels)
     check_rules(where, rules, matched)
     quantized = False

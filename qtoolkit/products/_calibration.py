@@ -16,7 +16,7 @@ from qtoolkit.products._inputs import Batch
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place, listed
 from qtoolkit.products._program import Call, Key, Matmul
-from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced
+from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._seen import Seen
 from qtoolkit.scaling import (
@@ -103,17 +103,22 @@ class Summary(NamedTuple):
 def summary_of(
     traced: Traced, bins: Bins | None, leaves: list[Any], planted: Mapping[Key, Any]
 ) -> Summary:
-    seen, (recipes,) = _summary(traced, bins, leaves, planted)
-    return Summary(seen, dict(recipes))
+    seen, static = _summary_by(bins)(traced, leaves, planted)
+    return Summary(seen, dict(static.value))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _summary(traced: Traced, bins: Any, leaves: list[Any], planted: Mapping[Key, Any]) -> Any:
-    multiply, program = traced.quantizing(observes=False, is_measured=True), traced.program(leaves)
-    _, seen = program.run(leaves, _Summarizing(multiply, bins), planted)
-    pairs = ((matmul.key, multiply.recipe_of(matmul)) for matmul in program.matmuls)
-    recipes = tuple(dict.fromkeys((key, recipe) for key, recipe in pairs if recipe is not None))
-    return seen, StaticResult((recipes,))
+@functools.lru_cache(maxsize=64)
+def _summary_by(bins: Bins | None) -> Callable[..., Any]:
+    @compiled
+    def summary(traced: Traced, leaves: list[Any], planted: Mapping[Key, Any]) -> Any:
+        multiply = traced.quantizing(observes=False, is_measured=True)
+        program = traced.program(leaves)
+        _, seen = program.run(leaves, _Summarizing(multiply, bins), planted)
+        pairs = ((matmul.key, multiply.recipe_of(matmul)) for matmul in program.matmuls)
+        recipes = dict.fromkeys((key, recipe) for key, recipe in pairs if recipe is not None)
+        return seen, StaticResult(tuple(recipes))
+
+    return summary
 
 
 @jax.tree_util.register_dataclass

@@ -32,7 +32,7 @@ from qtoolkit.products._numerics import (
 )
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._program import Key, Planted
-from qtoolkit.products._quantizing import StaticResult, Traced
+from qtoolkit.products._quantizing import StaticResult, Traced, compiled
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
 from qtoolkit.products._states import LEARNED, first_values
@@ -190,10 +190,10 @@ def sensitivity(call: Call, products: Iterable[Kept]) -> Sensitivity:
 
 def start_scales(call: Call, products: Sequence[Kept]) -> list[dict[str, Any]]:
     """For each matmul the learned scales and offsets that had no value, from one batch."""
-    seen, (operands,) = _seen_to_start(call.traced, call.leaves, call.planted({}))
+    seen, static = _seen_to_start(call.traced, call.leaves, call.planted({}))
     values = {
         (*key, side): first_scale(seen[key].largest[side], seen[key].total[side], operand)
-        for key, side, operand in operands
+        for key, side, operand in static.value
     }
     if not values:
         raise ValueError(
@@ -211,7 +211,7 @@ def start_scales(call: Call, products: Sequence[Kept]) -> list[dict[str, Any]]:
     return new
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled
 def _seen_to_start(traced: Traced, leaves: list[Any], planted: Any) -> Any:
     program = traced.program(leaves)
     multiply = traced.quantizing(observes=False, is_measured=True)
@@ -223,7 +223,7 @@ def _seen_to_start(traced: Traced, leaves: list[Any], planted: Any) -> Any:
         for side, operand in enumerate(recipe.forward)
         if operand is not None and operand.is_learned
     }
-    return seen, StaticResult((tuple(operands),))
+    return seen, StaticResult(tuple(operands))
 
 
 def _measured(values: Any, product: Kept, side: int) -> Any:

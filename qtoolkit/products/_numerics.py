@@ -17,7 +17,7 @@ import numpy as np
 from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._program import Key, Planted, Program
-from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, stored_labels
+from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, stored_labels
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._rounded import Rounded
@@ -309,7 +309,8 @@ def measured_matmuls(program: Program, multiply: Quantizing) -> dict[Key, Measur
 def numerics_of(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -> Numerics:
     """Measures all matmuls in one step of a function that returns a loss."""
     with explained("numerics"):
-        measured, (matmuls, left) = _measured(traced, leaves, dict(planted))
+        measured, static = _measured(traced, leaves, dict(planted))
+    matmuls, left = static.value
     row_labels = [
         (number, role, twin, label)
         for number, (key, matmul) in enumerate(matmuls)
@@ -324,7 +325,7 @@ def numerics_of(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted
     return Numerics(rows=tuple(rows), left=left)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled
 def _measured(traced: Traced, leaves: list[Any], planted: dict[Key, Planted]) -> Any:
     """For each matmul float32[len(ROLES), TALLY_SIZE]; and the matmuls, also those without."""
     tap = _TallyTap()

@@ -34,6 +34,7 @@ from qtoolkit.products._bilinear import (
 )
 from qtoolkit.products._lines import librarys_line, place_of, users_line
 from qtoolkit.products._origins import (
+    ACTIVATION,
     CONSTANT,
     Loop,
     Operands,
@@ -47,6 +48,7 @@ from qtoolkit.products._seen import Seen
 from qtoolkit.scaling import QArray
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+SCALED = "scaled_dot"  # its operands are rounded already
 QUANTIZED_MATMUL = "qtoolkit_product"  # the jitted function around each quantized matmul
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
 _REMAT = ("checkpoint", "remat", "remat2")
@@ -287,7 +289,7 @@ class _Around(NamedTuple):
             functions = (*functions, (place_of(eqn, functions), params["name"]))
         return self._replace(
             times=self.times * _runs_of(eqn),
-            opaque=_OPAQUE.get(name, self.opaque),
+            opaque=_OPAQUE.get(name, name) if _is_opaque(eqn) else self.opaque,
             has_derivative=self.has_derivative and name != "while",
             line=users_line(eqn) or self.line,
             functions=functions,
@@ -351,10 +353,14 @@ class _Finder:
     ) -> tuple[list[_Block], list[Origin]]:
         """The bodies of an equation, and the origins of its results."""
         params, name = eqn.params, eqn.primitive.name
-        if name in _OPAQUE:
-            (closed,) = _closed_in(eqn)
-            block, _ = self.block(closed, inputs, around, at)
-            return [block], origins_after(Step.of(eqn), inputs)
+        if _is_opaque(eqn):
+            blocks = []
+            for which, closed in enumerate(_jaxprs_in(params)):
+                count = len(closed.jaxpr.invars)
+                known = inputs if len(inputs) == count else [ACTIVATION] * count
+                blocks.append(self.block(closed, known, around, (*at, which))[0])
+            self._note_uses(inputs, [])
+            return blocks, origins_after(Step.of(eqn), inputs)
         if name == "cond":
             pairs = [
                 self.block(branch, inputs[1:], around, (*at, which))
@@ -380,7 +386,7 @@ class _Finder:
             test, _ = self.block(params["cond_jaxpr"], [*of_test, *carry], around, (*at, 0))
             step, outs = self.block(params["body_jaxpr"], [*of_step, *carry], around, (*at, 1))
             return [test, step], [x._replace(is_trained=False) for x in outs]
-        (closed,) = _closed_in(eqn)
+        (closed,) = _jaxprs_in(params)
         block, outs = self.block(closed, inputs, around, at)
         return [block], outs
 
@@ -403,7 +409,7 @@ class _Finder:
             function=_function(eqn),
             types=tuple(x.aval for x in eqn.invars),
             origins=(inputs[0], inputs[1]),
-            dtype=eqn.params["preferred_element_type"] or eqn.invars[0].aval.dtype,
+            dtype=eqn.outvars[0].aval.dtype,
             times=around.times,
             around=around.opaque,
             is_derivative=derivative,
@@ -428,7 +434,7 @@ class _Finder:
 def _is_matmul(eqn: Any) -> bool:
     """Whether an equation is a matmul: not one of empty arrays, nor one that sums over nothing."""
     name = eqn.primitive.name
-    if name not in MATMULS or not multiplications_of(eqn):
+    if name not in (*MATMULS, SCALED) or not multiplications_of(eqn):
         return False
     return name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
 
@@ -437,7 +443,12 @@ def _has_bodies(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in _INLINED and eqn.params.get("name") == QUANTIZED_MATMUL:
         return False
-    return name in _LOOPS or name in _OPAQUE
+    return name in _LOOPS or bool(_jaxprs_in(eqn.params))
+
+
+def _is_opaque(eqn: Any) -> bool:
+    """Whether the matmuls inside stay as they are: `_OPAQUE`, and what this file does not know."""
+    return eqn.primitive.name not in _LOOPS
 
 
 def _function(eqn: Any) -> Bilinear | None:
@@ -449,6 +460,8 @@ def _function(eqn: Any) -> Bilinear | None:
         case "dot_general":
             names = ("dimension_numbers", "precision", "out_sharding")
             return DotGeneral(**{name: params[name] for name in names})
+        case "scaled_dot":
+            return None
         case "ragged_dot_general":
             numbers = params["ragged_dot_dimension_numbers"]
             is_usual = numbers == RAGGED and params["group_offset"] is None
@@ -466,11 +479,14 @@ def _result_of(matmul: Matmul) -> Origin:
     return Origin(is_trained=is_trained, features=matmul.operands.features_of_result)
 
 
-def _closed_in(eqn: Any) -> list[ClosedJaxpr]:
-    params = eqn.params
-    name = next(name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in params)
-    jaxpr = params[name]
-    return [jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())]
+def _jaxprs_in(params: Mapping[str, Any]) -> list[ClosedJaxpr]:
+    """The jaxprs among the parameters of an equation, alone or in lists."""
+    found = []
+    for value in params.values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if hasattr(item, "eqns") or hasattr(getattr(item, "jaxpr", None), "eqns"):
+                found.append(item if hasattr(item, "consts") else ClosedJaxpr(item, ()))
+    return found
 
 
 def scan_lengths(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -595,7 +611,7 @@ def _run(
                 outs = [plain() if out is None else out]
                 if own is not None:
                     _merge(seen, {matmul.key: own})
-            elif number in block.bodies and eqn.primitive.name not in _OPAQUE:
+            elif number in block.bodies and not _is_opaque(eqn):
                 inner = _Inner(block.bodies[number], multiply, planted)
                 given = [x if y is None else y for x, y in zip(inputs, map(argument, eqn.invars))]
                 outs, own_seen = _RULES[eqn.primitive.name](inner, eqn.params, given)

@@ -1,6 +1,7 @@
 """Computes the matmuls of a `Program` by recipes, with the state that is planted for each."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from qtoolkit.products._origins import Parameter, following_features
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
-from qtoolkit.products._program import Call, Key, Matmul, Planted, Program
+from qtoolkit.products._program import SCALED, Call, Key, Matmul, Planted, Program
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._seen import Seen
 from qtoolkit.products._states import HISTORY, KEY, STEP, moved, state_of
@@ -24,6 +25,7 @@ BY_RULE, BY_RECIPE = "excluded by a rule", "unquantized by the recipe"
 INTEGERS = "integers are not rounded"
 COMPLEX = "complex numbers are not rounded: multiply real and imaginary parts"
 DERIVATIVE = "part of a derivative that the model itself takes"
+SCALES = "its operands are rounded already"
 OUTSIDE = "computed by itself, in no wrapped layer"
 
 
@@ -76,6 +78,8 @@ class Quantizing:
     def _kept_by(self, matmul: Matmul) -> str:
         running = self.modules.get(matmul.module or "")
         dtypes = [x.dtype for x in matmul.types[:2]]
+        if matmul.primitive == SCALED:
+            return SCALES
         if matmul.around:
             return f"inside of {matmul.around}: call qtoolkit.dot_general there, with a recipe"
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
@@ -206,5 +210,23 @@ def stored_labels(matmul: Matmul) -> tuple[str, str]:
 
 
 @jax.tree_util.register_static
-class StaticResult(tuple[Any, ...]):
+class StaticResult:
     """Static data among the results of a jitted function."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function of a `Traced` and arrays, unless the model cannot be a key of JAX."""
+    jitted = jax.jit(function, static_argnums=0)
+
+    @functools.wraps(function)
+    def run(traced: Traced, *arrays: Any) -> Any:
+        try:
+            hash(traced)
+        except TypeError:  # a model with a list or a plain dataclass among its attributes
+            return function(traced, *arrays)
+        return jitted(traced, *arrays)
+
+    return run

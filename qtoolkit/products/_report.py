@@ -11,6 +11,7 @@ import numpy as np
 
 from qtoolkit.products._derivative import Cotangent
 from qtoolkit.products._origins import following_features
+from qtoolkit.products._place import MODEL
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._program import MATMULS, Call, Key, Matmul, Planted, Program
@@ -218,7 +219,7 @@ def _products(
         reason = multiply.reason_of(matmul)
         shapes = " x ".join(f"{x.dtype}{list(x.shape)}" for x in matmul.types[:2])
         part = "backward" if matmul.is_derivative else "forward"
-        path = "" if matmul.module is None else matmul.path
+        path = "" if matmul.module is None else matmul.path or MODEL
         this = Product(path, part, shapes, reason, matmul.where, multiplications=number)
         yield this
         is_alone = reason in (INTEGERS, COMPLEX) or matmul.is_derivative
@@ -244,7 +245,7 @@ def _products(
             label += _NATIVE if runs_natively else _EMULATED
         if planted is not None and _lacks_history(planted.arrays):
             label = label.replace(", delayed", f", current: {_NO_HISTORY}")
-        yield Product(matmul.path, part, label, reason, multiplications=number)
+        yield Product(matmul.path or MODEL, part, label, reason, multiplications=number)
 
 
 def _lacks_history(arrays: Mapping[str, Any]) -> bool:

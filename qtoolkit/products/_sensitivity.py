@@ -1,7 +1,6 @@
 """How much the loss grows if one layer alone is quantized, for each layer."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from qtoolkit.formats.internal import plain_number
 from qtoolkit.products._numerics import check_ran
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._program import Call, Key, Matmul, Planted, Program
-from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced
+from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
 from qtoolkit.scaling import QArray
@@ -145,12 +144,12 @@ def sensitivity_of(
             "with; expected one from wrap: write sensitivity(wrap(model, recipe), ...) before "
             "quantize"
         )
-    losses, (layers,) = _losses(traced, leaves, dict(planted))
-    paths, recipes, kernels = zip(*layers, strict=True)
+    losses, static = _losses(traced, leaves, dict(planted))
+    paths, recipes, kernels = zip(*static.value, strict=True)
     return Sensitivity(losses, paths, recipes, kernels)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled
 def _losses(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -> Any:
     program = traced.program(leaves)
     multiply = traced.quantizing(observes=False, is_measured=True)
@@ -166,7 +165,7 @@ def _losses(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -
     count = len(paths)
     choices = np.concatenate([np.eye(count), np.zeros((1, count)), np.ones((1, count))])
     losses = jax.lax.map(loss_with, jnp.asarray(choices, bool))
-    return losses, StaticResult((tuple(layers),))
+    return losses, StaticResult(tuple(layers))
 
 
 def _layers(program: Program, multiply: Quantizing) -> list[tuple[str, Recipe, Kernels]]:
