@@ -103,18 +103,17 @@ def by_kernel(names: Iterable[str], methods: tuple[str, ...] = ()) -> list[str]:
         others.
       methods: As for `states_of`.
     """
-    names = list(names)
-    placed = sorted({name for name in names if "@" in name}, key=_place)
+    split = [_path_and_name(name) for name in names]
     numbers: dict[str, int] = collections.Counter()
     found = []
-    for name in names:
-        path, colon, own = name.rpartition(":") if "@" not in name else ("", "", name)
-        if "@" in own:  # a matmul of two activations, by its place in the user's code
-            own = str(placed.index(name))
-        elif own == "0" and f"{path}{colon}1" not in names:  # of a layer with one matmul
-            own = "kernel"
-        head, _, rest = own.partition(".")
-        plain = path + colon + (rest if head in ("__call__", *methods) else own)
+    for path, name in split:
+        if "@" in name:  # a matmul of two activations, by its place in the user's code
+            alike = {other for where, other in split if where == path and "@" in other}
+            name = str(sorted(alike, key=_place).index(name))
+        elif name == "0" and (path, "1") not in split:  # of a layer with one matmul
+            name = "kernel"
+        head, _, rest = name.partition(".")
+        plain = path + (rest if head in ("__call__", *methods) else name)
         numbers[plain] += 1
         found.append(plain if numbers[plain] == 1 else f"{plain}#{numbers[plain]}")
     return found
@@ -169,9 +168,16 @@ def _modules(owner: Iterable[Any]) -> Iterator[str]:
         yield from entry.removeprefix("self.").split(".") if entry[:5] == "self." else (entry,)
 
 
-def _place(name: str) -> tuple[Any, ...]:
-    function, *numbers = re.split("[@:]", name)
-    return function, *map(int, numbers)
+def _path_and_name(name: str) -> tuple[str, str]:
+    """("mlp:", "attend@3:12") of "mlp:attend@3:12"; the path is "" where there is none."""
+    place = re.fullmatch("([^:@]*:)?(.*)", name)
+    assert place is not None
+    return place[1] or "", place[2]
+
+
+def _place(name: str) -> list[Any]:
+    """For sorting by line and column: "__call__@3:12.attend@5:8"."""
+    return [(not x.isdigit(), int(x) if x.isdigit() else 0, x) for x in re.split("[@:.#']", name)]
 
 
 def _child(module: Any, name: str) -> Any:

@@ -2,12 +2,11 @@
 
 Post-training methods need the inputs of every matmul, those of layers inside of `scan`, `jit` and
 `checkpoint` too, each kernel of a stack by itself; and later layers are to see what earlier ones
-became. So the traced model is evaluated here, for all batches in lockstep, and `visit` is called
+became. So the traced model is run for all batches in lockstep (`_unrolling`), and `visit` is called
 where a parameter is multiplied. `_channels` follows what lies between.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,18 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
 
 from qtoolkit.post_training._channels import Key, Link, Node, Origin, Root, Value, following
-from qtoolkit.products.internal import scan_lengths
+from qtoolkit.post_training._unrolling import Body, unrolled
 from qtoolkit.scaling.internal import Contraction
 
 Array = jax.Array
-_CALLS = {
-    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
-    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call"), "call_jaxpr"),
-    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), "call_jaxpr"),
-}
 
 
 class Use(NamedTuple):
@@ -78,58 +71,29 @@ def tracked(
     ]
     leaves = map(jax.tree.leaves, batches)
     inputs += [Value(arrays, Node()) for arrays in zip(*leaves, strict=True)]
-    for value in _Run(visit, len(batches)).evaluated(closed, inputs):
+    for value in unrolled(_Lockstep(visit), closed, inputs):
         value.node.users.append(Link())
 
 
-class _Run(NamedTuple):
+class _Lockstep(NamedTuple):
+    """Values of all batches at once, see `Domain`."""
+
     visit: Visit
-    batches: int
 
-    def evaluated(self, closed: Any, inputs: Sequence[Value]) -> list[Value]:
-        jaxpr = closed.jaxpr
-        env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        env |= {v: Value((c,), Node()) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
-        remaining = Counter(
-            a for eqn in jaxpr.eqns for a in eqn.invars if not isinstance(a, Literal)
-        )
-        remaining.update(a for a in jaxpr.outvars if not isinstance(a, Literal))
+    def constant(self, array: Any) -> Value:
+        return Value((array,), Node())
 
-        def read(atom: Any) -> Value:
-            if isinstance(atom, Literal):
-                return Value((atom.val,), Node())
-            remaining[atom] -= 1
-            # Arrays are freed after their last use.
-            return env[atom] if remaining[atom] else env.pop(atom)
-
-        for eqn in jaxpr.eqns:
-            outs = self._computed(eqn, [read(atom) for atom in eqn.invars])
-            env.update((v, out) for v, out in zip(eqn.outvars, outs, strict=True) if remaining[v])
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _computed(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def computed(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         name = eqn.primitive.name
-        if name in _CALLS:
-            inner = eqn.params.get(_CALLS[name], eqn.params.get("fun_jaxpr"))
-            closed = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
-            return self.evaluated(closed, inputs)
-        if name == "scan":
-            return self._scanned(eqn.params, inputs)
-        if name == "while":
-            return self._looped(eqn.params, inputs)
-        if name == "cond":
-            index, *operands = inputs
-            branches = dict(enumerate(eqn.params["branches"]))
-            return self._chosen([int(i) for i in index.arrays], branches, operands)
         if name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
             inputs, root = self._visited(name, eqn.params, inputs)
-            outs = [Value(arrays, Node()) for arrays in self._bound(eqn, inputs)]
+            outs = [Value(arrays, Node()) for arrays in _bound(eqn, inputs)]
             if root is not None:
                 key, axis, source = root
                 roots = (Root(key, axis, outs[0].node, source),)
                 outs[0].node.roots |= {"divide": roots, "rotate": roots}
             return outs
-        arrays = self._bound(eqn, inputs)
+        arrays = _bound(eqn, inputs)
         if name == "copy" or (name == "convert_element_type" and _is_cast(eqn)):
             # The same place in the graph.
             return [Value(arrays[0], inputs[0].node, inputs[0].origin)]
@@ -140,62 +104,34 @@ class _Run(NamedTuple):
         node = following(eqn, inputs)
         return [Value(out, node) for out in arrays]
 
-    def _bound(self, eqn: Any, inputs: Sequence[Value]) -> list[tuple[Any, ...]]:
-        """The results of an operation, each for all batches or for each."""
-        params = eqn.primitive.get_bind_params(eqn.params)
-        count = max((len(value.arrays) for value in inputs), default=1)
-        rows = []
-        for i in range(count):
-            out = eqn.primitive.bind(*(value.of_batch(i) for value in inputs), **params)
-            rows.append(out if eqn.primitive.multiple_results else [out])
-        return list(zip(*rows, strict=True))
-
-    def _scanned(self, params: Any, inputs: list[Value]) -> list[Value]:
-        first, carries = scan_lengths(params)
-        second = first + carries
-        consts, carry, stacked = inputs[:first], inputs[first:second], inputs[second:]
-        steps: list[list[Value]] = [[] for _ in range(params["length"])]
-        order = range(params["length"])
-        for i in reversed(order) if params["reverse"] else order:
-            each = [_at(value, i) for value in stacked]
-            outs = self.evaluated(params["jaxpr"], [*consts, *carry, *each])
-            carry, steps[i] = outs[: len(carry)], outs[len(carry) :]
-        return [*carry, *(_stacked(values) for values in zip(*steps, strict=True))]
-
-    def _looped(self, params: Any, inputs: list[Value]) -> list[Value]:
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        of_cond, of_body = inputs[:first], inputs[first : first + second]
-        carry, bodies = inputs[first + second :], {True: params["body_jaxpr"]}
-        while True:
-            (test,) = self.evaluated(params["cond_jaxpr"], [*of_cond, *carry])
-            flags = [bool(flag) for flag in test.arrays]
-            if not any(flags):
-                return carry
-            carry = self._chosen(flags, bodies, [*of_body, *carry], carry)
-
-    def _chosen(
-        self,
-        choices: Sequence[Any],
-        jaxprs: Mapping[Any, Any],
-        inputs: Sequence[Value],
-        others: Sequence[Value] = (),
-    ) -> list[Value]:
-        """The results of the jaxpr that each batch chose; those of `others` if it chose none."""
-        if len(set(choices)) == 1:
-            return self.evaluated(jaxprs[choices[0]], inputs)
-        for value in (*inputs, *others):  # no root is known of what is taken apart
+    def sliced(self, value: Value, step: int) -> Value:
+        arrays = tuple(array[step] for array in value.arrays)
+        origin = value.origin
+        if origin is None or origin.order[:1] != (0,):
             value.node.users.append(Link())
-        rows = [[value.of_batch(i) for value in others] for i in range(self.batches)]
-        for choice, jaxpr in jaxprs.items():
-            some = [i for i, other in enumerate(choices) if other == choice]
-            own = [
-                x if len(x.arrays) == 1 else Value(tuple(x.arrays[i] for i in some), Node())
-                for x in inputs
-            ]
-            outs = self._replace(batches=len(some)).evaluated(jaxpr, own) if some else []
-            for place, i in enumerate(some):
-                rows[i] = [out.of_batch(place) for out in outs]
-        return [Value(arrays, Node()) for arrays in zip(*rows, strict=True)]
+            return Value(arrays, Node())
+        (name, index), order = origin
+        key, rest = (name, (*index, step)), tuple(axis - 1 for axis in order[1:])
+        return Value(arrays, Node(stack=value.node), Origin(key, rest))
+
+    def stacked(self, values: Sequence[Value]) -> Value:
+        count = max(len(value.arrays) for value in values)
+        for value in values:
+            value.node.users.append(Link())
+        rows = (jnp.stack([value.of_batch(i) for value in values]) for i in range(count))
+        return Value(tuple(rows), Node())
+
+    def chosen(
+        self, index: Value, bodies: Sequence[Body[Value]], inputs: Sequence[Value]
+    ) -> list[Value]:
+        choices = [int(i) for i in index.arrays]
+        return _of_choices(choices, dict(enumerate(bodies)), inputs)
+
+    def stepped(
+        self, test: Value, body: Body[Value], consts: Sequence[Value], carry: Sequence[Value]
+    ) -> list[Value] | None:
+        flags = [bool(flag) for flag in test.arrays]
+        return _of_choices(flags, {True: body}, [*consts, *carry], carry) if any(flags) else None
 
     def _visited(
         self, name: str, params: Any, inputs: list[Value]
@@ -245,6 +181,41 @@ class _Run(NamedTuple):
         )
         writes = len(columns) == 1 and side == 1 and not how.batch and is_last
         return inputs, (key, columns[0], kernel.node) if writes else None
+
+
+def _bound(eqn: Any, inputs: Sequence[Value]) -> list[tuple[Any, ...]]:
+    """The results of an operation, each for all batches or for each."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    count = max((len(value.arrays) for value in inputs), default=1)
+    rows = []
+    for i in range(count):
+        out = eqn.primitive.bind(*(value.of_batch(i) for value in inputs), **params)
+        rows.append(out if eqn.primitive.multiple_results else [out])
+    return list(zip(*rows, strict=True))
+
+
+def _of_choices(
+    choices: Sequence[Any],
+    bodies: Mapping[Any, Body[Value]],
+    inputs: Sequence[Value],
+    others: Sequence[Value] = (),
+) -> list[Value]:
+    """The results of the body that each batch chose; those of `others` if it chose none."""
+    if len(set(choices)) == 1:
+        return bodies[choices[0]](inputs)
+    for value in (*inputs, *others):  # no root is known of what is taken apart
+        value.node.users.append(Link())
+    rows = [[value.of_batch(i) for value in others] for i in range(len(choices))]
+    for choice, body in bodies.items():
+        some = [i for i, other in enumerate(choices) if other == choice]
+        own = [
+            x if len(x.arrays) == 1 else Value(tuple(x.arrays[i] for i in some), Node())
+            for x in inputs
+        ]
+        outs = body(own) if some else []
+        for place, i in enumerate(some):
+            rows[i] = [out.of_batch(place) for out in outs]
+    return [Value(arrays, Node()) for arrays in zip(*rows, strict=True)]
 
 
 def _is_cast(eqn: Any) -> bool:
@@ -339,23 +310,3 @@ def _of_conv(params: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any
         return jnp.moveaxis(y, 2, 0).reshape(groups, len(y), -1)
 
     return how, signature, arranged
-
-
-def _at(value: Value, i: int) -> Value:
-    """One step's part of what a scan goes over."""
-    arrays = tuple(array[i] for array in value.arrays)
-    origin = value.origin
-    if origin is None or origin.order[:1] != (0,):
-        value.node.users.append(Link())
-        return Value(arrays, Node())
-    (name, index), order = origin
-    key, rest = (name, (*index, i)), tuple(axis - 1 for axis in order[1:])
-    return Value(arrays, Node(stack=value.node), Origin(key, rest))
-
-
-def _stacked(values: Sequence[Value]) -> Value:
-    count = max(len(value.arrays) for value in values)
-    for value in values:
-        value.node.users.append(Link())
-    rows = (jnp.stack([value.of_batch(i) for value in values]) for i in range(count))
-    return Value(tuple(rows), Node())
