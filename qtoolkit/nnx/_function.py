@@ -1,6 +1,7 @@
 """A function of nnx modules and arguments as a function of arrays alone."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,20 @@ def site_of(module: Any) -> Site | None:
 
 def is_node(x: Any) -> bool:
     return isinstance(x, nnx.Module | nnx.Variable)
+
+
+_LATER = ("generator", "coroutine", "async_generator")
+
+
+def _computes_later(x: Any) -> bool:
+    """Whether it is a function of a module, or one that closes over arrays or modules."""
+    if not callable(x) or is_node(x):
+        return False
+    owner = getattr(x, "__self__", None)
+    cells = (cell.cell_contents for cell in getattr(x, "__closure__", None) or ())
+    partial = (*getattr(x, "args", ()), *getattr(x, "keywords", {}).values())
+    held = (owner, *cells, *(partial if isinstance(x, functools.partial) else ()))
+    return any(is_node(one) or isinstance(one, jax.core.Tracer) for one in held)
 
 
 class _Array(NamedTuple):
@@ -145,7 +160,9 @@ class Function:
     def _run(self, model: Any, args: Any, kwargs: Any) -> Any:
         out = self.function(model, *args, **kwargs)
         kind = type(out).__name__
-        if self.is_method and kind in ("generator", "coroutine", "async_generator"):
+        if self.is_method and any(map(_computes_later, jax.tree.leaves(out, is_leaf=is_node))):
+            kind = "function"
+        if self.is_method and kind in (*_LATER, "function"):
             raise TypeError(
                 f"wrap: {type(model).__name__}.{self.function.__name__} returns a {kind}, whose "
                 "code runs later, expected arrays: its matmuls would not be quantized; return a "

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 from flax.errors import TraceContextError
 
@@ -196,7 +197,8 @@ class ProductState(nnx.Module):
             if name == AMAX or name in LEARNED
         }
         for name, value in values.items():
-            if isinstance(value, jax.core.Tracer) or not bool(jnp.any(jnp.isnan(value))):
+            is_known = not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
+            if not is_known or not np.isnan(np.asarray(value)).any():
                 continue
             if name == AMAX:
                 raise ValueError(

@@ -254,7 +254,7 @@ def keep(
 
 def _known_matmuls(module: Any, site: Site) -> Iterator[tuple[str, tuple[Recipe, Any]]]:
     """The matmuls of a module that are known without a trace: its kernels, attention's two."""
-    names = matmuls_of_layer(module)
+    of_flax = names = matmuls_of_layer(module)
     if not names and not is_of_flax(module):
         names = tuple(FoundModule(module).kernels)
     quantizing = quantizing_of(site)
@@ -262,7 +262,21 @@ def _known_matmuls(module: Any, site: Site) -> Iterator[tuple[str, tuple[Recipe,
         parameter = None if name.isdigit() else Parameter(site.path, name)
         recipe = quantizing.by_rules(site.path, parameter)
         if recipe is not None:
-            yield name, (recipe, stacked(module))
+            yield name, (recipe, stacked(module) if names is of_flax else _stack_of(module, name))
+
+
+def _stack_of(module: Any, name: str) -> tuple[int, ...]:
+    """The leading axis of a stack of a user's modules, as `nnx.vmap` makes it; () if it is none.
+
+    Nobody knows without a trace. If all parameters of the module begin with the same axis, and the
+    kernel has two more, it is taken for one. A matmul with a whole stack of states uses the
+    largest, so nothing is wrong if it is none.
+    """
+    params = (x.get_value() for x in vars(module).values() if isinstance(x, nnx.Param))
+    shapes = [getattr(x, "shape", ()) for x in params]
+    kernel = getattr(module, name).get_value().shape
+    is_stack = len(kernel) > 2 and all(shape[:1] == kernel[:1] for shape in shapes)
+    return tuple(kernel[:1]) if is_stack else ()
 
 
 def quantizing_of(site: Site) -> Quantizing:
