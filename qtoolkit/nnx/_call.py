@@ -35,6 +35,7 @@ from qtoolkit.products.internal import (
     Traced,
     in_module,
     is_eager,
+    matching,
     step_of,
     warn,
 )
@@ -117,7 +118,12 @@ def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     tap = None if measured is None else measured.tap
     multiply = traced.quantizing(moves=moves and not is_ours, observes=not is_ours, tap=tap)
     outs, new = multiply.run(program, leaves, planted)
-    used = (matmul.key for matmul in program.matmuls if multiply.recipe_of(matmul) is not None)
+    known = matching(program.matmuls, planted)
+    used = (
+        known[matmul.key]
+        for matmul in program.matmuls
+        if matmul.key in known and multiply.recipe_of(matmul) is not None
+    )
     return outs, (program.static, tuple(used)), new
 
 
@@ -177,7 +183,7 @@ class Bound:
         run = _compiled if is_compiled else _run
         outs, (static, used), new = run(self.traced, moves, self.leaves, planted)
         for key in used:
-            if key in self.states:
+            if key in self.states:  # else zeros were planted alone
                 self.states[key].check_started()
         for key, state in new.items():
             self.states[key].write(state)

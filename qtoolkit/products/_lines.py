@@ -48,35 +48,38 @@ def _shown(frame: Any) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
 
 
-def place_of(eqn: Any, functions: Sequence[tuple[str, str]] = ()) -> str:
+def place_of(eqn: Any, functions: Sequence[tuple[str, str]] = ()) -> tuple[str, str]:
     """Where a module's method made an equation: "__call__@3:12.attend@5:8".
 
     Functions of the user from the method on, each with a line, counted from its first one, and a
-    column. It is the name of a matmul of two activations. No count of other matmuls is in it, so it
-    is the same when Python takes another path, or when the file changes elsewhere. "" in layers of
-    Flax.
+    column. It names a matmul. No count of other matmuls is in it, so it is the same when Python
+    takes another path, or when the file changes elsewhere. The second result begins with the
+    outermost module that is called, in place of the one that runs. "" in layers of Flax.
 
     Args:
       functions: The places and names of the jitted functions around. JAX traces one for all of its
         callers, so only the frames from the innermost one on say something.
     """
     places: list[str] = []
-    is_users = False
+    ends: list[int] = []  # how many places lie within the modules that run, the innermost first
     traceback = eqn.source_info.traceback
     for code, last in zip(*traceback.raw_frames(), strict=True) if traceback else ():
         file = code.co_filename
-        if file.startswith(_FOLDERS["qtoolkit"]):  # here the method of the module begins
-            break
-        if file.startswith((_FOLDERS["jax"], _FOLDERS["jaxlib"], "<")):
+        if file.startswith(_FOLDERS["qtoolkit"]):
+            if code.co_name == "entering":  # here the method of a module begins
+                ends.append(len(places))
             continue
-        is_users |= not file.startswith(_FOLDERS["flax"])
+        if file.startswith(_LIBRARIES) or file.startswith("<"):
+            continue
         positions = itertools.islice(code.co_positions(), last // 2, None)
         line, _, column, _ = next(positions, (None,) * 4)
         from_first = (line or code.co_firstlineno) - code.co_firstlineno
-        places.insert(0, f"{code.co_name}@{from_first}:{column}")
+        places.append(f"{code.co_name}@{from_first}:{column}")
         if functions and code.co_name == functions[-1][1]:
+            ends.append(len(places))
             break
-    return ".".join(places) if is_users else ""
+    inner, outer = (ends[0], ends[-1]) if ends else (len(places), len(places))
+    return ".".join(places[:inner][::-1]), ".".join(places[:outer][::-1])
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:

@@ -17,7 +17,14 @@ import numpy as np
 from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._program import Key, Planted, Program
-from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, stored_labels
+from qtoolkit.products._quantizing import (
+    Quantizing,
+    StaticResult,
+    Traced,
+    compiled,
+    replanted,
+    stored_labels,
+)
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._rounded import Rounded
@@ -333,6 +340,7 @@ def _measured(traced: Traced, leaves: list[Any], planted: dict[Key, Planted]) ->
     multiply = traced.quantizing(observes=False, is_measured=True, tap=tap)
     matmuls = measured_matmuls(program, multiply)
     check_ran("numerics", matmuls)
+    planted = replanted(program, planted)
     # Inside of a `jax.shard_map`, mark the zeros as varying over the same mesh axes as the other
     # arrays. JAX sums the cotangent of a value that does not vary over all shards, and every shard
     # would then get the measurements of all instead of its own.

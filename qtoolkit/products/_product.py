@@ -50,7 +50,7 @@ from qtoolkit.products._learned import with_learned_scales
 from qtoolkit.products._plan import Plan, State
 from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._stored import with_inputs_transformed
+from qtoolkit.products._stored import is_stack_of_kernels, with_inputs_transformed
 from qtoolkit.products._taps import Tap
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import TornBlocksError
@@ -98,7 +98,9 @@ def quantized_product(
         if isinstance(operand, QArray):
             side = 1 - index if is_swapped else index
             recipe = recipe.with_stored(side)
-            operands[index] = operand.dequantize() if learned[side] else operand
+            contracted = function.axes(lhs.shape, rhs.shape)[index].contracted
+            is_array = learned[side] or is_stack_of_kernels(operand, contracted)
+            operands[index] = operand.dequantize() if is_array else operand
     lhs, rhs = with_inputs_transformed(function, *operands)
 
     def compute(recipe: Recipe, state: State | None) -> Array:

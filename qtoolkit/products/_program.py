@@ -16,7 +16,8 @@ activations belongs to the module that runs, which says so by a name scope (`_ca
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,9 +91,11 @@ class Matmul(NamedTuple):
 
     Attributes:
       primitive: Its name in JAX.
-      path, name: Where its state is: the module that owns the kernel, and the kernel's name there,
-        "up", with "up#2" for a second use of it. For two activations the module that runs, and the
-        place in the user's code, "attend@3:12" (`place_of`), or a number in layers of Flax.
+      path, name: Where its state is. With a kernel: the module that owns it, and its name there,
+        "up"; if the call uses it several times, also the place in the user's code, "up@attend@3:12"
+        (`place_of`). For two activations: the module that runs, and the place there, or a number in
+        layers of Flax. "#2" follows for the second one at a place, as in a loop of Python.
+      place: That place.
       parameter: The kernel, or None for two activations.
       kernel: Which operand that is: 0, 1, or None.
       module: The path of the module that runs; None if it is outside of all modules.
@@ -112,6 +115,7 @@ class Matmul(NamedTuple):
     primitive: str
     path: str
     name: str
+    place: str
     parameter: Parameter | None
     kernel: int | None
     module: str | None
@@ -173,6 +177,7 @@ class _Block(NamedTuple):
       at: Where it stands in the program: the numbers of the equations around it.
       matmuls: Those among its equations, by number.
       bodies: The jaxprs in its equations, where these hold matmuls.
+      casts: The casts of parameters to 16 bits among its equations.
     """
 
     jaxpr: Any
@@ -180,6 +185,7 @@ class _Block(NamedTuple):
     at: tuple[int, ...]
     matmuls: dict[int, Matmul]
     bodies: dict[int, tuple["_Block", ...]]
+    casts: frozenset[int]
 
     @property
     def all_matmuls(self) -> list[Matmul]:
@@ -233,6 +239,7 @@ class Program:
         finder = _Finder()
         pairs = zip(parameters, inputs, strict=True)
         block, outs = finder.block(closed, [Origin.of(*pair) for pair in pairs])
+        block = _renamed(block, iter(_names_of(block.all_matmuls)))
         returned = {x.parameter for x in outs if x.order is not None and x.parameter is not None}
         return cls(block, static[-1], frozenset(finder.other_uses | returned))
 
@@ -265,7 +272,18 @@ class _Around(NamedTuple):
     is_derivative: bool = False
     has_derivative: bool = True
     line: str = ""
-    functions: tuple[tuple[str, str], ...] = ()  # jitted ones: their places, and their names
+    functions: tuple[tuple[tuple[str, str], str], ...] = ()  # jitted: their places and names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the jitted functions around."""
+        return tuple(name for _, name in self.functions)
+
+    def places(self, eqn: Any) -> tuple[str, str]:
+        """The places of an equation in the module that runs, and in the one that is called."""
+        around = [places for places, _ in self.functions]
+        inner, outer = zip(*around, place_of(eqn, self.names), strict=True)
+        return ".".join(filter(None, inner)), ".".join(filter(None, outer))
 
     def within(self, eqn: Any) -> "_Around":
         """The same for an equation: its name stack says more."""
@@ -286,7 +304,7 @@ class _Around(NamedTuple):
         name, params = eqn.primitive.name, eqn.params
         functions = self.functions
         if name in ("jit", "pjit"):
-            functions = (*functions, (place_of(eqn, functions), params["name"]))
+            functions = (*functions, (place_of(eqn, self.names), params["name"]))
         return self._replace(
             times=self.times * _runs_of(eqn),
             opaque=_OPAQUE.get(name, name) if _is_opaque(eqn) else self.opaque,
@@ -300,12 +318,10 @@ class _Finder:
     """Finds the matmuls of a jaxpr, with what is known of their operands.
 
     Attributes:
-      counts: How often each name of a matmul was used.
       other_uses: See `Program`.
     """
 
     def __init__(self) -> None:
-        self.counts: dict[Any, int] = {}
         self.other_uses: set[Parameter] = set()
 
     def block(
@@ -325,6 +341,7 @@ class _Finder:
 
         matmuls: dict[int, Matmul] = {}
         bodies: dict[int, tuple[_Block, ...]] = {}
+        casts: set[int] = set()
         for number, eqn in enumerate(jaxpr.eqns):
             inputs, here = [of(x) for x in eqn.invars], around.within(eqn)
             if _is_matmul(eqn):
@@ -336,10 +353,13 @@ class _Finder:
                 if any(block.matmuls or block.bodies for block in blocks):
                     bodies[number] = tuple(blocks)
             else:
-                results = origins_after(Step.of(eqn), inputs)
+                step = Step.of(eqn)
+                results = origins_after(step, inputs)
                 self._note_uses(inputs, results)
+                if step.is_cast_to_half and results[0].parameter is not None:
+                    casts.add(number)
             known.update(zip(eqn.outvars, results, strict=True))
-        block = _Block(jaxpr, closed.consts, at, matmuls, bodies)
+        block = _Block(jaxpr, closed.consts, at, matmuls, bodies, frozenset(casts))
         return block, [of(x) for x in jaxpr.outvars]
 
     def _note_uses(self, inputs: Sequence[Origin], results: Sequence[Origin]) -> None:
@@ -396,13 +416,14 @@ class _Finder:
         for side, x in enumerate(inputs[:2]):  # a product of two parameters is no matmul of a layer
             if x.parameter is not None and parameters[1 - side] is not None:
                 self.other_uses.add(x.parameter)
-        derivative = around.is_derivative
-        path, name = self._name(eqn, None if kernel is None else parameters[kernel], around)
+        parameter = None if kernel is None else parameters[kernel]
+        inner, outer = around.places(eqn)
         return Matmul(
             primitive=eqn.primitive.name,
-            path=path,
-            name=name,
-            parameter=None if kernel is None else parameters[kernel],
+            path=(around.module or "") if parameter is None else parameter.path,
+            name="" if parameter is None else parameter.name,
+            place=inner if parameter is None else outer,
+            parameter=parameter,
             kernel=kernel,
             module=around.module,
             call=around.call,
@@ -412,23 +433,74 @@ class _Finder:
             dtype=eqn.outvars[0].aval.dtype,
             times=around.times,
             around=around.opaque,
-            is_derivative=derivative,
+            is_derivative=around.is_derivative,
             has_derivative=around.has_derivative,
             where=users_line(eqn) or around.line or librarys_line(eqn),
             multiplications=multiplications_of(eqn),
         )
 
-    def _name(self, eqn: Any, parameter: Parameter | None, around: _Around) -> Key:
-        if parameter is not None:
-            path, place = parameter
-        else:
-            path = around.module or ""
-            inner = [place for place, _ in around.functions]
-            place = ".".join(filter(None, (*inner, place_of(eqn, around.functions))))
-        known = around.call, around.is_derivative, path, place
-        count = self.counts[known] = self.counts.get(known, -1) + 1
-        name = f"{place}#{count + 1}" if place and count else place or str(count)
-        return path, f"{name}'" if around.is_derivative else name
+
+def _names_of(matmuls: Sequence[Matmul]) -> list[str]:
+    """The names of matmuls within their modules, see `Matmul`."""
+    calls = [(m.call, m.is_derivative, m.path, m.name) for m in matmuls]
+    uses, counts = Counter(calls), Counter[Any]()
+    names = []
+    for matmul, call in zip(matmuls, calls, strict=True):
+        is_alone = matmul.parameter is not None and uses[call] == 1
+        name = "@".join(filter(None, (matmul.name, "" if is_alone else matmul.place)))
+        count = counts[call, name]
+        counts[call, name] += 1
+        if not name:
+            name = str(count)
+        elif count:
+            name = f"{name}#{count + 1}"
+        names.append(f"{name}'" if matmul.is_derivative else name)
+    return names
+
+
+def _renamed(block: _Block, names: Iterator[str]) -> _Block:
+    """A block with other names of its matmuls, in the order of `all_matmuls`."""
+    matmuls, bodies = dict(block.matmuls), dict(block.bodies)
+    for number in sorted({*matmuls, *bodies}):
+        if number in matmuls:
+            matmuls[number] = matmuls[number]._replace(name=next(names))
+        bodies |= {
+            number: tuple(_renamed(inner, names) for inner in bodies[number])
+            for number in (number,)
+            if number in bodies
+        }
+    return block._replace(matmuls=matmuls, bodies=bodies)
+
+
+def matching(matmuls: Sequence[Matmul], known: Collection[Key]) -> dict[Key, Key]:
+    """Which of the known states belongs to which matmul, by keys.
+
+    A state was made for a use of a kernel, or for a place, in another call. Python may take another
+    path in this one. A state belongs to the only use of a kernel, in this call and in that. Of
+    several uses, and of two activations, it belongs to the one at the same place, if as many
+    are there. A matmul without one has a current scale.
+    """
+    counts = Counter((path, name.split("#")[0]) for path, name in known)
+    uses: dict[Any, dict[Key, Matmul]] = {}
+    for matmul in matmuls:
+        base = matmul.path, "@".join(filter(None, (_kernel_of(matmul), matmul.place)))
+        uses.setdefault(base, {})[matmul.key] = matmul
+    found: dict[Key, Key] = {}
+    for base, here in uses.items():
+        alone = next(iter(here)) if len(here) == 1 else None
+        for key, matmul in here.items():
+            is_only = alone is not None and key[1] == _kernel_of(matmul)
+            if is_only and key in known:
+                found[key] = key
+            elif is_only and counts[base] == 1 and base in known:
+                found[key] = base
+            elif not is_only and key in known and counts[base] in (0, len(here)):
+                found[key] = key
+    return found
+
+
+def _kernel_of(matmul: Matmul) -> str:
+    return "" if matmul.parameter is None else matmul.parameter.name
 
 
 def _is_matmul(eqn: Any) -> bool:
@@ -619,17 +691,13 @@ def _run(
             else:
                 outs = _bound(eqn, inputs)
                 first = eqn.invars[0] if eqn.invars else None
-                if len(outs) == 1 and (original(first) is not None or _is_cast_to_half(eqn)):
+                if len(outs) == 1 and (original(first) is not None or number in block.casts):
                     bind = lambda x: _bound(eqn, [x, *inputs[1:]])[0]  # noqa: B023, E731
                     found = original_of(Step.of(eqn), bind, inputs[0], original(first))
                     if found is not None:
                         originals[eqn.outvars[0]] = found
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(x) for x in jaxpr.outvars], seen
-
-
-def _is_cast_to_half(eqn: Any) -> bool:
-    return eqn.primitive.name == "convert_element_type" and Step.of(eqn).is_cast_to_half
 
 
 class _Plain(NamedTuple):

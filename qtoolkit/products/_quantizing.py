@@ -15,7 +15,7 @@ from qtoolkit.products._origins import Parameter, following_features
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
-from qtoolkit.products._program import SCALED, Call, Key, Matmul, Planted, Program
+from qtoolkit.products._program import SCALED, Call, Key, Matmul, Planted, Program, matching
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._seen import Seen
 from qtoolkit.products._states import HISTORY, KEY, STEP, moved, state_of
@@ -170,15 +170,26 @@ class Quantizing:
     def run(
         self, program: Program, inputs: Any, planted: Mapping[Key, Planted]
     ) -> tuple[list[Any], dict[Key, dict[str, Any]]]:
-        """The results of a program, flat, and the states of its matmuls after a training step."""
-        outs, seen = program.run(inputs, self, planted)
+        """The results of a program, flat, and the states of its matmuls after a training step.
+
+        Args:
+          planted: By the keys of states, see `matching`.
+        """
+        known = matching(program.matmuls, planted)
+        outs, seen = program.run(inputs, self, replanted(program, planted))
         recipes = {matmul.key: self.recipe_of(matmul) for matmul in program.matmuls}
         new = {}
         for key, one in seen.items():
             recipe = recipes[key]
-            if key in planted and self.moves and recipe is not None:
-                new[key] = moved(planted[key].arrays, one.largest, recipe.delayed)
+            if key in known and self.moves and recipe is not None:
+                new[known[key]] = moved(planted[known[key]].arrays, one.largest, recipe.delayed)
         return outs, new
+
+
+def replanted(program: Program, planted: Mapping[Key, Planted]) -> dict[Key, Planted]:
+    """What is planted for each matmul, by its key, from the same by the keys of states."""
+    known = matching(program.matmuls, planted)
+    return {key: planted[state] for key, state in known.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from qtoolkit.products._quantizing import (
     INTEGERS,
     Quantizing,
     Traced,
+    replanted,
     stored_labels,
 )
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
@@ -157,6 +158,7 @@ def report_of(
     """
     program, multiply = traced_with_axes(traced, leaves), traced.quantizing()
     native = _native_parts(program, multiply, leaves)
+    planted = replanted(program, planted)
     products = counted(
         product
         for matmul in program.matmuls

@@ -15,7 +15,7 @@ from qtoolkit.formats.internal import plain_number
 from qtoolkit.products._numerics import check_ran
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._program import Call, Key, Matmul, Planted, Program
-from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled
+from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, replanted
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
 from qtoolkit.scaling import QArray
@@ -154,6 +154,7 @@ def _losses(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -
     program = traced.program(leaves)
     multiply = traced.quantizing(observes=False, is_measured=True)
     layers = _layers(program, multiply)
+    planted = replanted(program, planted)
     check_ran("sensitivity", layers)
     paths = [path for path, *_ in layers]
 

@@ -1,6 +1,7 @@
 """Operands that are stored as codes and scales: rounded once, and used as they are."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,6 +37,17 @@ def check_trainable(tree: Any) -> None:
             f"have no derivative, first {first}; differentiate by other parameters, or train the "
             "wrapped model and quantize it afterwards"
         )
+
+
+def is_stack_of_kernels(array: QArray, contracted: Sequence[int]) -> bool:
+    """Whether a matmul takes several stored kernels at once, each with scales or factors of its own.
+
+    `jax.vmap` over kernels makes one matmul of them. Then it takes the dequantized arrays.
+    """
+    if getattr(array.tensor_scale, "ndim", 0):
+        return True
+    sizes = () if array.factors is None else array.factors.shape
+    return any(size > 1 and axis not in contracted for axis, size in enumerate(sizes))
 
 
 def with_inputs_transformed(function: Bilinear, lhs: Any, rhs: Any) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ from qtoolkit.products._origins import Parameter
 from qtoolkit.products._place import MODEL, Place, listed
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
-from qtoolkit.products._program import Key, Matmul, Planted, Program, scan_lengths
+from qtoolkit.products._program import Key, Matmul, Planted, Program, matching, scan_lengths
 from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
