@@ -101,19 +101,3 @@ def test_linen_gives_the_same():
     for operand, numbers in theirs.items():
         for name, number in numbers.items():
             np.testing.assert_allclose(mine[operand][name], number, rtol=1e-5)
-
-
-def test_dot_in_a_custom_derivative_is_explained():
-    """It raised JAX's error about escaped tracers."""
-    product = jax.custom_vjp(lambda x, w: qt.dot(x, w))
-    product.defvjp(lambda x, w: (qt.dot(x, w), (x, w)), lambda kept, ct: (ct, ct))
-
-    class Custom(nnx.Module):
-        def __init__(self):
-            self.kernel = nnx.Param(jnp.eye(16))
-
-        def __call__(self, x):
-            return product(x, self.kernel[...])
-
-    with pytest.raises(ValueError, match=r"metrics=True: a jax.custom_vjp in the model calls qtoo"):
-        qt.nnx.value_and_grad(loss, metrics=True)(qt.nnx.wrap(Custom()), X)
