@@ -40,7 +40,6 @@ from qtoolkit.gradients import round_cotangent as round_cotangent
 from qtoolkit.products import Operand as Operand
 from qtoolkit.products import Recipe as Recipe
 from qtoolkit.products import conv_general_dilated as conv_general_dilated
-from qtoolkit.products import dot as dot
 from qtoolkit.products import dot_general as dot_general
 from qtoolkit.products import einsum as einsum
 from qtoolkit.products import policies as policies

@@ -151,17 +151,18 @@ class Function:
         arrays = _Arrays()
         result = _parted(out, known, arrays)
         changed, changed_graph = _changes(graph, values, nodes, arrays)
-        leaves, tree = jax.tree.flatten(given, is_leaf=is_node)
-        arguments = None
-        if tree != before[1] or any(a is not b for a, b in zip(leaves, before[0], strict=True)):
+        arguments, after = None, jax.tree.flatten(given, is_leaf=is_node)
+        is_other = bool(after[1] != before[1])  # type: ignore[operator]
+        if is_other or any(a is not b for a, b in zip(after[0], before[0], strict=True)):
             arguments = _parted(given, known, arrays)
         return arrays.all, Result(result, changed, changed_graph, arguments)
 
     def _run(self, model: Any, args: Any, kwargs: Any) -> Any:
         out = self.function(model, *args, **kwargs)
         kind = type(out).__name__
-        if self.is_method and any(map(_computes_later, jax.tree.leaves(out, is_leaf=is_node))):
-            kind = "function"
+        if self.is_method and kind not in _LATER:
+            leaves = jax.tree.leaves(out, is_leaf=is_node)
+            kind = "function" if any(map(_computes_later, leaves)) else kind
         if self.is_method and kind in (*_LATER, "function"):
             raise TypeError(
                 f"wrap: {type(model).__name__}.{self.function.__name__} returns a {kind}, whose "
@@ -295,17 +296,18 @@ def _transfer(nodes: Any, live: Mapping[Any, Any]) -> None:
 
 def _write_back(live: Any, changed: Any) -> None:
     """Lets lists and dictionaries hold what the function has put into its copies of them."""
+    pairs: list[Any] = []
     if isinstance(live, list):
         pairs = list(zip(live, changed, strict=False))
         kept = [old if _is_container(old) else new for old, new in pairs]
         live[:] = [*kept, *changed[len(kept) :]]
     elif isinstance(live, dict):
         pairs = [(live[name], changed[name]) for name in live if name in changed]
-        kept = {n: live[n] if _is_container(live.get(n)) else x for n, x in changed.items()}
+        by_name = {n: live[n] if _is_container(live.get(n)) else x for n, x in changed.items()}
         live.clear()
-        live.update(kept)
-    else:
-        pairs = list(zip(live, changed, strict=True)) if isinstance(live, tuple) else []
+        live.update(by_name)
+    elif isinstance(live, tuple):
+        pairs = list(zip(live, changed, strict=True))
     for old, new in pairs:
         if _is_container(old):
             _write_back(old, new)

@@ -201,7 +201,8 @@ class _Served:
                 layer: Any = one.module
                 site: Any = site_of(layer)
                 recipe = quantizing_of(site).by_rules(site.path, Parameter(site.path, attribute))
-                parameter, operand = getattr(layer, attribute), recipe and recipe.forward[1]
+                parameter = getattr(layer, attribute)
+                operand = None if recipe is None else recipe.forward[1]
                 value = parameter.get_value()
                 if isinstance(value, QArray):
                     if self.rules is not None and operand is not None:

@@ -7,7 +7,7 @@ from flax import nnx
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import narrow_cache
-from qtoolkit.nnx._call import Bound, bound_function
+from qtoolkit.nnx._call import Bound, bound_function, call_model
 from qtoolkit.nnx._classes import become, set_attribute
 from qtoolkit.nnx._function import PRODUCTS, SITE, Site, site_of
 from qtoolkit.nnx._modules import (
@@ -237,7 +237,8 @@ def keep(
     site = site_of(module)
     assert site is not None
     known = {} if is_traced else dict(_known_matmuls(module, site))
-    wanted = known | dict(traced)
+    placed = {name.split("@")[0] for name in traced if "@" in name}  # kernels used several times
+    wanted = {name: pair for name, pair in known.items() if name not in placed} | dict(traced)
     wanted = {name: pair for name, pair in wanted.items() if pair[0].keeps_state}
     states = {
         name: ProductState(recipe, lead, f"{site.path}:{name}")
@@ -301,9 +302,9 @@ def keep_traced(where: str, wrapped: Any, given: Any) -> None:
 def traced_call(where: str, wrapped: Any, given: Any) -> Bound:
     """A call of a model with what `wrap(inputs=)` was given."""
     if callable(given):
-        return bound_function(lambda model: given(model), wrapped, (), {})
+        return bound_function(given, wrapped, (), {})
     args, options = strict_inputs(given, "inputs", where)
-    return bound_function(lambda model, *a, **k: model(*a, **k), wrapped, args, options)
+    return bound_function(call_model, wrapped, args, options)
 
 
 def quantize_alone(layer: Any, recipe: Recipe) -> None:

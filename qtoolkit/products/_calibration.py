@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._inputs import Batch
+from qtoolkit.products._matmul import Call, Key, Matmul
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place, listed
-from qtoolkit.products._program import Call, Key, Matmul
 from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, replanted
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._seen import Seen
+from qtoolkit.products._taps import Seen
 from qtoolkit.scaling import (
     MSE,
     AbsMax,
@@ -218,17 +218,16 @@ def calibration_of(
         summary = summarize(bins, Batch.of(batch))
         _check_summary(summary)
         for place, recipe in summary.recipes.items():
-            largest, total = summary.seen.get(place, Seen({}, {}))
+            seen = summary.seen.get(place, Seen({}, {}))
             for side in calibrated_sides(recipe):
-                if side not in total or not float(
-                    total[side][0][0]
-                ):  # in a branch that did not run
-                    continue
+                if side not in seen.total or not float(seen.total[side][0][0]):
+                    continue  # it is stored, or in a branch that did not run
                 key = (*place, side)
                 state = states.get(key)
                 if state is None:
-                    state = _new_observer(kind, recipe.forward[side], options)
-                states[key] = _after(state, largest[side], *total[side])
+                    operand: Any = recipe.forward[side]
+                    state = _new_observer(kind, operand, options)
+                states[key] = _after(state, seen.largest[side], *seen.total[side])
     if not number:
         raise ValueError("calibrate: there are no batches, expected one or more")
     never = [key for key, state in states.items() if not int(state.count)]

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts.internal import varying_alike
+from qtoolkit.products._matmul import Key, Planted
 from qtoolkit.products._place import MODEL, Place
-from qtoolkit.products._program import Key, Planted, Program
+from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import (
     Quantizing,
     StaticResult,
@@ -400,21 +401,26 @@ def check_ran(where: str, products: Collection[Any]) -> None:
         )
 
 
-def loss_of(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function that returns `loss` or `(loss, aux)`, so that it returns only the loss."""
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A function that returns `loss` or `(loss, aux)`, so that it returns only the loss.
 
-    def loss(*arguments: Any) -> Any:
-        out = function(*arguments)
+    Equal for one function: JAX then finds what it has compiled.
+    """
+
+    where: str
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        out = self.function(*arguments)
         value = out[0] if isinstance(out, tuple) else out
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"{where}: loss_fn gave {dtype}{list(shape)}, expected a float scalar, or a tuple "
-                "that begins with one"
+                f"{self.where}: loss_fn gave {dtype}{list(shape)}, expected a float scalar, or a "
+                "tuple that begins with one"
             )
         return value
-
-    return loss
 
 
 def labels(
