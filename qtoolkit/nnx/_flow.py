@@ -139,7 +139,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
         found, quantizing = amaxes.get(site.path, {}), quantizing_of(site)
         traced = {}
         for name in found:
-            parameter = Parameter(site.path, name.split("#")[0])
+            parameter = Parameter(site.path, name.split("#")[0].split("@")[0])
             is_kernel = hasattr(module, parameter.name.split(".")[0])
             recipe = quantizing.by_rules(site.path, parameter if is_kernel else None)
             if recipe is not None:

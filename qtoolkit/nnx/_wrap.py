@@ -292,14 +292,23 @@ def keep_traced(where: str, wrapped: Any, given: Any) -> None:
     """Gives matmuls in modules of the user what they keep, if a call with `given` runs them."""
     call = traced_call(where, wrapped, given)
     multiply, found = call.traced.quantizing(), dict[str, dict[str, Any]]()
-    for matmul in call.traced.program(call.leaves).matmuls:
+    matmuls = call.traced.program(call.leaves).matmuls
+    stacks = {matmul.path: matmul.stack for matmul in matmuls if matmul.stack}
+    for matmul in matmuls:
         recipe = multiply.recipe_of(matmul)
         if recipe is not None:
-            found.setdefault(matmul.path, {})[matmul.name] = recipe, matmul.stack
+            # Two activations in a stack of modules are told apart as its kernels are.
+            inner = (lead for path, lead in stacks.items() if _is_in(path, matmul.path))
+            stack = next(inner, ()) if matmul.parameter is None else matmul.stack
+            found.setdefault(matmul.path, {})[matmul.name] = recipe, stack
     for _, module in list(nnx.iter_modules(wrapped, graph=True)):
         site = site_of(module)
         if site is not None and site.path in found:
             keep(module, found[site.path], product_states(module))
+
+
+def _is_in(path: str, module: str) -> bool:
+    return not module or f"{path}/".startswith(f"{module}/")
 
 
 def traced_call(where: str, wrapped: Any, given: Any) -> Bound:
