@@ -55,8 +55,8 @@ def calibrate(
 
     It observes the operands of forward matmuls that have one scale for the tensor, or a second
     scale for the tensor, as NVFP4 has (there only the amax), while the model computes as its recipe
-    says. A matmul in a module's own method is identified by its kernel, a matmul of two
-    activations by its number among these. Compiled once per model and shape. Arrays may be sharded:
+    says. A matmul is identified by its kernel, a matmul of two activations by its place in the
+    code. Compiled once per model and shape. Arrays may be sharded:
     a scale is that of the whole batch.
 
     Args:
@@ -69,14 +69,13 @@ def calibrate(
 
     Returns:
       `Calibration`, a pytree of observers; for "hessian" `InputStatistics`. Those of several runs
-      or devices can be merged. A matmul that runs several times in a batch (a shared layer, layers
-      that `nnx.scan` stacks) has one observer per operand. Its amax may then be too large by less
-      than 12.5 %.
+      or devices can be merged. A matmul that runs several times in a batch (in a loop, or as layers
+      that `nnx.scan` stacks) has one observer per operand.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
       ValueError: The model is not wrapped; no batches; an operand was finite in none of them; an
-        unknown observer; a matmul inside of a `lax.while_loop`.
+        unknown observer.
 
     Examples:
       >>> wrapped = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
@@ -185,8 +184,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       >>> qt.nnx.start_scales(model, jnp.asarray([[1.0, -3.0]]))
       >>> for path, scale in nnx.to_flat_state(nnx.state(model, qt.nnx.LsqScale)):
       ...     print(path, f"{scale.get_value().item():.3f}")
-      ('qtoolkit_products', '0', 'scales', 0) 1.512
-      ('qtoolkit_products', '0', 'scales', 1) 0.545
+      ('qtoolkit_products', 'kernel', 'scales', 0) 1.512
+      ('qtoolkit_products', 'kernel', 'scales', 1) 0.545
     """
     call, products = _call("start_scales", wrapped, Batch.of(batch)), _products(wrapped)
     new = flow.start_scales(call, [kept for _, kept in products])

@@ -57,57 +57,60 @@ def wrap(
 ) -> Model:
     """A model like `model` whose matmuls and convolutions are quantized by `recipe`.
 
-    It quantizes Flax's layers (`nnx.Linear`, `LinearGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
-    `LoRA`, `Embed.attend`, the two matmuls of `MultiHeadAttention`) and modules that compute
-    matmuls by themselves (`x @ self.kernel`, `jnp.einsum`). They get a subclass of the same name.
-    While one of its methods runs, JAX hands every operation to a trace of ours, as it does under
-    `jax.vmap`, which computes the matmuls by the recipe: also those in `scan`, `cond`, `remat` and
-    `jax.shard_map`, but not those in a `custom_vjp` or `custom_jvp`. `report` lists every matmul
-    of a model and whether it is quantized.
+    Modules get a subclass of the same name. A call of the model is traced to a program, as under
+    `nnx.jit`, and the program is run with its matmuls computed by the recipe: those of Flax's
+    layers (`nnx.Linear`, `LinearGeneral`, `Einsum`, `Conv`, `ConvTranspose`, `LoRA`,
+    `Embed.attend`, the two matmuls of `MultiHeadAttention`) and of your own modules
+    (`x @ self.kernel`, `jnp.einsum`), also in `jit`, `scan`, `while_loop`, `cond`, `remat` and
+    `jax.shard_map`. Those in a `custom_vjp` or `custom_jvp`, and in derivatives that the model
+    itself takes, stay as they are. `report` lists every matmul and whether it is quantized.
 
-    Two activations, such as queries and keys, are both rounded as an input is. So is a parameter
-    that a function outside of the model passes as an array: pass the Variable. Those of
-    asynchronous generators are quantized only where a method with other matmuls runs them.
-    Normalization, softmax, look-up of embeddings and everything else stays as it is. Under
-    `nnx.vmap` each example has scales of its own, see `qtoolkit.dot_general`.
+    A matmul belongs to the module that owns its kernel, whichever module computes it. Two
+    activations, such as queries and keys, belong to the module that runs, and both are rounded as
+    an input is. Normalization, softmax, look-up of embeddings and everything else stays as it is.
+    Under `nnx.vmap` inside of the model the examples share a scale, as in one matmul of them all.
 
-    Layers of Flax keep histories for delayed scales, keys for stochastic rounding, and learned
-    scales. Which matmuls there are in your own modules only a trace can tell: they keep the same
-    if `wrap` is given `inputs` or `strict`. If not, they use current scales, as a warning says
-    when they are differentiated, equal numbers are rounded equally in every step, and a matmul with
-    a learned scale raises when it is called.
+    An eager call is compiled once for each shape. So `__call__` cannot branch on the numbers of
+    arrays, and raises where it does; another method then runs step by step, and only the modules
+    that it calls are quantized. A method must not return a generator or a function of its arrays.
+
+    Kernels keep histories for delayed scales, keys for stochastic rounding, and learned scales.
+    Which matmuls of two activations there are only a trace can tell, and which kernels are used
+    several times, so that each use has scales of its own: these matmuls keep the same if `wrap` is
+    given `inputs` or `strict`. If not, they use current scales, as a warning says when they are
+    differentiated, equal numbers are rounded equally in every step, and a matmul with a learned
+    scale raises when it is called. So it is where Python takes a path with other uses of a kernel.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
-        None excludes a layer, and so does a missing default. None for any other module
-        excludes the matmuls that `wrap` does not see in what it calls, such as those of a linen
-        module in `nnx.bridge.ToNNX`. A type means layers of that type and layers inside of modules
+        None excludes a layer, and so does a missing default. A type means layers of that type and layers inside of modules
         of that type. A layer that is shared has several paths; a rule has to match one of them. A
         rule may also name a parameter with two axes or more:
         `{"moe/router_weights": None, "moe": recipe}`.
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
         or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a matmul
         is not quantized though no rule says so.
-      inputs: The same, but nothing raises: matmuls in your own modules then keep state, too.
+      inputs: The same, but nothing raises: matmuls that only a trace finds then keep state, too.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
         and head, or a format with blocks along the features. Each token is rounded once, when it is
         written; steps compute with the dequantized cache. The wrapped model then has caches of its
         own.
 
     Returns:
-      A model of the same class, or a subclass of the same name. Parameters are shared, their paths
+      A model of subclasses of the same names. Parameters are shared, their paths
       unchanged: training one trains the other, and checkpoints of parameters fit both. A layer that
       is wrapped already gets the new recipe, or is a plain layer again if a rule excludes it. It
       then keeps, as a copy: histories, if the number of steps is the same; calibrated scales, if
-      the operand is the same (not in your own modules: freeze those last); and the count of steps.
+      the operand is the same; and the count of steps.
       Learned scales are shared if the operand is the same. All other state starts anew.
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
-        kernel of float64, of 8 bits, or a `QArray`; `strict` is neither inputs nor a mapping.
+        kernel of a Flax layer of float64 or 8 bits, or a `QArray`; `strict` is neither inputs nor
+        a mapping.
       ValueError: `kv_cache` is given for a model without attention, has no negative numbers, or has
         scales that tokens share; no layer is quantized; a rule matches no layer (a rule with None:
         no module); or `strict` raises.
