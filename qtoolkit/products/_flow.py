@@ -23,14 +23,14 @@ from qtoolkit.products._calls import MeasuredStep, training_step
 from qtoolkit.products._inputs import Batch
 from qtoolkit.products._learned import Starting, first_scale
 from qtoolkit.products._matmul import Key, Planted
-from qtoolkit.products._numerics import (
+from qtoolkit.products._measuring import (
     Loss,
     Measured,
-    Numerics,
     explained,
     measured_matmuls,
     numerics_of,
 )
+from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._quantizing import StaticResult, Traced, compiled, replanted
 from qtoolkit.products._recipe import Recipe

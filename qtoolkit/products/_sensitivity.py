@@ -13,7 +13,7 @@ import numpy as np
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
 from qtoolkit.products._matmul import Call, Key, Matmul, Planted
-from qtoolkit.products._numerics import check_ran
+from qtoolkit.products._measuring import check_ran
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, replanted
