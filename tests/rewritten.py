@@ -7,9 +7,9 @@ import jax
 
 import qtoolkit as qt
 from qtoolkit.formats import Rules
+from qtoolkit.products._matmul import Multiply
 from qtoolkit.products._origins import Operands, following_features
 from qtoolkit.products._product import quantized_product
-from qtoolkit.products._program import Multiply
 from qtoolkit.products.internal import Parameter, Program, Quantizing, State, in_module
 from qtoolkit.scaling import QArray
 

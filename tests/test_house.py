@@ -195,6 +195,83 @@ def test_only_casts_reads_bits():
         assert any(found), f"{place} reads neither bits nor bytes: take it off the list"
 
 
+# One way to know a parameter: a call is traced to a program. What these would be is a second one.
+PROGRAMS = ("products", "nnx", "linen", "post_training")
+CONTEXTS = ("make_user_context", "ContextVar")  # what code around a call says to code inside
+MAY_SET_CONTEXTS = "products/_calls.py"
+MAY_WALK_LOOPS = ("products/_loops.py", "post_training/_unrolling.py")
+
+
+def of_programs(package: Path) -> dict[str, ast.Module]:
+    """The files of `PROGRAMS`, parsed."""
+    files = (path for part in PROGRAMS for path in sorted((package / part).rglob("*.py")))
+    return {
+        path.relative_to(package).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in files
+    }
+
+
+def called(tree: ast.AST) -> list[str]:
+    """The last names of all functions that are called: "make_user_context" of jax's."""
+    functions = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(function).rsplit(".", 1)[-1] for function in functions]
+
+
+def ways_around_a_program(package: Path) -> list[str]:
+    """Where a file under `package` knows arrays by identity, or intercepts what JAX traces."""
+    wrong = []
+    for file, tree in of_programs(package).items():
+        if "id" in called(tree):
+            wrong.append(f"{file}: id(...)")
+        for node in ast.walk(tree):
+            names = [getattr(node, field, None) for field in ("id", "attr", "name", "module")]
+            if "weakref" in names:
+                wrong.append(f"{file}: weakref")
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).rsplit(".", 1)[-1] for base in node.bases}
+                wrong += [f"{file}: {node.name}({base})" for base in bases & {"Trace", "Tracer"}]
+    return wrong
+
+
+def loops_named(tree: ast.AST) -> bool:
+    """Whether a file names the primitives of loops, as whoever walks into them does."""
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return {"scan", "while"} <= strings
+
+
+@pytest.mark.quick
+def test_a_model_is_known_by_its_program_alone():
+    assert ways_around_a_program(PACKAGE) == []
+
+
+@pytest.mark.quick
+def test_two_contexts_in_one_file():
+    made = {
+        file: [name for name in called(tree) if name in CONTEXTS]
+        for file, tree in of_programs(PACKAGE).items()
+    }
+    assert {file for file, names in made.items() if names} == {MAY_SET_CONTEXTS}
+    assert len(made[MAY_SET_CONTEXTS]) == 2
+
+
+@pytest.mark.quick
+def test_one_file_walks_loops():
+    walking = {file for file, tree in of_programs(PACKAGE).items() if loops_named(tree)}
+    assert walking == set(MAY_WALK_LOOPS)
+
+
+@pytest.mark.quick
+def test_what_these_tests_look_for_is_found(tmp_path):
+    (tmp_path / "nnx").mkdir()
+    (tmp_path / "nnx" / "_file.py").write_text(
+        "import weakref\nclass Own(jax.core.Trace): ...\nknown = {id(x): x}\n", encoding="utf-8"
+    )
+    found = ways_around_a_program(tmp_path)
+    assert sorted(found) == [f"nnx/_file.py: {x}" for x in ("Own(Trace)", "id(...)", "weakref")]
+    assert loops_named(ast.parse('if name == "scan" or name in ("while",): ...'))
+    assert called(ast.parse("x = jax.make_user_context(None)")) == ["make_user_context"]
+
+
 def run(code: str, *, cwd: Path) -> str:
     """The output of `code` in a fresh interpreter that knows nothing of this one."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]

@@ -199,7 +199,7 @@ def test_bad_batches(wrapped, found):
     with pytest.raises(ValueError, match="there are no batches, expected one or more"):
         qt.nnx.calibrate(wrapped, [])
     bad = BATCHES[0].at[0, 0].set(jnp.nan)
-    with pytest.raises(ValueError, match="a:0: all 2 batches of its lhs have a NaN or an inf"):
+    with pytest.raises(ValueError, match="a:kernel: all 2 batches of its lhs have a NaN or an inf"):
         qt.nnx.calibrate(wrapped, [bad, bad])
     one_bad = qt.nnx.calibrate(wrapped, [*BATCHES, bad])
     assert int(one_bad.states[0].bad) == 1
@@ -262,7 +262,7 @@ def test_scales_that_are_not_known_are_no_zeros():
         unknown(x)
     assert np.isnan(call(unknown, x)).all()
     both, one = qt.nnx.wrap(layer, INT8), qt.nnx.wrap(layer, qt.Recipe((INT8.forward[0], None)))
-    with pytest.raises(ValueError, match=r"not calibrated: \(model\):0 \(1 of its 2 operands\)"):
+    with pytest.raises(ValueError, match=r"not calibrated: \(model\):kernel \(1 of its 2 operands\)"):
         qt.nnx.freeze(both, qt.nnx.calibrate(one, [x]))
     served = qt.nnx.quantize(layer, "e4m3fn")  # has nothing to calibrate
     frozen = qt.nnx.freeze(served, qt.nnx.calibrate(served, [x]))

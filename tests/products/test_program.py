@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from rewritten import program_of
 
 import qtoolkit as qt
-from qtoolkit.products._origins import ACTIVATION, CONSTANT, Origin, Parameter, Step, original_of
-from qtoolkit.products._program import Planted, Seen
-from qtoolkit.products.internal import in_module
+from qtoolkit.products._matmul import matching
+from qtoolkit.products._origins import ACTIVATION, CONSTANT, Origin, Step, original_of
+from qtoolkit.products._taps import Seen
+from qtoolkit.products.internal import Parameter, Planted, Program, in_module, tracing_function
 
 LAYERS = 3
 
@@ -396,9 +397,58 @@ def two_uses(w, x):
     return (x @ w) @ w
 
 
-def test_a_second_use_has_a_number():
-    program, _, _ = program_of(two_uses, (W, X), named, path="mlp")
-    assert [m.key for m in program.matmuls] == [("mlp", "kernel"), ("mlp", "kernel#2")]
+def names_in(function, path=""):
+    return [m.key for m in program_of(function, (W, X), named, path)[0].matmuls]
+
+
+def test_several_uses_of_a_kernel_are_named_by_their_places():
+    """Lines and columns count from the function's first line."""
+
+    def both(w, x):
+        x = jnp.tanh(x @ w)
+        return jnp.tanh(
+            x @ w
+        ) @ jnp.eye(4)
+
+    def loop(w, x):
+        for _ in range(3):
+            x = x @ w
+        return x
+
+    assert names_in(lambda w, x: x @ w, "mlp") == [("mlp", "kernel")]
+    (path, first), (_, second), *_ = names_in(both, "mlp")
+    assert path == "mlp"
+    assert (first.split(".")[-1], second.split(".")[-1]) == ("both@1:21", "both@3:12")
+    assert first.startswith("kernel@")
+    in_loop = [name for _, name in names_in(loop)]
+    assert in_loop == [in_loop[0], f"{in_loop[0]}#2", f"{in_loop[0]}#3"]
+    assert in_loop[0].endswith("loop@2:16")
+
+
+def test_states_belong_to_the_same_uses_in_other_calls():
+    """`matching`: of the states that one call has made, to the matmuls of another call."""
+
+    def function(w, x, *, twice=True, skips=False):
+        h = x if skips else x @ x
+        h = h @ w
+        return (h @ w if twice else h) @ h
+
+    def uses(**options):
+        call = lambda w, x: function(w, x, **options)  # noqa: E731
+        return program_of(call, (W, X), named)[0].matmuls
+
+    every = [m.key for m in uses()]
+    assert len(set(every)) == 4
+    assert matching(uses(), every) == {key: key for key in every}
+    fewer = matching(uses(skips=True), every)
+    assert fewer == {key: key for key in every[1:]}
+    # The only use of a kernel has another name in the call that knows of one.
+    once = matching(uses(twice=False), every)
+    assert once[every[0]] == every[0]
+    assert once["", "kernel"] == every[1]
+    alone = [m.key for m in uses(twice=False)]
+    assert matching(uses(), alone).keys() & {every[1], every[2]} == set()
+    assert matching(uses(twice=False), []) == {}
 
 
 def test_two_activations_are_named_by_their_place():
@@ -448,12 +498,11 @@ def test_each_call_of_a_function_has_the_same_names():
                 outs.append(two_uses(w, x))
         return outs, None
 
-    from qtoolkit.products.internal import Program, tracing_function
-
     with tracing_function():
         program = Program.of(function, [W2, X], [Parameter("model", "kernel"), None])
     keys = [matmul.key for matmul in program.matmuls]
-    assert keys[:2] == keys[2:] == [("model", "kernel"), ("model", "kernel#2")]
+    assert keys[:2] == keys[2:]
+    assert len(set(keys)) == 2
     assert [matmul.call for matmul in program.matmuls] == [0, 0, 1, 1]
 
 

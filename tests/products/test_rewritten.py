@@ -199,7 +199,7 @@ def test_parameters_are_rounded_from_their_own_dtype():
     seen = []
 
     def look(matmul, call, planted):
-        seen.append((call.lhs.dtype, call.rhs.dtype, matmul.dtype, matmul.parameter.name))
+        seen.append((call.lhs.dtype, call.rhs.dtype, matmul.result.dtype, matmul.parameter.name))
         return None, None
 
     rewritten(function, look, of_weights)(W, X)
