@@ -33,11 +33,12 @@ from qtoolkit.products._place import MODEL, Place, listed
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
 from qtoolkit.products._program import Key, Matmul, Planted, Program, matching, scan_lengths
-from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced
+from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced, compiled
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     check_all_quantized,
     report_of,
+    traced_with_axes,
     strict_inputs,
     text_table,
 )
