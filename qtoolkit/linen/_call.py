@@ -179,8 +179,10 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         def traced(numbers: bool) -> Any:
             names_of = lambda tree: _names(tree, given, paths)  # noqa: E731
             traced, layers, arrays = _traced(module, result, given, names_of, numbers)
-            program = traced.program(arrays)
-            check_dtypes(arrays, traced.parameters, layers)
+            try:
+                program = traced.program(arrays)
+            finally:  # Flax cannot multiply some of the dtypes
+                check_dtypes(arrays, traced.parameters, layers)
             return traced, program, arrays
 
         traced, program, arrays = with_numbers(traced, inputs)

@@ -27,6 +27,7 @@ from qtoolkit.products.internal import (
     Traced,
     in_module,
     lead_of,
+    own_traces,
     tracing_function,
 )
 from qtoolkit.scaling import QArray
@@ -170,7 +171,7 @@ class Layers:
             with in_module("/".join(module.path)), self._cache(module, context.method_name):
                 return run(*args, **kwargs)
 
-        with nn.intercept_methods(entering):
+        with nn.intercept_methods(entering), own_traces():
             yield
 
     def _note(self, module: nn.Module) -> bool:

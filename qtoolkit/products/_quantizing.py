@@ -97,14 +97,20 @@ class Quantizing:
         return ""
 
     def _by_rules(self, matmul: Matmul) -> Recipe | None:
-        return self.by_rules(matmul.path, matmul.parameter)
+        module, running = self.module_at(matmul.path), self.modules.get(matmul.module or "")
+        if matmul.path not in self.modules and running is not None:
+            # Equal modules under `nn.jit` share one trace, in which the first of them runs.
+            module = module._replace(kinds=(*running.kinds, *module.kinds))
+        return self._recipe(module, matmul.parameter)
 
     def by_rules(self, path: str, parameter: Parameter | None) -> Recipe | None:
         """The recipe of matmuls with a parameter of a module, or of two activations in it."""
+        return self._recipe(self.module_at(path), parameter)
+
+    def _recipe(self, module: Module, parameter: Parameter | None) -> Recipe | None:
         if parameter is None:
-            recipe = self.of_module(path)
+            recipe = self._lookup(module)
             return None if recipe is None else recipe.of_activations()
-        module = self.module_at(path)
         name = parameter.name.replace(".", "/")
         paths = [*module.paths, *(f"{path}/{name}".strip("/") for path in module.paths)]
         return self._lookup(module._replace(paths=tuple(paths)))

@@ -10,6 +10,7 @@ from qtoolkit.products._calls import (
     in_module,
     is_eager,
     is_in_program,
+    own_traces,
     step_of,
     tracing_function,
 )
