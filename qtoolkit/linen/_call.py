@@ -20,6 +20,7 @@ from flax.linen.transforms import decorator_lift_transform
 from qtoolkit.formats import Rules
 from qtoolkit.linen._function import (
     NO_RULES,
+    Bound,
     Layers,
     Names,
     Tree,
@@ -28,7 +29,14 @@ from qtoolkit.linen._function import (
     rules_of,
     with_numbers,
 )
-from qtoolkit.linen._state import COLLECTION, SCALES, planted_in, with_states
+from qtoolkit.linen._state import (
+    COLLECTION,
+    SCALES,
+    check_started,
+    has_nan,
+    planted_in,
+    with_states,
+)
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     NEEDS_NUMBERS,
@@ -39,6 +47,7 @@ from qtoolkit.products.internal import (
     in_module,
     is_eager,
     is_in_program,
+    matching,
     needs_state,
     started,
     step_of,
@@ -375,7 +384,9 @@ def applied(
     # Those who intercept methods want to see each call.
     if is_stable and is_eager(inputs) and not nn.module._global_interceptor_stack:
         try:
-            return with_numbers(functools.partial(_compiled, call, inputs), (args, kwargs))
+            out = with_numbers(functools.partial(_compiled, call, inputs), (args, kwargs))
+            _check_scales(call, inputs)
+            return out
         except NoMatmuls:
             return call(*inputs, method=call.method)
         except NEEDS_NUMBERS as error:
@@ -400,6 +411,24 @@ def _compiled(call: Applied, inputs: Any, numbers: bool) -> Any:
         _without_matmuls[call] = None
         raise
     return static.value.whole(outs)
+
+
+def _check_scales(call: Applied, inputs: Any) -> None:
+    """Raises if a matmul has a learned scale that was not started."""
+    variables, *others = inputs
+    states = planted_in({SCALES: variables.get(SCALES)}, ())
+    if not any(map(has_nan, states.values())):
+        return
+
+    def plain(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+        return call(variables, rngs, args, kwargs, call.method)
+
+    bound = Bound.of(plain, variables, others, {})
+    matmuls = bound.traced.program(bound.leaves).matmuls
+    multiply = bound.traced.quantizing()
+    ran = [matmul for matmul in matmuls if multiply.recipe_of(matmul) is not None]
+    for key in matching(ran, states).values():
+        check_started(key, states[key])
 
 
 def _explain_numbers(call: Applied, error: Exception) -> None:

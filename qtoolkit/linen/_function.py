@@ -199,7 +199,11 @@ class Layers:
             return nullcontext()
         path = "/".join(module.path)
         fmt = next(
-            (self.roots[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.roots),
+            (
+                self.roots[path[:end]]
+                for end in range(len(path), -1, -1)
+                if path[:end] in self.roots
+            ),
             None,
         )
         return nullcontext() if fmt is None else narrow_cache(module, fmt)

@@ -122,9 +122,7 @@ class _Step:
     def differentiated(
         self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
     ) -> tuple[Any, Any, Any, Any]:
-        probes = {
-            path: probe_of(kept) for path, kept in products_of(self.state) if HISTORY in kept
-        }
+        probes = {path: probe_of(kept) for path, kept in products_of(self.state) if HISTORY in kept}
 
         def function(trained: Any, probes: Any, zeros: Any) -> Any:
             def with_probe(path: Path, kept: Kept) -> Kept:
@@ -235,25 +233,21 @@ def as_before(arrays: Kept, before: Kept) -> dict[str, Any]:
     return {n: x.astype(before[n].dtype) if n in before else x for n, x in arrays.items()}
 
 
+def has_nan(arrays: Kept) -> bool:
+    """Whether a learned scale has no value yet. Under `jit` nobody can look."""
+    scales = (x for name, x in arrays.items() if name in LEARNED)
+    known = (x for x in scales if not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
+    return any(bool(np.isnan(np.asarray(x)).any()) for x in known)
+
+
 def check_started(key: Key, arrays: Kept) -> None:
-    """Raises if a scale has no value yet. Under `jit` nobody can look: NaN makes NaN."""
-    for name, x in arrays.items():
-        if name not in LEARNED or not _has_nan(x):
-            continue
+    """Raises if a learned scale of a matmul has no value yet. Under `jit` it makes NaN."""
+    if has_nan(arrays):
         raise ValueError(
-            f"linen: {key[0] or MODEL}: the learned scale of {name.split('_')[0]} of {key[1]} has "
-            "not been started; write variables = qtoolkit.linen.start_scales(wrapped, variables, "
-            "batch) before the optimizer is made"
+            f"wrap: {key[0] or MODEL}: a learned scale of {key[1]} has not been started; write "
+            "variables = qtoolkit.linen.start_scales(wrapped, variables, batch) before the "
+            "optimizer is made"
         )
-
-
-def _has_nan(x: Any) -> bool:
-    is_known = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
-    return is_known and bool(np.isnan(np.asarray(x)).any())
-
-
-def _holds_mapping(part: Kept) -> bool:
-    return any(isinstance(inner, Mapping) for inner in part.values())
 
 
 def at(tree: Any, path: Path) -> Any:

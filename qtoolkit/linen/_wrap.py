@@ -241,7 +241,9 @@ def _init(kind: Any) -> Callable[..., Any]:
     """`init_with_output` of the subclass, which `init` calls."""
 
     @functools.wraps(kind.init_with_output)
-    def init_with_output(self: Any, rngs: Any, *args: Any, method: Any = None, **options: Any) -> Any:
+    def init_with_output(
+        self: Any, rngs: Any, *args: Any, method: Any = None, **options: Any
+    ) -> Any:
         run = _method(kind, self, method)
         out = kind.init_with_output(self, rngs, *args, method=entered(run), **options)
         if method is None and self.qtoolkit_rules.rules and not getattr(self, _CHECKED):
