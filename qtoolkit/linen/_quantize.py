@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import DenyList
+from flax.core import DenyList, unfreeze
+from flax.traverse_util import flatten_dict
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.linen._function import Bound
 from qtoolkit.linen._post_training import plain_model, with_params
 from qtoolkit.linen._state import (
     COLLECTION,
-    SCALES,
     at,
     boxed_as,
     check_variables,
@@ -31,8 +32,7 @@ from qtoolkit.post_training.internal import (
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
-    Kernel,
-    noting_kernels,
+    KernelUses,
     of_kernel,
 )
 from qtoolkit.scaling import QArray
@@ -132,11 +132,13 @@ class _Served:
             method=method,
             mutable=DenyList(["params", COLLECTION]),
         )
-        batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
-        with noting_kernels() as kernels:
-            jax.eval_shape(lambda v, batch: batch.given_to(apply, v), variables, batch)
+        given = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs).inputs
+        args, options = ((), given) if isinstance(given, dict) else (given, {})
+        call = Bound.of(apply, variables, args, options)
+        kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
         uses = {path: kernels.storable(path) for path in kernels.uses}
         self.uses = {path: use for path, use in uses.items() if use is not None}
+        self.states = call.states
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original, self.given, self.method)
@@ -144,32 +146,27 @@ class _Served:
     def take(self, params: Mapping[str, Any]) -> None:
         self.variables = {**self.given, "params": with_params(self.given, params)}
 
-    def kernels(self) -> Iterator[tuple[tuple[str, ...], Storable]]:
-        for path, use in self.uses.items():
-            x, name = unboxed(at(self.variables["params"], path)), "/".join(path)
-            where = f"quantize: {name}"
+    def kernels(self) -> Iterator[tuple[tuple[Any, ...], Storable]]:
+        flat = flatten_dict(unfreeze(self.variables["params"]))
+        places = {"/".join(map(str, path)): path for path in flat}
+        for name, use in self.uses.items():
+            if name not in places:  # in a list
+                continue
+            place, where = places[name], f"quantize: {name}"
+            x = unboxed(flat[place])
             if isinstance(x, QArray):
-                yield path, Storable(name, where, x, use.operand, use.axes, 0)
+                yield place, Storable(name, where, x, use.operand, use.axes, 0)
                 continue
             lead = x.ndim - len(use.shape)
             if use.operand is None or tuple(x.shape[lead:]) != use.shape:
                 continue
+            kept = self.states.get((use.path, use.name), {})
             amax, key, scale = (
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
-                for part, own in zip(of_kernel(self._state(use)), ((), (2,), ()), strict=True)
+                for part, own in zip(of_kernel(kept), ((), (2,), ()), strict=True)
             )
             state = amax, key, scale
-            yield path, Storable(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
-
-    def _state(self, use: Kernel) -> dict[str, Any]:
-        """The state that the collections hold for a matmul."""
-        parts: dict[str, Any] = {}
-        for collection in (COLLECTION, SCALES):
-            part = self.variables.get(collection, {})
-            for name in (*use.layer, use.product):
-                part = part.get(name, {})
-            parts |= part
-        return parts
+            yield place, Storable(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
 
     def store(self, place: tuple[str, ...], array: QArray) -> None:
         params = self.variables["params"]
