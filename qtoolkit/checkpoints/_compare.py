@@ -13,7 +13,14 @@ from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._tensors import (
+    FLOATS,
+    Checkpoint,
+    CheckpointError,
+    Tensor,
+    same_bytes,
+    shown,
+)
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.formats import BlockFormat, FloatFormat, IntFormat
 from qtoolkit.scaling.internal import ErrorSums, error_sums
@@ -84,7 +91,7 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
             f"{first.path}; expected the same"
         )
     if a.dtype not in FLOATS or b.dtype not in FLOATS:
-        equal = a.dtype == b.dtype and _same_bytes(a, b)
+        equal = same_bytes(a, b)
         return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
     encoding, values, sums = b.encoding, None, ErrorSums()
     if encoding is not None:
@@ -131,13 +138,3 @@ def _limits(spec: BlockFormat) -> tuple[np.ndarray, np.float64]:
     else:
         step = float(np.diff(np.unique(element.values()))[-1])
     return is_limit, np.float64(1 + step / 2 / largest)
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    for start in range(0, a.nbytes, SLAB):
-        one, other = (bytearray(min(SLAB, a.nbytes - start)) for _ in range(2))
-        a.read_into(start, memoryview(one))
-        b.read_into(start, memoryview(other))
-        if one != other:
-            return False
-    return True

@@ -187,6 +187,19 @@ class Tensor:
         return self.read().reshape(self.shape)
 
 
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes; reads a part after the other."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    for start in range(0, a.nbytes, _CHUNK):
+        one, other = (bytearray(min(_CHUNK, a.nbytes - start)) for _ in range(2))
+        a.read_into(start, memoryview(one))
+        b.read_into(start, memoryview(other))
+        if one != other:
+            return False
+    return True
+
+
 class Turning:
     """Reads stacks of matrices as those of their transposes; one matrix at a time is in memory."""
 

@@ -167,8 +167,31 @@ def one_of_two(folder):
 
 def twice(folder):
     os.unlink(folder / INDEX)
-    name = "model-00001-of-00002.safetensors"
-    shutil.copy(folder / name, folder / "model-00002-of-00002.safetensors")
+    name = "model.norm.weight"
+    for number in (1, 2):
+        path = folder / f"model-0000{number}-of-00002.safetensors"
+        save(path, {**load(path), name: np.full(128, number, "bfloat16")}, overwrite=True)
+
+
+def twice_with_index(folder):
+    index = (folder / INDEX).read_text()
+    twice(folder)
+    (folder / INDEX).write_text(index)
+
+
+def another_file(folder):
+    save(folder / "model.safetensors", WEIGHTS)
+
+
+def another_file_without_index(folder):
+    another_file(folder)
+    os.unlink(folder / INDEX)
+
+
+def other_shards(folder):
+    shutil.copy(
+        folder / "model-00001-of-00002.safetensors", folder / "model-00003-of-00003.safetensors"
+    )
 
 
 def no_json(folder):
@@ -180,8 +203,8 @@ def quip(folder):
 
 
 def codes_without_scales(folder):
+    only_pickles(folder)
     save(folder / "model.safetensors", {"a.weight": np.ones((2, 2), "float8_e4m3fn")})
-    os.unlink(folder / INDEX)
     write_json(folder / "config.json", CONFIG | {"quantization_config": {"quant_method": "fp8"}})
 
 
@@ -223,7 +246,14 @@ def orbax(folder):
         (no_map, r"index\.json: no weight_map of names and files"),
         (no_index, r"2 safetensors files and no model\.safetensors\.index\.json.*give one file"),
         (one_of_two, r"model-00001-of-00002\.safetensors is one of 2 files"),
-        (twice, "it is in model-00002-of-00002.safetensors and in another file"),
+        (twice, r"norm\.weight: other values in model-00001\S* than in model-00002.*in one file"),
+        (twice_with_index, r"norm\.weight: other values in model-00001\S* than in model-00002"),
+        (
+            another_file,
+            r"two sets of weights, model-00001\S* by model\S*json and model\.safetensors",
+        ),
+        (another_file_without_index, r"two sets of weights, model\.safetensors and model-00001"),
+        (other_shards, r"two sets of weights, model-00001\S* by .*json and model-00003-of-00003"),
         (no_json, r"config\.json: .*expected a JSON object"),
         (
             quip,
@@ -245,6 +275,18 @@ def test_folders_that_are_not_what_they_say(source, tmp_path, change, message):
     with pytest.raises(CheckpointError, match=message):
         convert(source, tmp_path / "dst")
     assert os.listdir(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_a_tensor_that_two_files_have_alike_is_read(source, tmp_path, with_index):
+    path = source / "model-00002-of-00002.safetensors"
+    first = load(source / "model-00001-of-00002.safetensors")
+    save(path, {**load(path), **first}, overwrite=True)
+    if not with_index:
+        os.unlink(source / INDEX)
+    with open_source(source) as opened:
+        for name, array in WEIGHTS.items():
+            np.testing.assert_array_equal(opened.read(name), array)
 
 
 def as_pickle(path):
