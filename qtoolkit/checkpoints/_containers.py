@@ -309,9 +309,21 @@ def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens a GGUF file: llama.cpp's blocks become float32. Names are those of the file."""
+    """Opens a GGUF file: llama.cpp's blocks become float32. Names are those of the file.
+
+    llama.cpp multiplies a matmul by the factor "NAME.scale", if there is one for "NAME.weight", as
+    for NVFP4 and ternary weights. Such a weight is read as float32, multiplied by its factor.
+    """
     reader, dequantize = _gguf_reader(path)
     in_file = {tensor.name: tensor for tensor in reader.tensors}
+    factors = _gguf_factors(path, in_file)
+    factor_names = {f"{name.removesuffix('weight')}scale" for name in factors}
+    # Of activations, which llama.cpp quantizes by it.
+    input_scales = {
+        name
+        for name in in_file
+        if name.endswith(".input_scale") and f"{name.removesuffix('input_scale')}weight" in in_file
+    }
     opened = contextlib.ExitStack()
     file = storage.File(path)
     opened.callback(file.close)
@@ -323,6 +335,13 @@ def open_gguf(path: Path) -> Checkpoint:
             storage.fill(file, int(in_file[name].data_offset) + start, buffer, where)
 
     def values(name: str) -> np.ndarray:
+        stored = stored_values(name)
+        if name not in factors:
+            return stored
+        factor = factors[name].reshape(-1, *(1,) * (stored.ndim - 1))
+        return stored.astype(np.float32, copy=False) * factor
+
+    def stored_values(name: str) -> np.ndarray:
         tensor = in_file[name]
         if (dtype := _plain_dtype(tensor)) is not None:
             return tensor.data.view(dtype)
@@ -338,20 +357,45 @@ def open_gguf(path: Path) -> Checkpoint:
 
     # GGUF counts axes from the innermost one.
     headers = {
-        name: (_plain_dtype(t) or np.dtype("float32"), tuple(int(n) for n in reversed(t.shape)))
+        name: (
+            (None if name in factors else _plain_dtype(t)) or np.dtype("float32"),
+            tuple(int(n) for n in reversed(t.shape)),
+        )
         for name, t in in_file.items()
+        if name not in factor_names
     }
     checkpoint = array_checkpoint(path, headers, values, opened)
     for name, tensor in checkpoint.tensors.items():
         gguf = in_file[name]
-        if _plain_dtype(gguf) is None:
-            stored = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": int(gguf.n_bytes)}
+        if _plain_dtype(gguf) is None or name in factors:
+            nbytes = int(gguf.n_bytes) + (4 * factors[name].size if name in factors else 0)
+            stored: Any = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": nbytes}
             checkpoint.tensors[name] = dataclasses.replace(tensor, **stored)
             checkpoint.layout = "GGUF"
         else:
             read = functools.partial(raw, name)
             checkpoint.tensors[name] = dataclasses.replace(tensor, read_into=read)
+    checkpoint.auxiliary = {name: checkpoint.tensors.pop(name) for name in input_scales}
     return checkpoint
+
+
+def _gguf_factors(path: Path, in_file: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The factors "NAME.scale" of weights "NAME.weight", one or one for each expert, by weight."""
+    factors = {}
+    for name, weight in in_file.items():
+        scale = in_file.get(f"{name.removesuffix('weight')}scale")
+        if not name.endswith(".weight") or scale is None:
+            continue
+        experts = int(weight.shape[-1]) if len(weight.shape) == 3 else 1
+        dtype, size = _plain_dtype(scale), int(np.prod(scale.shape))
+        if dtype is None or dtype.kind not in "fV" or size not in (1, experts):
+            raise CheckpointError(
+                f"{path}: tensor {shown(scale.name)}: {scale.tensor_type.name} of {size} elements, "
+                f"expected a factor for the whole of {shown(name)}, or one for each expert; "
+                "requantize it with llama.cpp to Q8_0"
+            )
+        factors[name] = scale.data.view(dtype).astype(np.float32)
+    return factors
 
 
 def _gguf_reader(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
