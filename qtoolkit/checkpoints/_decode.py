@@ -6,8 +6,9 @@ no JAX. Then `_values.py` reads the bytes of a weight and dequantizes them, one 
 
 import dataclasses
 import functools
+import re
 import threading
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Set
 from typing import Any
 
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
@@ -34,6 +35,12 @@ _AUXILIARY_SUFFIXES = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
     *("input_zero_point", "output_zero_point", "input_scale_ub"),
     *_CACHE_SCALES,
+)
+# Parts of names of entries that change a quantized weight: further scales, offsets, look-up tables,
+# and matrices of low rank that are added to it, as in SVDQuant.
+_CHANGES = re.compile(
+    r"(^|_)(scales?|scaling|zeros?|zp|offsets?|shifts?|absmax|factors?|codebooks?|lut|quant|smooth"
+    r"|lora|svd\w*|low_?rank|proj_(up|down)|residual|outliers?|correction|rotation|signs?)(_|$|\d)"
 )
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
@@ -76,7 +83,8 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
                 "loaders read the first and some the second; write the checkpoint without one"
             )
     _check_stated_shapes(checkpoint, encodings)
-    unread_names = comfy_marks(checkpoint, encodings) | _zero_offsets(checkpoint, encodings)
+    unread_names = comfy_marks(checkpoint, encodings)
+    unread_names |= _zero_offsets(checkpoint, encodings, unread_names)
     return _opened_as_float32(checkpoint, layout, encodings, unread_names)
 
 
@@ -216,26 +224,46 @@ def _check_stated_shapes(checkpoint: Checkpoint, encodings: Mapping[str, Encodin
                 )
 
 
-def _zero_offsets(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> set[str]:
-    """The names of the tensors NAME.weight_* that the layout does not read and that are all 0.
+def _zero_offsets(
+    checkpoint: Checkpoint, encodings: Mapping[str, Encoding], marks: Set[str]
+) -> set[str]:
+    """The names of the entries of quantized weights that no layout reads and that are all 0.
 
-    Such a tensor may be an offset of a quantized weight, and an offset of 0 changes nothing. Raises
+    Such an entry may be an offset of a quantized weight, and an offset of 0 changes nothing. Raises
     if an element is not 0, because then the weight would be read with wrong values.
     """
     known = {entry.name for encoding in encodings.values() for entry in encoding.entries}
-    known |= encodings.keys() | _auxiliary_names(encodings)
+    known |= encodings.keys() | _auxiliary_names(encodings) | marks
     zeros = set()
-    for name, tensor in checkpoint.tensors.items():
-        module, dot, suffix = name.rpartition(".")
-        if name in known or f"{module}{dot}weight" not in encodings:
+    for name in _beside(checkpoint.tensors.keys() - known, encodings):
+        tensor, suffix = checkpoint.tensors[name], name.rpartition(".")[2]
+        if not suffix.startswith("weight_") and not _CHANGES.search(suffix):
             continue
-        if suffix.startswith("weight_") and statistics(tensor).zeros == tensor.size:
-            zeros.add(name)
-        elif suffix.startswith("weight_") or suffix == "quant_bias":
+        if statistics(tensor).zeros != tensor.size:
             what = f"{tensor.entry} of a quantized weight, expected no such entry, because it "
             what += "changes the weight"
             raise unread(str(checkpoint.path), name, what)
+        zeros.add(name)
     return zeros
+
+
+def unused_entries(checkpoint: Checkpoint) -> list[str]:
+    """The names of the tensors in modules of quantized weights that nothing is known of."""
+    weights = {tensor.name for tensor in checkpoint.tensors.values() if tensor.is_dequantized}
+    return sorted(_beside(checkpoint.tensors.keys() - weights, weights))
+
+
+def _beside(names: Collection[str], weights: Container[str]) -> list[str]:
+    """Those of `names`, biases excepted, that lie in a module of which `weights` has NAME.weight.
+
+    Such a module is a linear layer, and has nothing but a weight and a bias.
+    """
+    return [
+        name
+        for name in names
+        if not name.endswith("bias") or name.endswith("quant_bias")
+        if f"{name.rpartition('.')[0]}.weight".lstrip(".") in weights
+    ]
 
 
 def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:

@@ -18,6 +18,7 @@ from qtoolkit.checkpoints._checks import (
     used_schemes,
 )
 from qtoolkit.checkpoints._codes import check_explained
+from qtoolkit.checkpoints._decode import unused_entries
 from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
     InputScales,
@@ -49,6 +50,7 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     MisuseError,
     Tensor,
+    listed,
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
@@ -224,8 +226,18 @@ class _Planner:
             quantization_config=self.layout.config(used, unquantized) if used else {},
             files=self.layout.files(used, unquantized) if used else {},
             dequantizes=self.source.layout,
-            caution=self.layout.caution(used, unquantized) if used else "",
+            caution=" ".join(self._cautions(used, unquantized)),
         )
+
+    def _cautions(self, used: Mapping[Scheme, list[str]], unquantized: Sequence[str]) -> list[str]:
+        cautions = [self.layout.caution(used, unquantized)] if used else []
+        if entries := unused_entries(self.source):
+            cautions.append(
+                f"tensor {listed(map(shown, entries), 3)} of the source: in the module of a "
+                "quantized weight, and read as no part of it; compare the weight with what the "
+                "program that made it computes"
+            )
+        return [caution for caution in cautions if caution]
 
     def _check_schemes(
         self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]
