@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Collection, Container, Mapping, Set
 from typing import Any
 
+import numpy as np
+
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import (
@@ -24,6 +26,7 @@ from qtoolkit.checkpoints._tensors import (
     statistics,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints.layouts._encoding import zero_points
 from qtoolkit.checkpoints.layouts._layout import unread
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
@@ -83,6 +86,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
                 "loaders read the first and some the second; write the checkpoint without one"
             )
     _check_stated_shapes(checkpoint, encodings)
+    _check_symmetry(checkpoint, encodings)
     unread_names = comfy_marks(checkpoint, encodings)
     unread_names |= _zero_offsets(checkpoint, encodings, unread_names)
     return _opened_as_float32(checkpoint, layout, encodings, unread_names)
@@ -222,6 +226,35 @@ def _check_stated_shapes(checkpoint: Checkpoint, encodings: Mapping[str, Encodin
                     f"{stated.tolist()}, but its codes, read as {encoding.spec.name}, are "
                     f"{list(encoding.shape)}; {remedy}"
                 )
+
+
+def _check_symmetry(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> None:
+    """Raise if zero points differ from those of symmetric codes, which the config says there are.
+
+    Engines that believe the config do not read zero points, others do. The message names both
+    readings, and what to write in the config for each.
+    """
+
+    def read(entry: Entry) -> np.ndarray:
+        return checkpoint.tensors[entry.name].read().view(np.uint8).reshape(-1)
+
+    for encoding in encodings.values():
+        if not encoding.symmetric_key or encoding.zero_point is None:
+            continue
+        element, zeros = encoding.spec.element, zero_points(encoding, read)
+        middle = 0 if element.signed else 1 << (element.bits - 1)
+        if (zeros == middle).all():
+            continue
+        key, found = encoding.symmetric_key, int(zeros[zeros != middle][0])
+        as_stored = f'"{key}": {"true" if key == "zero_point" else "false"}'
+        readings = f"(q - {found}) * scale, and so on as stored, with {as_stored} in config.json"
+        if (zeros == middle + 2 * encoding.zero_offset - 1).all() and key == "sym":
+            other = "gptq_v2" if encoding.zero_offset else "gptq"
+            readings += f'; or (q - {middle}) * scale with "checkpoint_format": "{other}"'
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {shown(encoding.zero_point.name)}: a zero point of "
+            f"{found}, expected {middle} alone, as {key} in its config says; read it as {readings}"
+        )
 
 
 def _zero_offsets(

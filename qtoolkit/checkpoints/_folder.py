@@ -251,9 +251,9 @@ def _check_one_set(path: Path, names: list[str], files: list[str], chosen: str) 
     if others := sorted(name for name in names if is_of_stem(name) and name not in files):
         by = "" if chosen in files else f" by {shown(chosen)}"
         raise CheckpointError(
-            f"{path}: two sets of weights, {shown(files[0])}{by} and {listed(map(shown, others), 1)}"
-            ", expected one, because loaders differ in which they take; move the files of one set "
-            "to another folder"
+            f"{path}: two sets of weights, {shown(files[0])}{by} and "
+            f"{listed(map(shown, others), 1)}, expected one, because loaders differ in which they "
+            "take; move the files of one set to another folder"
         )
 
 

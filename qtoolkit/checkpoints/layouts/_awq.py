@@ -80,6 +80,7 @@ def _decoded(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encod
         zero_point=zero,
         packing=_PACKED,
         zero_packing=_PACKED,
+        symmetric_key="zero_point" if config.get("zero_point") is False else "",
         transposed=True,
     )
 

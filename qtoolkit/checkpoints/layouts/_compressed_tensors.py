@@ -157,7 +157,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     weights = _weight_groups(config, where)
     blocks = _blocks(weights, where)
     widths = widths_of(weights, config.get("version"), where)
-    is_asymmetric = bool(weights) and all(group.get("symmetric") is False for group in weights)
+    stated = {group.get("symmetric") for group in weights}
+    is_symmetric = stated.pop() if len(stated) == 1 else None
     encodings = {}
     for name, info in headers.items():
         last = name.rpartition(".")[2]
@@ -180,7 +181,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         else:
             continue
         encoding = with_group_index(headers, encoding, where)
-        encodings[encoding.name] = with_zero_point(headers, encoding, where, is_asymmetric)
+        encodings[encoding.name] = with_zero_point(headers, encoding, where, is_symmetric)
     return encodings
 
 

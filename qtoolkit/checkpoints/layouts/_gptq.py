@@ -104,6 +104,8 @@ def _decoded(
         packing=dense(bits, axis=-2),
         zero_packing=dense(bits),
         zero_offset=offset,
+        # Under "dynamic" single modules may be asymmetric.
+        symmetric_key="sym" if config.get("sym") is True and not config.get("dynamic") else "",
         group_index=index,
         transposed=True,
     )
