@@ -3,8 +3,9 @@
 1. The files are written into a folder next to the target, `partial`, under their final names. The
    plan is in `plan.json` there. Plan and (index, count) say which files a process writes.
 2. When a file is complete, it gets a record, `NAME.json`, with the fingerprint of the plan
-   (`_target.shared_plan`): of the version, the options, and samples of the source. A rerun keeps
-   each file whose record has the fingerprint of its own plan.
+   (`_target.shared_plan`): of the version, the options, and samples of the source, and with a
+   checksum of each tensor. A rerun keeps each file whose record has the fingerprint of its own
+   plan, if the file has these checksums: a disk may lose bytes when a machine fails.
 3. When all files are complete, the index and config.json are written, and the folder with the files
    is renamed to the target.
 
@@ -17,8 +18,11 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
@@ -52,6 +56,7 @@ from qtoolkit.checkpoints._writing import (
 if TYPE_CHECKING:  # its file loads JAX
     from qtoolkit.checkpoints._produce import Production
 
+_READ = 2**22  # bytes of a finished file that are read at a time
 # Returns the error for tensors that have NaN or Inf although `convert` does not allow it, or None.
 NonfiniteError = Callable[[Sequence[TensorReport]], CheckpointError | None]
 
@@ -98,6 +103,15 @@ class _Unfinished:
             return None
         return [TensorReport(**report) for report in record["tensors"]]
 
+    def has_checksums(self, name: str) -> bool:
+        """Whether the tensors of a complete file are those that were written."""
+        expected = (self.record(name) or {}).get("checksums")
+        try:
+            with SafetensorsFile(self.inside(name)) as file:
+                return expected == {tensor: _checksum(file, tensor) for tensor in file.tensors}
+        except CheckpointError:
+            return False
+
     def write_json(self, folder: str, name: str, value: Any) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         # A file name that is no UTF-8 has lone surrogates. "backslashreplace" writes them as
@@ -110,6 +124,27 @@ class _Unfinished:
             for name in (*shared["files"], *shared["copied"], *shared["json"]):
                 storage.remove(self.inside(name))
         storage.remove_folder(self.partial)
+
+
+def _checksum(file: SafetensorsFile, name: str) -> int:
+    """The CRC-32 of a tensor's bytes."""
+    checksum, size = 0, file.tensors[name].nbytes
+    for start in range(0, size, _READ):
+        buffer = bytearray(min(_READ, size - start))
+        file.read_into(name, start, memoryview(buffer))
+        checksum = zlib.crc32(buffer, checksum)
+    return checksum
+
+
+def _summed(
+    chunks: Iterable[tuple[str, np.ndarray]], checksums: dict[str, int]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The chunks as they are; updates the checksums of their tensors."""
+    for name, data in chunks:
+        checksums[name] = zlib.crc32(
+            np.ascontiguousarray(data).view(np.uint8).data, checksums[name]
+        )
+        yield name, data
 
 
 def write_folder(
@@ -224,7 +259,8 @@ def _write(
         reports = unfinished.reports(name, shared["made"])
         if reports is not None and not nonfinite_error(reports):
             where = join(unfinished.partial, f"{name}.json")
-            if not newest or os.stat(where).st_mtime_ns >= newest:
+            is_current = not newest or os.stat(where).st_mtime_ns >= newest
+            if is_current and unfinished.has_checksums(name):
                 resumed[name] = reports
     production.total = sum(t.nbytes for name in mine if name not in resumed for t in mine[name])
     assert source.folder is not None
@@ -242,7 +278,9 @@ def _write(
         storage.remove(join(unfinished.partial, f"{name}.json"))
         outputs = safetensors_layout(entry for tensor in tensors for entry in tensor.entries)
         file = unfinished.inside(name)
-        write_safetensors(file, outputs, production.chunks(tensors), plan.metadata, overwrite=True)
+        checksums = {output.name: 0 for output in outputs}
+        chunks = _summed(production.chunks(tensors), checksums)
+        write_safetensors(file, outputs, chunks, plan.metadata, overwrite=True)
         reports = production.reports[done:]
         if (plan_in(unfinished.partial) or {}).get("made") != shared["made"]:
             raise OvertakenError(
@@ -255,6 +293,7 @@ def _write(
         record = {
             "made": shared["made"],
             "bytes": storage.file_size(file),
+            "checksums": checksums,
             "tensors": [dataclasses.asdict(report) for report in reports],
         }
         unfinished.write_json(unfinished.partial, f"{name}.json", record)

@@ -246,6 +246,20 @@ def test_whole_files_are_not_written_again(source, tmp_path, monkeypatch):
     assert dataclasses.replace(done, resumed=(), target=one.target) == one
 
 
+@pytest.mark.parametrize("place", [-1, -2000, 9])  # of the data, of the header
+def test_a_finished_file_whose_bytes_changed_is_written_again(source, tmp_path, place):
+    """Of the right size, as a disk may leave it when a machine fails. Oracle: another run."""
+    shard(source, tmp_path / "dst", 0)
+    path = tmp_path / PARTS / "checkpoint" / FILES[0]
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    report = convert(source, tmp_path / "dst", max_shard_size=SIZE)
+    assert report.resumed == (FILES[2],)
+    convert(source, tmp_path / "one", max_shard_size=SIZE)
+    assert contents(tmp_path / "dst") == contents(tmp_path / "one")
+
+
 def test_weights_with_nan_are_no_part(tmp_path):
     bad = "model.layers.0.self_attn.k_proj.weight"
     source = folder(tmp_path / "src", bad=bad)

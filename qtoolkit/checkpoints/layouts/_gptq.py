@@ -23,12 +23,13 @@ from qtoolkit.checkpoints.layouts._layout import (
     HIGH_PRECISION,
     Headers,
     Layout,
+    block_format,
     check_entry,
     entry_beside,
     unread,
     unread_config,
 )
-from qtoolkit.formats import UINT2, UINT4, UINT8, BlockFormat
+from qtoolkit.formats import UINT2, UINT4, UINT8
 from qtoolkit.formats import format as resolve
 
 _ELEMENTS = {2: UINT2, 3: resolve("uint3"), 4: UINT4, 8: UINT8}
@@ -90,7 +91,7 @@ def _decoded(
     return Encoding(
         name=entry_beside(name, "weight"),
         shape=(outputs, inputs),
-        spec=BlockFormat(
+        spec=block_format(
             element=_ELEMENTS[bits],
             block=(length,),
             axes=(0,),

@@ -190,7 +190,11 @@ def scaling_of(spec: BlockFormat) -> str | None:
     return "block" if spec.block == BLOCK else None
 
 
-# Cached: checking a format takes longer than quantizing a small tensor by it.
+# Cached: checking a format takes longer than quantizing a small tensor by it, and its name is found
+# once if equal formats are one object.
+block_format = functools.cache(BlockFormat)
+
+
 @functools.cache
 def by_tensor(element: Format) -> BlockFormat:
     return BlockFormat.tensor(element)
@@ -278,7 +282,7 @@ def decode_bytes(
             "channel, per group or per block of 128x128",
         )
     lengths, fields = blocks
-    spec = BlockFormat(
+    spec = block_format(
         element=BYTE_ELEMENTS[codes.dtype],
         scale="e8m0fnu" if scale.dtype == "F8_E8M0" else HIGH_PRECISION[scale.dtype],
         **fields,

@@ -20,12 +20,13 @@ from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     HIGH_PRECISION,
     Headers,
+    block_format,
     check_entry,
     entry_beside,
     unread,
     unread_config,
 )
-from qtoolkit.formats import BlockFormat, IntFormat
+from qtoolkit.formats import IntFormat
 from qtoolkit.formats import format as resolve
 
 SHAPE = "weight_shape"
@@ -101,7 +102,7 @@ def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Enc
     return Encoding(
         name=entry_beside(codes.name, "weight"),
         shape=(rows, columns),
-        spec=BlockFormat(element=_INTEGERS[bits], scale=HIGH_PRECISION[scale.dtype], **fields),
+        spec=block_format(element=_INTEGERS[bits], scale=HIGH_PRECISION[scale.dtype], **fields),
         lengths=lengths,
         codes=codes,
         scale=scale,
