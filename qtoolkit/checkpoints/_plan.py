@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints._cautions import Target, cautions_of
 from qtoolkit.checkpoints._checks import (
     check_fit,
     check_loads,
@@ -226,18 +227,18 @@ class _Planner:
             quantization_config=self.layout.config(used, unquantized) if used else {},
             files=self.layout.files(used, unquantized) if used else {},
             dequantizes=self.source.layout,
-            caution=" ".join(self._cautions(used, unquantized)),
+            caution=". ".join(self._cautions(tensors)),
         )
 
-    def _cautions(self, used: Mapping[Scheme, list[str]], unquantized: Sequence[str]) -> list[str]:
-        cautions = [self.layout.caution(used, unquantized)] if used else []
+    def _cautions(self, tensors: Sequence[TensorPlan]) -> list[str]:
+        cautions = cautions_of(Target(self.layout.name, self.source.config, tensors))
         if entries := unused_entries(self.source):
             cautions.append(
                 f"tensor {listed(map(shown, entries), 3)} of the source: in the module of a "
                 "quantized weight, and read as no part of it; compare the weight with what the "
                 "program that made it computes"
             )
-        return [caution for caution in cautions if caution]
+        return cautions
 
     def _check_schemes(
         self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]

@@ -448,6 +448,7 @@ def test_statistics_of_numbers_whose_squares_are_infinite(tmp_path):
 def test_the_line_that_loads_avoids_what_misreads_experts(source, tmp_path):
     """NVFP4 experts: it computes with wrong weights, without an error."""
     name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    (source / "config.json").write_text('{"model_type": "qwen3_moe"}')
     save(source / "model.safetensors", {name: load(source / "model.safetensors")[WEIGHT]},
          {"format": "pt"}, overwrite=True)  # fmt: skip
     options = ("--format", "nvfp4")

@@ -98,7 +98,6 @@ class Layout:
       config: (schemes in use with their modules, modules that are not quantized) ->
         quantization_config; {} if none.
       files: (as for `config`) -> further JSON files by name.
-      caution: (as for `config`) -> a warning if one of its loaders misreads them; else "".
       computed: spec -> the spec with the rules by which the layout's publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
       linear_only: Whether it stores matrices [outputs, inputs] only.
@@ -132,7 +131,6 @@ class Layout:
     encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
     config: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
     files: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
-    caution: Callable[[Used, Sequence[str]], str] = lambda used, unquantized: ""
     computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     methods: tuple[str, ...] = ()
     note: str = ""
