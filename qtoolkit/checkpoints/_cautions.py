@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._report import TensorPlan
-from qtoolkit.checkpoints._tensors import configs_in, listed, shown
+from qtoolkit.checkpoints._tensors import configs_in, listed, over_layers, shown
 from qtoolkit.checkpoints.layouts import Scheme
 from qtoolkit.checkpoints.layouts._compressed_tensors import (
     FP8_CHANNEL,
@@ -44,6 +44,15 @@ JOINED = frozenset((
 # Models in which several layers share a module, which files hold once.
 SHARED = frozenset({"zamba", "zamba2"})
 _SHARED_MODULE = re.compile(r"(^|\.)shared_transf(ormer)?\.")
+# Models whose code asks layers for `weight`, which packed layers have not: transformers 5.24 fails
+# as it runs them, but for PACKED_OPTION. There are more than were tried.
+ASK_FOR_WEIGHTS = frozenset(
+    (
+        *("falcon", "gpt_bigcode", "mamba", "mamba2", "modernbert"),
+        *("rwkv", "siglip", "t5", "umt5", "wav2vec2"),
+    )
+)
+PACKED_OPTION = "quantization_config=transformers.CompressedTensorsConfig(dequantize=True)"
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+\.")
 # The schemes that transformers reads in the experts of a mixture. It multiplies FP8 codes by one
 # scale in all or one per output; for other schemes it calls the decompressors of
@@ -124,7 +133,7 @@ def cautions_of(target: Target) -> list[str]:
     for row in CAUTIONS:
         names = [] if row.layout != target.layout else [*row.names(target)]
         if names:
-            which = listed(map(shown, names), 2)
+            which = listed(dict.fromkeys(map(shown, map(over_layers, names))), 10)
             sentences.append(f"{row.who} {row.fault}: {which}; {row.remedy}")
     return sentences
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -86,6 +87,11 @@ def listed(texts: Iterable[str], most: int = 5) -> str:
     texts = [*texts]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def over_layers(name: str) -> str:
+    """A name with "*" for the number of its layer, by which alike tensors are named together."""
+    return re.sub(r"(?<![^./])\d+(?=[./])", "*", name)
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:

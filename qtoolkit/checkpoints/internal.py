@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
+from qtoolkit.checkpoints._cautions import ASK_FOR_WEIGHTS, CAUTIONS, PACKED_OPTION, TRIED
 from qtoolkit.checkpoints._checks import compiled
 from qtoolkit.checkpoints._codes import check_explained, check_quantized
 from qtoolkit.checkpoints._decode import dequantized

@@ -7,17 +7,17 @@ import shlex
 from collections.abc import Sequence
 
 from qtoolkit.checkpoints import LAYOUTS, Report, TensorPlan
-from qtoolkit.checkpoints.internal import join, listed, read_json, shown
+from qtoolkit.checkpoints.internal import (
+    ASK_FOR_WEIGHTS,
+    PACKED_OPTION,
+    join,
+    listed,
+    read_json,
+    shown,
+)
 
 # Header, rows and right-aligned columns: the arguments of `table`.
 Table = tuple[Sequence[str], list[list[str]], Sequence[str]]
-
-# Models whose code asks layers for `weight`, which packed layers have not: transformers 5.24 fails
-# as it loads them (tests/interop/test_transformers.py). There are more than were tried.
-_ASK_FOR_WEIGHTS = {
-    *("falcon", "gpt_bigcode", "mamba", "mamba2", "modernbert"),
-    *("rwkv", "siglip", "t5", "umt5", "wav2vec2"),
-}
 
 
 def plan_table(tensors: Sequence[TensorPlan]) -> Table:
@@ -203,9 +203,8 @@ def _call(report: Report, literal: str) -> str:
         first = "AutoModel"
     name = "AutoModelForCausalLM" if first.endswith("ForCausalLM") else first
     packed = "pack-quantized" in json.dumps(report.quantization_config)
-    if packed and str(config.get("model_type")) in _ASK_FOR_WEIGHTS:
-        option = "quantization_config=transformers.CompressedTensorsConfig(dequantize=True)"
-        return f"{name}.from_pretrained({literal}, {option})"
+    if packed and str(config.get("model_type")) in ASK_FOR_WEIGHTS:
+        return f"{name}.from_pretrained({literal}, {PACKED_OPTION})"
     return f"{name}.from_pretrained({literal})"
 
 
