@@ -6,7 +6,7 @@ magnitude of 0.37 it saw 47.8. No list of layouts is complete, so what counts is
 
 import math
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 
 from qtoolkit.checkpoints._decode import (
     LAYOUT_OF,
@@ -20,6 +20,7 @@ from qtoolkit.checkpoints._tensors import (
     Checkpoint,
     CheckpointError,
     Entry,
+    Tensor,
     listed,
     shown,
 )
@@ -36,11 +37,16 @@ _NO_WEIGHT = re.compile(
 )
 _KEY = re.compile(r"(^|[._/])(\w*_)?(keys?|key_data|rngs?)([./]value)?$")  # of JAX's generators
 _OF_WEIGHT = re.compile(r"(weight|kernel)s?[._/][^./]*$")  # "a.weight.index", whatever the name
+_IS_WEIGHT = re.compile(r"(^|[._/])(\w*_)?(weight|kernel)$")  # of BOOL: codes of one bit
 _CODEBOOK = re.compile(r"(codebooks?|lut|centroids|palettes?|tables?)$")
 _TABLE = re.compile(r"(indices|tables?|buckets)$")  # of 64 bits; narrower ones may be codes
 # Of which weight an entry is the scale, or the zero point.
 _SCALE = re.compile(
     r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros)$"
+)
+# The same of a weight in high precision, which is there and whose values may be codes all the same.
+_UNUSED_SCALE = re.compile(
+    r"(?P<weight>.*(weight|kernel))[._](scales?|zeros?|zero_points?|absmax)$"
 )
 # Endings of names of codes and what belongs to them, and the program that writes such.
 _PROGRAMS = {
@@ -92,7 +98,9 @@ def check_explained(
         weights = [names[name].dtype for name in of if name in names]
         if of and not weights:
             scales.append(tensor.entry)
-        elif weights and all(dtype in FLOATS for dtype in weights):
+        elif (weights and all(dtype in FLOATS for dtype in weights)) or (
+            tensor.dtype in FLOATS and _is_unused_scale(tensor.entry, source.tensors)
+        ):
             unused.append(tensor.entry)
         elif may_be_codes:
             codes.append(tensor.entry)
@@ -142,6 +150,8 @@ def _may_be_codes(entry: Entry, names: Container[str]) -> bool:
         return False
     if entry.dtype in _NARROW:
         return True
+    if entry.dtype == "BOOL":
+        return len(shape) > 1 and _IS_WEIGHT.search(entry.name) is not None
     if entry.dtype not in _INTEGERS or (len(shape) < 2 and math.prod(shape) <= _FEW):
         return False
     if _MASK.search(entry.name) or (entry.name.endswith("bias") and _is_causal_mask(shape)):
@@ -164,6 +174,12 @@ def _weight_of(name: str) -> list[str]:
     base = "" if match is None else match["weight"]
     stems = (base, f"{base}weight", f"{base}_weight", f"{base}weight_packed")
     return [] if match is None else [*stems]
+
+
+def _is_unused_scale(entry: Entry, names: Mapping[str, Tensor]) -> bool:
+    match = _UNUSED_SCALE.match(entry.name)
+    weight = names.get(match["weight"]) if match is not None else None
+    return weight is not None and weight.dtype in FLOATS and len(weight.shape) >= 2
 
 
 def _unexplained(

@@ -43,7 +43,8 @@ _AUXILIARY_SUFFIXES = (
 # and matrices of low rank that are added to it, as in SVDQuant.
 _CHANGES = re.compile(
     r"(^|_)(scales?|scaling|zeros?|zp|offsets?|shifts?|absmax|factors?|codebooks?|lut|quant|smooth"
-    r"|lora|svd\w*|low_?rank|proj_(up|down)|residual|outliers?|correction|rotation|signs?)(_|$|\d)"
+    r"|lora|svd\w*|low_?rank|proj_(up|down)|residual|outliers?|correction|rotation|signs?|g_idx)"
+    r"(_|$|\d)|^(mins?|biases|perm\w*|had\w*)"
 )
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
@@ -294,7 +295,7 @@ def _beside(names: Collection[str], weights: Container[str]) -> list[str]:
     return [
         name
         for name in names
-        if not name.endswith("bias") or name.endswith("quant_bias")
+        if not name.endswith("bias") or name.endswith("quant_bias")  # not of "biases" of groups
         if f"{name.rpartition('.')[0]}.weight".lstrip(".") in weights
     ]
 

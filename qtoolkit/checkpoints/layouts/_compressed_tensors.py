@@ -150,6 +150,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     _check_transforms(config, where)
     weights = _weight_groups(config, where)
     blocks = _blocks(weights, where)
+    are_floats = {group.get("type") for group in weights} == {"float"}
     widths = widths_of(weights, config.get("version"), where)
     stated = {group.get("symmetric") for group in weights}
     is_symmetric = stated.pop() if len(stated) == 1 else None
@@ -163,7 +164,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         elif last == "weight_packed":
             raise unread(where, name, f"{info}, expected a matrix of I32 or U8", METHOD)
         elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
-            encoding = _decode_bytes(headers, name, where, blocks)
+            encoding = _decode_bytes(headers, name, where, blocks, are_floats)
         elif (
             last == "weight"
             and info.dtype in HIGH_PRECISION
@@ -180,12 +181,13 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
 
 
 def _decode_bytes(
-    headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]]
+    headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]], are_floats: bool
 ) -> Encoding:
     scale, shape = headers[f"{name}_scale"], headers[name].shape
     if scale.dtype != "U8":
         fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
-        return decode_bytes(headers, name, f"{name}_scale", where, next(fitting, None))
+        block = next(fitting, None)
+        return decode_bytes(headers, name, f"{name}_scale", where, block, are_floats=are_floats)
     codes = check_entry(headers, name, ("F8_E4M3",), where)
     entry = check_entry(headers, f"{name}_scale", ("U8",), where)
     return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)

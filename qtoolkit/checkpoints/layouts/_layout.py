@@ -258,13 +258,22 @@ def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...
 
 
 def decode_bytes(
-    headers: Headers, name: str, scale_name: str, where: str, block: Sequence[int] | None = None
+    headers: Headers,
+    name: str,
+    scale_name: str,
+    where: str,
+    block: Sequence[int] | None = None,
+    *,
+    are_floats: bool = False,
 ) -> Encoding:
     """How a weight is stored that has one code per byte, and scales that multiply.
 
-    The shape of the scales tells which elements share a scale: see `_blocks_by_shape`.
+    The shape of the scales tells which elements share a scale: see `_blocks_by_shape`. `are_floats`
+    tells that the config says so: then I8 may be the bytes of floats.
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
+    if are_floats and codes.dtype == "I8":
+        raise unread(where, name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
     is_named = f".{name}".endswith("weight")  # [outputs, inputs]
     if scale.shape == codes.shape[:1] == codes.shape[1:] != (1,) and not is_named:
