@@ -16,6 +16,7 @@ import numpy as np
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import (
+    FLOATS,
     Checkpoint,
     CheckpointError,
     Entry,
@@ -46,6 +47,9 @@ _CHANGES = re.compile(
     r"|lora|svd\w*|low_?rank|proj_(up|down)|residual|outliers?|correction|rotation|signs?|g_idx)"
     r"(_|$|\d)|^(mins?|biases|perm\w*|had\w*)"
 )
+# "a.lora_A.weight", "a.weight.lora_a": of matrices that a program adds to the weight of "a".
+_LOW_RANK = re.compile(r"(?P<module>.+?)(\.weight)?\.lora_\w+(\..+)?$")
+_SCALES = re.compile(r"\.(q?scales|qscale|zeros|zero_points?|absmax)$")
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
 _COMPRESSED_TENSORS_KEYS = ("config_groups", "sparsity_config", "format")
@@ -282,9 +286,18 @@ def _zero_offsets(
 
 
 def unused_entries(checkpoint: Checkpoint) -> list[str]:
-    """The names of the tensors in modules of quantized weights that nothing is known of."""
-    weights = {tensor.name for tensor in checkpoint.tensors.values() if tensor.is_dequantized}
-    return sorted(_beside(checkpoint.tensors.keys() - weights, weights))
+    """The names of the tensors in modules of quantized weights that nothing is known of, of those
+    in modules of other matrices that are scales by their names, and of LoRA's matrices.
+    """
+    tensors = checkpoint.tensors.values()
+    weights = {tensor.name for tensor in tensors if tensor.is_dequantized}
+    others = {t.name for t in tensors if t.dtype in FLOATS and len(t.shape) > 1} - weights
+    names = checkpoint.tensors.keys() - weights
+    scales = (name for name in _beside(names, others) if _SCALES.search(name))
+    parts = ((name, _LOW_RANK.match(name)) for name in names)
+    modules = {name.removesuffix(".weight") for name in weights | others}
+    added = (name for name, match in parts if match is not None and match["module"] in modules)
+    return sorted({*_beside(names, weights), *scales, *added})
 
 
 def _beside(names: Collection[str], weights: Container[str]) -> list[str]:

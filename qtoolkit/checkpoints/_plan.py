@@ -235,8 +235,8 @@ class _Planner:
         if entries := unused_entries(self.source):
             cautions.append(
                 f"tensor {listed(map(shown, entries), 3)} of the source: in the module of a "
-                "quantized weight, and read as no part of it; compare the weight with what the "
-                "program that made it computes"
+                "weight, and read as no part of it; compare the weight with what the program that "
+                "made it computes"
             )
         return cautions
 

@@ -50,6 +50,7 @@ UNREAD = {
     "table of 16 bits": {"a.weight.index": np.ones((64, 64), np.int16), "a.weight.lut": SCALE},
     "codebook": {"a.idx": np.ones((64, 64), np.int32), "a.codebooks": SCALE[:16]},
     "index of bytes": {"a.index": codes(np.uint8), "a.values": SCALE[:16]},
+    "one bit": {"a.weight": np.eye(64, dtype=bool), "a.alpha": SCALE},
     "bias": {"a.bias": codes(np.int8, (2048,)), "a.scales": SCALE},
 }
 
@@ -99,7 +100,10 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", ["a.weight_scale", "a.weight_scale_inv", "a.weight_zero_point"])
+@pytest.mark.parametrize(
+    "name",
+    [f"a.weight_{part}" for part in ("scale", "scale_inv", "zero_point", "scales", "absmax")],
+)
 def test_a_scale_of_a_weight_in_high_precision_is_refused(tmp_path, name):
     """What is not read as codes has no scale; a loader may multiply by it, so it was copied."""
     save(tmp_path / "f", {"a.weight": WIDE["b.weight"], name: SCALE, **WIDE})
@@ -118,6 +122,7 @@ FP8 = {"a.weight": np.ones((64, 64), E4M3), "a.weight_scale_inv": np.ones((1, 1)
     [
         *("svdquant_lora_a", "lora_down", "codebook", "smooth_factor", "scale_2", "quant_bias"),
         *("weight_outliers", "zeros", "low_rank_b", "proj_down"),
+        *("biases", "min", "perm", "had_K", "g_idx", "input_channel_scale"),
     ],
 )
 def test_entries_that_may_change_a_quantized_weight_are_refused(tmp_path, name):
@@ -130,10 +135,12 @@ def test_entries_that_may_change_a_quantized_weight_are_refused(tmp_path, name):
 
 def test_other_entries_of_a_quantized_weight_are_named(tmp_path):
     others = {f"a.{name}": SCALE for name in ("bias", "e_score_correction_bias", "gamma")}
+    others |= {"b.zeros": SCALE, "a.lora_A.weight": WIDE["b.weight"], "norm.scales": SCALE}
     save(tmp_path / "f", {**FP8, **others, **WIDE})
     for act in (convert, dequantize_checkpoint):
         report = act(tmp_path / "f", tmp_path / act.__name__)
-        assert "tensor a.gamma of the source: in the module of a quantized" in report.caution
+        named = "tensor a.gamma, a.lora_A.weight, b.zeros of the source: in the module of a weight"
+        assert named in report.caution
         assert "bias" not in report.caution
 
 

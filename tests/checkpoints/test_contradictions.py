@@ -1,4 +1,4 @@
-"""Zero points of codes that the config calls symmetric. Oracle: the formulas of the programs."""
+"""Files and configs that contradict each other. Oracle: the formulas of the programs."""
 
 import json
 
@@ -131,3 +131,43 @@ def test_zero_points_of_awq_without_zero_points(tmp_path, zero):
     else:
         expected = ((codes - 8) * np.repeat(scales.astype(np.float32), GROUP, 0)).T
         np.testing.assert_array_equal(values(source, tmp_path), expected)
+
+
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+GROUPS = {"group_0": {"targets": ["Linear"], "weights": FLOATS}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "compressed-tensors", "config_groups": GROUPS},
+        {"quant_method": "fp8"},
+        {"quant_method": "fbgemm_fp8"},
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, "float8_e4m3fn"])
+def test_bytes_of_floats_in_another_dtype_are_refused(tmp_path, config, dtype):
+    """FP8 as I8, as programs write it whose container has no FP8: read as integers."""
+    codes = rng.normal(size=(40, 64)).astype("float8_e4m3fn")
+    scale = rng.uniform(0.01, 0.1, 40).astype(np.float32)
+    if config["quant_method"] != "modelopt":
+        scale = scale[:, None]
+    entries = {f"{MODULE}.weight": codes.view(dtype), f"{MODULE}.weight_scale": scale}
+    source = folder(tmp_path / "src", entries, config)
+    if dtype == "float8_e4m3fn":
+        expected = codes.astype(np.float32) * scale.reshape(-1, 1)
+        np.testing.assert_array_equal(values(source, tmp_path), expected)
+        return
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: .*(U8|I8).*dequantize the checkpoint with"):
+        load(source)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_gptq_that_was_sorted_has_an_index(tmp_path, is_sorted):
+    source, weight = gptq(tmp_path / "src", 7, 4, sym=True, desc_act=is_sorted)
+    if is_sorted:
+        with pytest.raises(CheckpointError, match=r"up_proj\.g_idx: no such tensor"):
+            load(source)
+    else:
+        np.testing.assert_array_equal(values(source, tmp_path), weight(8))
