@@ -103,8 +103,8 @@ def make_plan(
       channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
         decides by architecture, names and biases.
       input_scales: Static activation scales by module, or one for all, if the layout asks for them.
-      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats and integers of
-        two or more dimensions that are no masks or tables by their names. `skip` and rules that
+      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats, integers that
+        are no masks or tables by their names, and scales without codes. `skip` and rules that
         name them allow them, too.
       allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
         of a layer, may have several schemes, or some of them none.

@@ -114,7 +114,8 @@ class Plan:
       quantization_config: Written to config.json for loaders; empty: nothing is written.
       files: Further JSON files, by name.
       dequantizes: The layout of a quantized source; "" if the source is not quantized.
-      caution: What one of the layout's loaders is known to misread; "" if nothing.
+      caution: What a loader of the layout is known to misread, and what of the source belongs to a
+        weight by its name and is read as no part of it; "" if nothing.
     """
 
     layout: str
@@ -242,7 +243,8 @@ class Report:
         target folder is then called qtoolkit_config.json instead of config.json.
       quantization_config: What config.json says to loaders. If the target is a single file, loaders
         need it in the config.json that is used with it.
-      caution: What a loader of the layout is known to misread; "" if nothing.
+      caution: What a loader of the layout is known to misread, and what of the source belongs to a
+        weight by its name and is read as no part of it; "" if nothing.
       tensors: One report for each tensor, in the order of the source's data.
     """
 
