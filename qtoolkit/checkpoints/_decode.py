@@ -273,8 +273,8 @@ def _zero_offsets(
     known = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     known |= encodings.keys() | _auxiliary_names(encodings) | marks
     zeros = set()
-    for name in _beside(checkpoint.tensors.keys() - known, encodings):
-        tensor, suffix = checkpoint.tensors[name], name.rpartition(".")[2]
+    for name, tensor in checkpoint.tensors.items():
+        suffix = "" if name in known else _suffix(name, encodings)
         if not suffix.startswith("weight_") and not _CHANGES.search(suffix):
             continue
         if statistics(tensor).zeros != tensor.size:
@@ -283,6 +283,16 @@ def _zero_offsets(
             raise unread(str(checkpoint.path), name, what)
         zeros.add(name)
     return zeros
+
+
+def _suffix(name: str, weights: Container[str]) -> str:
+    """What the name of an entry says of its weight: "zeros" of "a.zeros" for "a.weight", and of
+    "a.down_proj_zeros" for "a.down_proj"; "" if it is an entry of none of `weights`, or a bias.
+    """
+    if _beside([name], weights):
+        return name.rpartition(".")[2]
+    ends = (match.start() for match in re.finditer(r"[._]", name))
+    return next((name[end + 1 :] for end in ends if name[:end] in weights), "")
 
 
 def unused_entries(checkpoint: Checkpoint) -> list[str]:

@@ -133,6 +133,21 @@ def test_entries_that_may_change_a_quantized_weight_are_refused(tmp_path, name):
             act(tmp_path / "f", tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["down_proj_zeros", "down_proj_scale_2", "down_proj.absmax"])
+def test_entries_of_a_weight_whose_name_is_no_module_are_refused(tmp_path, name):
+    experts = {
+        "experts.down_proj": np.ones((2, 64, 64), E4M3),
+        "experts.down_proj_scale": SCALE[:2],
+    }
+    save(tmp_path / "f", {**experts, "experts.down_proj_bias": SCALE, **WIDE})
+    convert(tmp_path / "f", tmp_path / "out")
+    save(tmp_path / "g", {**experts, f"experts.{name}": SCALE, **WIDE})
+    with pytest.raises(
+        CheckpointError, match=rf"tensor experts\.{name}: .* expected no such entry"
+    ):
+        convert(tmp_path / "g", tmp_path / "out2")
+
+
 def test_other_entries_of_a_quantized_weight_are_named(tmp_path):
     others = {f"a.{name}": SCALE for name in ("bias", "e_score_correction_bias", "gamma")}
     others |= {"b.zeros": SCALE, "a.lora_A.weight": WIDE["b.weight"], "norm.scales": SCALE}

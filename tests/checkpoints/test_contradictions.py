@@ -159,7 +159,9 @@ def test_bytes_of_floats_in_another_dtype_are_refused(tmp_path, config, dtype):
         expected = codes.astype(np.float32) * scale.reshape(-1, 1)
         np.testing.assert_array_equal(values(source, tmp_path), expected)
         return
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight: .*(U8|I8).*dequantize the checkpoint with"):
+    with pytest.raises(
+        CheckpointError, match=r"up_proj\.weight: .*(U8|I8).*dequantize the checkpoint with"
+    ):
         load(source)
 
 
