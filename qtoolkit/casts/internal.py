@@ -100,6 +100,7 @@ from qtoolkit.casts._powers import (
 )
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, projection_of
 from qtoolkit.casts._random import Draw, hashed_index, key_words, mixed_key, scrambled
+from qtoolkit.casts._serialization import serializable
 from qtoolkit.casts._storage import (
     from_stored,
     in_dtype,
