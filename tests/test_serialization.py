@@ -51,8 +51,7 @@ def observed(kind, **options):
 
 
 def updated(tx):
-    updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    return state
+    return tx.update(PARAMS, tx.init(PARAMS), PARAMS)[1]
 
 
 def measured():
@@ -235,5 +234,5 @@ def test_a_target_of_another_format_is_refused():
 def test_export_refuses_static_data_without_a_text():
     spec = qt.spec("nvfp4").with_(rule=lambda amax, largest: amax / largest)
     array = qt.quantize(X, spec)
-    with pytest.raises(TypeError, match="export of QArray.*has a function as its rule"):
+    with pytest.raises(TypeError, match=r"export of QArray.*has a function as its rule"):
         export.export(jax.jit(lambda q: q.dequantize()))(array).serialize()

@@ -99,4 +99,4 @@ class _FlaxWatcher:
             _register_with_flax()
 
 
-sys.meta_path.insert(0, _FlaxWatcher)  # type: ignore[arg-type]  # find_spec is all that is called
+sys.meta_path.insert(0, _FlaxWatcher)

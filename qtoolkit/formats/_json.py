@@ -101,9 +101,7 @@ def from_data(data: Any, part: str, where: str) -> Any:
             raise ValueError(f"{where}: {part} names no {name}: {error}") from error
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ValueError(
-            f"{where}: {part} has type {name!r}, expected one of {', '.join(_KINDS)}"
-        )
+        raise ValueError(f"{where}: {part} has type {name!r}, expected one of {', '.join(_KINDS)}")
     if issubclass(kind, enum.Enum):
         member = fields.get("name")
         if not isinstance(member, str) or len(fields) > 1 or member not in kind.__members__:
@@ -113,9 +111,7 @@ def from_data(data: Any, part: str, where: str) -> Any:
             )
         return kind[member]
     _check_fields(f"{where}: {part} ({kind.__name__})", fields, _names(kind))
-    arguments = {
-        field: from_data(item, f"{part}.{field}", where) for field, item in fields.items()
-    }
+    arguments = {field: from_data(item, f"{part}.{field}", where) for field, item in fields.items()}
     try:
         return kind(**arguments)
     except (TypeError, ValueError) as error:
