@@ -220,7 +220,12 @@ def _array(path: Path, name: str, x: Any) -> np.ndarray:
             f"{where} is a key of jax.random, expected an array; store jax.random.key_data(key), "
             "or exclude it, e.g. with nnx.state(model, nnx.Param)"
         )
-    return np.asarray(x)
+    try:
+        return np.asarray(x)
+    except (TypeError, RuntimeError) as error:  # of PyTorch: a bfloat16 tensor, or a gradient's
+        from qtoolkit.casts.internal import hint_for_others
+
+        raise CheckpointError(f"{where}: {error}{hint_for_others('x', x)}") from error
 
 
 def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> dict[str, Any]:

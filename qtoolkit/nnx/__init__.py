@@ -1,5 +1,6 @@
 """FP8-aware training of Flax nnx models, without editing them."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.nnx._allocation import allocate
 from qtoolkit.nnx._flow import calibrate, freeze, numerics, sensitivity, start_scales
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
@@ -29,3 +30,5 @@ __all__ = [
     "value_and_grad",
     "wrap",
 ]
+
+hint_at_names(__name__)

@@ -81,7 +81,7 @@ def dot_general(
       >>> contract = (((1,), (0,)), ((), ()))
       >>> qt.dot_general(x, w, contract)  # 0.3 became 0.3125
       Array([[588.]], dtype=float32)
-      >>> qt.dot_general(x, w, contract, recipe=qt.Recipe(None))  # nothing is rounded
+      >>> qt.dot_general(x, w, contract, recipe=qt.Recipe(None, None))  # nothing is rounded
       Array([[582.4]], dtype=float32)
     """
     function = DotGeneral(dimension_numbers, precision, out_sharding)

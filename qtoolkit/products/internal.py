@@ -67,4 +67,11 @@ from qtoolkit.products._states import (
     uncalibrated,
     unstarted,
 )
-from qtoolkit.products._stored import einsum_axes, serving_rules, stored_kernel
+from qtoolkit.products._stored import (
+    AS_WRAPPED,
+    einsum_axes,
+    kept_or_serving_rules,
+    not_wrapped,
+    serving_rules,
+    stored_kernel,
+)
