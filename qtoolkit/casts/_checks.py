@@ -66,7 +66,7 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
             f"{where}: {name} has {got}, expected an array of a float, integer or bool dtype; "
-            f"convert it first, e.g. {as_jax(name, x)}"
+            f"convert it first, e.g. {conversion_line(name, x)}"
         )
     if dtype.itemsize == 8 and not x64_enabled() and not isinstance(x, jax.Array):
         # NumPy's longlong and int64 compare equal, but JAX accepts only scalars of int64.
@@ -74,7 +74,7 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
     return jnp.asarray(x)
 
 
-def as_jax(name: str, x: Any, dtype: Any = "float32") -> str:
+def conversion_line(name: str, x: Any, dtype: Any = "float32") -> str:
     """What makes an array of JAX of the argument `name`, as a message says it."""
     if not is_of_others(x):
         return f"jnp.asarray({name}, jnp.{dtype})"
@@ -90,7 +90,7 @@ def is_of_others(x: Any) -> bool:
 
 def hint_for_others(name: str, x: Any) -> str:
     """What a message about a type says of an array of another library; "" for one of ours."""
-    return f"; convert it first, e.g. {as_jax(name, x)}" if is_of_others(x) else ""
+    return f"; convert it first, e.g. {conversion_line(name, x)}" if is_of_others(x) else ""
 
 
 def is_array(x: Any) -> bool:
@@ -126,7 +126,7 @@ def check_differentiable(
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
             f"{where}: {name} has {got}, expected {', '.join(map(str, known[:-1]))} or "
-            f"{known[-1]}; convert it first, e.g. {as_jax(name, x)}"
+            f"{known[-1]}; convert it first, e.g. {conversion_line(name, x)}"
         )
     return check_value_source(where, x, name)
 
@@ -292,7 +292,7 @@ def check_dtype(where: str, name: str, value: Any, dtypes: Sequence[DTypeLike]) 
     got = f"dtype {dtype}" if dtype is not None else f"type {type(value).__name__}"
     raise TypeError(
         f"{where}: {name} has {got}, expected {' or '.join(map(str, known))}; convert it first, "
-        f"e.g. {as_jax(name, value, known[0])}"
+        f"e.g. {conversion_line(name, value, known[0])}"
     )
 
 

@@ -32,7 +32,6 @@ from qtoolkit.casts._checks import (
     NONZERO,
     POSITIVE,
     Domain,
-    as_jax,
     broadcasts_to,
     check_differentiable,
     check_domain,
@@ -41,6 +40,7 @@ from qtoolkit.casts._checks import (
     check_target,
     check_unnarrowed,
     check_value_source,
+    conversion_line,
     hint_for_others,
     is_array,
     number,
@@ -73,6 +73,7 @@ from qtoolkit.casts._elementwise import (
     varying_alike,
 )
 from qtoolkit.casts._hardware import has_native_codes, native_codes, row_major
+from qtoolkit.casts._keywords import hinting
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._modes import MODES, Rounding, check_rounding
 from qtoolkit.casts._order import (

@@ -173,7 +173,9 @@ def load(path: Path, like: Any = None) -> Any:
     loaded = _with_converted(loaded, wanted)
     state = filled(path, like, loaded)
     if loaded:
-        raise differs(path, loaded, "which `like` has not; remove them from the file")
+        raise differs(
+            path, loaded, "which `like` has not; add them to it, or remove them from the file"
+        )
     return state
 
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from qtoolkit import formats
 from qtoolkit.casts import Stochastic
-from qtoolkit.casts.internal import serializable
+from qtoolkit.casts.internal import hinting, serializable
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._metrics import Metrics, cells_of, metrics_of
 
@@ -103,6 +103,7 @@ def metrics(
 ) -> MetricsTable: ...
 
 
+@hinting
 def metrics(
     x: ArrayLike,
     spec: SpecLike | Sequence[SpecLike],
