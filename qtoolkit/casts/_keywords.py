@@ -40,10 +40,14 @@ def hinting(function: Function) -> Function:
 
     @functools.wraps(function)
     def called(*args: Any, **keywords: Any) -> Any:
-        if not keywords.keys() <= parameters.keys():
-            name = next(name for name in keywords if name not in parameters)
-            raise TypeError(f"{function.__name__}: no argument {name!r}; {_hint(name)}")
-        return function(*args, **keywords)
+        try:  # looking at the keywords first would take a tenth of the time of an eager cast
+            return function(*args, **keywords)
+        except TypeError:
+            unknown = [name for name in keywords if name not in parameters]
+            if not unknown:
+                raise
+        name = unknown[0]
+        raise TypeError(f"{function.__name__}: no argument {name!r}; {_hint(name)}")
 
     def _hint(name: str) -> str:
         hint = _MEANT.get(name, "")
