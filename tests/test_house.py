@@ -25,7 +25,7 @@ LAYERS = (
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-EXEMPT = ("__init__", "_version", "__main__")  # top-level files
+EXEMPT = ("__init__", "_names", "_version", "__main__")  # top-level files
 # Heavy packages, and the layers that may import them.
 ONLY_IN = {
     "jax": set(LEVEL) - {"formats", "cli"},
@@ -75,7 +75,7 @@ def wrong_arrows(package: Path, exports: dict[str, str]) -> list[str]:
             if first != package.name:
                 continue
             target = exports.get(rest[0], rest[0]) if rest else "everything, lazily"
-            if target in (layer, "_version", "__version__"):
+            if target in (layer, "_names", "_version", "__version__"):
                 continue
             if target not in LEVEL or LEVEL[target] >= LEVEL[layer]:
                 wrong.append(f"{where}: {layer} imports {target} ({name})")

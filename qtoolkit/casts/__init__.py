@@ -1,5 +1,6 @@
 """How a value becomes a code and back: the one layer that knows bits."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.casts._casts import cast, decode, encode, round_to_format
 from qtoolkit.casts._modes import DETERMINISTIC, SATURATIONS, Stochastic
 from qtoolkit.casts._pack import pack, unpack
@@ -19,3 +20,5 @@ __all__ = [
     "round_to_format",
     "unpack",
 ]
+
+hint_at_names(__name__)

@@ -76,18 +76,18 @@ def check_fit(
         pattern = over_layers(info.name)
         problem = f"{list(info.shape)}: {reason} for {scheme.spec.name} in layout {layout}"
         names_by_problem.setdefault((pattern, problem), []).append(info.name)
-    problems = "; ".join(
+    problems = [
         f"tensor {shown(names[0])}, {problem}"
         if len(names) == 1
         else f"{len(names)} tensors {shown(pattern)}, {problem}"
         for (pattern, problem), names in names_by_problem.items()
-    )
+    ]
     scheme = misfits[0][1]
     other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
     channel = "" if scheme.scaling is None else f", or use {other}--scaling channel"
     raise CheckpointError(
-        f"{source.path}: {problems}; --keep-unfitting excludes what does not fit, "
-        f"--skip what you name{channel}"
+        f"{source.path}: write --keep-unfitting to exclude what does not fit, --skip for what you "
+        f"name{channel}: {listed(problems, 4, '; ')}"
     )
 
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import threading
 import zipfile
 from collections import Counter
@@ -124,6 +125,7 @@ def _problem(path: Path, start: bytes) -> str:
     return what and f"{what}; give a safetensors, GGUF, npz or msgpack file, or a folder of weights"
 
 
+_UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 _MAGIC = {
     b"version https://git-lfs": "a Git LFS pointer, not the weights themselves: git lfs pull",
     b"\x89HDF\r\n": "HDF5 (Keras), which is not read: write its arrays with numpy.savez",
@@ -410,6 +412,13 @@ def _gguf_reader(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
     try:
         reader = GGUFReader(str(path))
     except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        foreign = _UNKNOWN_TYPE.search(str(error))
+        if foreign is not None:
+            raise CheckpointError(
+                f"{path}: a tensor of GGML's type {foreign[1]}, which the package gguf does not "
+                "know: a type of a fork such as ik_llama.cpp, or of a newer gguf; upgrade gguf, or "
+                "make the file again with llama.cpp, in one of its own types"
+            ) from error
         raise CheckpointError(
             f"{path}: a damaged GGUF file ({shown(str(error))}); fetch it again"
         ) from error

@@ -173,7 +173,9 @@ def load(path: Path, like: Any = None) -> Any:
     loaded = _with_converted(loaded, wanted)
     state = filled(path, like, loaded)
     if loaded:
-        raise differs(path, loaded, "which `like` has not; remove them from the file")
+        raise differs(
+            path, loaded, "which `like` has not; add them to it, or remove them from the file"
+        )
     return state
 
 
@@ -220,7 +222,12 @@ def _array(path: Path, name: str, x: Any) -> np.ndarray:
             f"{where} is a key of jax.random, expected an array; store jax.random.key_data(key), "
             "or exclude it, e.g. with nnx.state(model, nnx.Param)"
         )
-    return np.asarray(x)
+    try:
+        return np.asarray(x)
+    except (TypeError, RuntimeError) as error:  # of PyTorch: a bfloat16 tensor, or a gradient's
+        from qtoolkit.casts.internal import hint_for_others
+
+        raise CheckpointError(f"{where}: {error}{hint_for_others('x', x)}") from error
 
 
 def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> dict[str, Any]:

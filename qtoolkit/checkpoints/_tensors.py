@@ -82,11 +82,11 @@ def shown(name: str) -> str:
     return name if name.isprintable() else ascii(name)
 
 
-def listed(texts: Iterable[str], most: int = 5) -> str:
+def listed(texts: Iterable[str], most: int = 5, separator: str = ", ") -> str:
     """The first of some texts, with commas between them, and how many more there are."""
     texts = [*texts]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    return separator.join(texts[:most]) + more
 
 
 def over_layers(name: str) -> str:

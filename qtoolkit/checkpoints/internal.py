@@ -30,4 +30,4 @@ from qtoolkit.checkpoints._tensors import (
     statistics,
 )
 from qtoolkit.checkpoints._writing import WHOLE, check_target, whole
-from qtoolkit.checkpoints.layouts import SCALINGS, WRITTEN, Encoding
+from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding

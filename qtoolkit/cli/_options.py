@@ -13,6 +13,7 @@ import typer
 
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
+    LAYOUTS,
     SCALINGS,
     WRITTEN,
     AxisChoice,
@@ -51,6 +52,9 @@ def _target(name: str | None) -> str | None:
         return resolve_target(name).name
     except ValueError as error:
         message = str(error).removeprefix("format: ")
+        if name.lower() in LAYOUTS:
+            kind = "a layout" if name.lower() in WRITTEN else "a layout that is read, not written"
+            message = f"{name!r} is {kind}, expected a format of weights"
         takes = ", ".join(target_names())
         raise failure(f"--format: {message}; convert takes {takes}", 2) from error
 

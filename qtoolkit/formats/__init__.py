@@ -1,5 +1,6 @@
 """Number formats as frozen data; every property is derived from the fields, exactly. No JAX."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.formats._block import BlockFormat
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
 from qtoolkit.formats._int import IntFormat
@@ -136,3 +137,5 @@ __all__ = [
     "promote",
     "spec",
 ]
+
+hint_at_names(__name__)

@@ -18,7 +18,11 @@ _AMBIGUOUS = {
     **dict.fromkeys(("f6", "fp6", "float6"), ("e2m3fn", "e3m2fn")),
 }
 # Names that are spelled like those of other formats: "float4" like "float64".
-_MEANT = dict.fromkeys(("fp4", "float4"), ("e2m1fn", "mxfp4", "nvfp4"))
+_MEANT = {
+    **dict.fromkeys(("fp4", "float4"), ("e2m1fn", "mxfp4", "nvfp4")),
+    "bf8": ("e5m2", "e5m2fnuz"),
+    "hf8": ("e4m3fn", "e4m3fnuz"),
+}
 
 
 def not_found(where: str, spec: Any) -> ValueError | TypeError:

@@ -1,5 +1,6 @@
 """Derivatives of rounding: estimators, rounded cotangents, and differentiable casts."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.casts.internal import linear_with_transpose
 from qtoolkit.gradients._cotangent import round_cotangent
 from qtoolkit.gradients._estimators import (
@@ -37,3 +38,5 @@ __all__ = [
     "pact",
     "round_cotangent",
 ]
+
+hint_at_names(__name__)

@@ -11,6 +11,7 @@ from qtoolkit.casts.internal import (
     check_arguments,
     check_holds,
     check_unnarrowed,
+    hinting,
     result_dtype,
     round_values,
     rounded,
@@ -19,6 +20,7 @@ from qtoolkit.formats import Format, FormatLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 
 
+@hinting
 def fake_cast(
     x: ArrayLike,
     fmt: FormatLike,

@@ -22,6 +22,7 @@ from qtoolkit.casts.internal import (
     differentiable_product,
     differentiable_quotient,
     differentiable_widened,
+    hinting,
     in_dtype,
     linear_in_dtype,
     linear_product,
@@ -47,6 +48,7 @@ from qtoolkit.gradients._estimators import (
 )
 
 
+@hinting
 def fake_convert(
     x: ArrayLike,
     scale: ArrayLike = 1.0,

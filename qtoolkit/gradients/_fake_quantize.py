@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import Projection, Stochastic
-from qtoolkit.casts.internal import result_dtype, types_of
+from qtoolkit.casts.internal import hinting, result_dtype, types_of
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 from qtoolkit.scaling.internal import (
@@ -27,6 +27,7 @@ from qtoolkit.scaling.internal import (
 )
 
 
+@hinting
 def fake_quantize(
     x: ArrayLike,
     spec: SpecLike,

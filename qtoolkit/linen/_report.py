@@ -20,6 +20,7 @@ from qtoolkit.products.internal import (
     check_all_quantized,
     flow,
     kernels_in,
+    naming_missing_inputs,
     strict_inputs,
     unused_rules,
 )
@@ -103,7 +104,8 @@ def report(
         )
         for key, products in kept.items()
     ]
-    with recording_modules() as recorded:
+    missing = naming_missing_inputs("report", inputs, options)
+    with missing, recording_modules() as recorded:
         try:
             found = traced(mutable)
         except ScopeCollectionNotFound as error:

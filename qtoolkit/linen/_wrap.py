@@ -26,12 +26,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _FRAMEWORK = set(dir(nn.Module)) - {"__call__"}
 _CHECKED = "qtoolkit_checked"  # an attribute: whether each rule has matched something
+_DEFAULT = Recipe()
 _rules_of = operator.attrgetter("qtoolkit_rules")
 
 
 def wrap(
     module: Model,
-    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -72,14 +73,13 @@ def wrap(
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
         patched. Inside of `@nn.compact` make it with `parent=None`:
         `wrap(nn.Dense(8, parent=None))`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
-        of `qtoolkit.policies`. Or `Rules`
-        of recipes, over paths such as "blocks_0/Dense_0", parameters with two axes or more such as
-        "moe/router_weights", and types; None excludes a layer,
-        and so does a missing default. A type means layers of that type and layers inside of modules
-        of that type. Which layers there are is known only when the module runs: `init` and the
-        first `apply` raise for a rule that matches nothing, unless they are given a `method`, and
-        `report` names such rules.
+      recipe: What to round; `Recipe()` is E4M3 forward and E5M2 for gradients. Or a policy of
+        `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks_0/Dense_0",
+        parameters with two axes or more such as "moe/router_weights", and types; None excludes a
+        layer, and so does a missing default. A type means layers of that type and layers inside of
+        modules of that type. Which layers there are is known only when the module runs: `init` and
+        the first `apply` raise for a rule that matches nothing, unless they are given a `method`,
+        and `report` names such rules.
       strict: Inputs of the module, to trace it with: `(x, y)`, or by their names
         `{"x": x, "y": y}`. Raises if a matmul is not quantized though no rule says so, if no
         matmul is quantized, or if a rule matches nothing.

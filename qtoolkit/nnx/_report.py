@@ -7,7 +7,7 @@ from flax import linen, nnx
 
 from qtoolkit.nnx._rewriting import has_products, is_left, leave, product_states
 from qtoolkit.products import Product, Report, native_calls
-from qtoolkit.products.internal import BY_RULE, MODEL, flow
+from qtoolkit.products.internal import BY_RULE, MODEL, flow, naming_missing_inputs
 
 
 def check_module(where: str, model: Any) -> None:
@@ -78,7 +78,8 @@ def report(
                 leave(module, shown)  # its matmuls then say to which layer they belong
         return function(model, *args, **kwargs)
 
-    found = flow.report(call, state, (inputs, options), layers)
+    with naming_missing_inputs("report", inputs, options):
+        found = flow.report(call, state, (inputs, options), layers)
     if layers:
         reason = "its layer is not wrapped: wrap the model again after layers are replaced"
     else:  # what `wrap` returned was not used, or all its rules are None

@@ -46,6 +46,7 @@ from qtoolkit.products.internal import (
     check_rules,
     kernels_as_modules,
     kernels_in,
+    not_wrapped,
     noted_kernels,
     recipes_of,
     strict_inputs,
@@ -53,11 +54,12 @@ from qtoolkit.products.internal import (
 )
 
 Model = TypeVar("Model", bound=nnx.Module)
+_DEFAULT = Recipe()
 
 
 def wrap(
     model: Model,
-    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -88,8 +90,8 @@ def wrap(
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
-        of `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
+      recipe: What to round; `Recipe()` is E4M3 forward and E5M2 for gradients. Or a policy of
+        `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
         None excludes a layer, and so does a missing default. None for any other module
         excludes the matmuls that `wrap` does not see in what it calls, such as those of a linen
         module in `nnx.bridge.ToNNX`. A type means layers of that type and layers inside of modules
@@ -281,10 +283,7 @@ def _checked_layers(
             "compute a matmul"
         )
     if rules is None and all(site_of(found.module) is None for found in layers):
-        raise ValueError(
-            f"{where}: recipe is None for {name}, which is not wrapped, expected a recipe, e.g. "
-            "qtoolkit.recipes.weight_only_e4m3"
-        )
+        raise not_wrapped(name)
     return layers
 
 

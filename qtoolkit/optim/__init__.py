@@ -1,5 +1,6 @@
 """Optimizers in few bits: optax transforms for states, for weights and for scaled losses."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.optim._loss_scale import DynamicLossScaleState, dynamic_loss_scale, loss_scale
 from qtoolkit.optim._moments import SecondMoment
 from qtoolkit.optim._quantize_state import QuantizedState, quantize_state
@@ -22,3 +23,5 @@ __all__ = [
     "quantize_state",
     "stochastic_round_updates",
 ]
+
+hint_at_names(__name__)

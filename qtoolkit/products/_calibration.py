@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qtoolkit.casts.internal import exact_float32
+from qtoolkit.casts.internal import exact_float32, serializable
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._inputs import Batch
 from qtoolkit.products._instruments import Tapped, tapped
@@ -106,6 +106,7 @@ def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
     return total
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.casts.internal import serializable
 from qtoolkit.products._instruments import Stored, Tapped, tapped
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
@@ -53,6 +54,7 @@ class _TallyTap:
         return tally_vector(x, rounded.q, rounded.spec, rounded.scales)
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
@@ -113,6 +115,7 @@ class Row:
         )
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Numerics:

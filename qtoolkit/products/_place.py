@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.products._lines import warn
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 
@@ -35,6 +36,9 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path or MODEL}:{self.name}"
+
+
+add_json_kinds(Place)
 
 
 @dataclasses.dataclass(frozen=True)

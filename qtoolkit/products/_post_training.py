@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts.internal import FLOATS, WIDTHS, exact_float32
+from qtoolkit.casts.internal import FLOATS, WIDTHS, exact_float32, serializable
 from qtoolkit.products._channels import Key
 from qtoolkit.products._folding import (
     Graph,
@@ -38,6 +38,7 @@ METHODS = ("nearest", *("+".join(filter(None, x)) for x in itertools.product(*_S
 _STATIC: Any = {"static": True}
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class InputStatistics:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.products._control_flow import MATMULS, QUANTIZED_MATMUL, SCALED, jaxprs_in
 from qtoolkit.products._derivative import Cotangent
 from qtoolkit.products._instruments import Quantized, has_no_derivative, instrumented
@@ -52,6 +53,9 @@ class Product:
     where: str = ""
     count: int = 1
     multiplications: int = 0
+
+
+add_json_kinds(Product)
 
 
 @dataclasses.dataclass(frozen=True)

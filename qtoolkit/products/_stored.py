@@ -13,7 +13,7 @@ from qtoolkit.formats import BlockFormat, Format, Rules
 from qtoolkit.products._bilinear import Axes, Bilinear, Einsum
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._operand import Operand
-from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._recipe import Recipe, check_not_none
 from qtoolkit.products._residuals import code_values, poisoned
 from qtoolkit.products._rounded import Rounded, rounding_of
 from qtoolkit.scaling import QArray
@@ -21,6 +21,7 @@ from qtoolkit.scaling.internal import Scales
 
 Array = jax.Array
 STORED = "stored"
+AS_WRAPPED = "wrapped"  # in place of a recipe: those that `wrap` gave to the model
 
 
 def stored_label(x: Any) -> str:
@@ -30,6 +31,19 @@ def stored_label(x: Any) -> str:
     notes = ["factors"] if x.factors is not None else []
     notes += ["Hadamard"] if x.rotation is not None else []
     return ", ".join([x.spec.name, *notes, STORED])
+
+
+def kept_or_serving_rules(recipe: Any) -> Rules[Recipe] | None:
+    """As `serving_rules`; None for `AS_WRAPPED`."""
+    is_kept = isinstance(recipe, str) and recipe == AS_WRAPPED
+    return None if is_kept else serving_rules(recipe)
+
+
+def not_wrapped(name: str) -> ValueError:
+    return ValueError(
+        f"quantize: recipe is {AS_WRAPPED!r} for {name}, which is not wrapped, expected a recipe, "
+        "e.g. qtoolkit.recipes.weight_only_e4m3"
+    )
 
 
 def serving_rules(recipe: Any) -> Rules[Recipe]:
@@ -44,6 +58,7 @@ def _serving_recipe(recipe: Any) -> Recipe:
         return recipe
     if isinstance(recipe, str | Operand | BlockFormat | Format):
         return Recipe((None, recipe), gradient=None)
+    check_not_none("quantize", recipe, f"write {AS_WRAPPED!r} for the recipes of `wrap`")
     raise TypeError(
         f"quantize: recipe has type {type(recipe).__name__}, expected a Recipe, Rules of them or a "
         "format, e.g. qtoolkit.recipes.weight_only_e4m3"

@@ -19,7 +19,7 @@ from qtoolkit.products._forward_state import (
     moves_forward,
     present_trace,
 )
-from qtoolkit.products._inputs import Batch, Constant, as_jax, with_numbers
+from qtoolkit.products._inputs import Batch, Constant, as_jax, naming_missing_inputs, with_numbers
 from qtoolkit.products._instruments import kernels_in, set_variable, without_measuring
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import Kernel, Kernels, noted_kernels, noting_kernels
@@ -67,4 +67,11 @@ from qtoolkit.products._states import (
     uncalibrated,
     unstarted,
 )
-from qtoolkit.products._stored import einsum_axes, serving_rules, stored_kernel
+from qtoolkit.products._stored import (
+    AS_WRAPPED,
+    einsum_axes,
+    kept_or_serving_rules,
+    not_wrapped,
+    serving_rules,
+    stored_kernel,
+)

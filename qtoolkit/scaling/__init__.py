@@ -1,5 +1,6 @@
 """Chooses scales, x ~ q * scale, and quantizes arrays in blocks. Nothing here has derivatives."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.scaling._awq import awq_factors
 from qtoolkit.scaling._blocks import amax
 from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage
@@ -44,3 +45,5 @@ __all__ = [
     "smoothing_factors",
     "sqnr_db",
 ]
+
+hint_at_names(__name__)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from qtoolkit.formats import BlockFormat
+from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.scaling._blocks import Blocks
 from qtoolkit.scaling._elements import Scales
 from qtoolkit.scaling._hessian import Hessian
@@ -124,6 +125,9 @@ class Contraction(NamedTuple):
 
         scale, zero_point = (None if x is None else moved(x) for x in scales[::2])
         return Scales(scale, scales.tensor_scale, zero_point)
+
+
+add_json_kinds(Contraction)
 
 
 def check_inputs(where: str, w: Array, hessian: Hessian, how: Contraction) -> None:

@@ -24,6 +24,7 @@ from qtoolkit.casts.internal import (
     round_values,
 )
 from qtoolkit.formats import SpecLike, TableFormat
+from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.scaling._observer import (
     COUNT,
     MAX,
@@ -110,6 +111,9 @@ class Bins:
     def _place(self, exponent: int) -> int:
         """The exponent and mantissa bits of 2**exponent."""
         return (exponent + 127) << self.mantissa_bits
+
+
+add_json_kinds(Bins)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

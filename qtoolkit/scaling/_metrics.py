@@ -23,6 +23,7 @@ from qtoolkit.casts.internal import (
     magnitude_ordinal,
     ordinal,
     power_of_two,
+    serializable,
     settled,
     times_power_of_two,
     types_of,
@@ -44,6 +45,7 @@ _LIFT = 60  # arrays below 2**60 are measured in units of 2**-60, in which nothi
 _LEAST_NORMAL = np.finfo(np.float32).tiny
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Metrics:

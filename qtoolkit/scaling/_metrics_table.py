@@ -10,10 +10,12 @@ from jax.typing import ArrayLike
 
 from qtoolkit import formats
 from qtoolkit.casts import Stochastic
+from qtoolkit.casts.internal import hinting, serializable
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._metrics import Metrics, cells_of, metrics_of
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MetricsTable(Mapping[str, Metrics]):
@@ -101,6 +103,7 @@ def metrics(
 ) -> MetricsTable: ...
 
 
+@hinting
 def metrics(
     x: ArrayLike,
     spec: SpecLike | Sequence[SpecLike],

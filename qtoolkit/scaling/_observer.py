@@ -36,6 +36,7 @@ from qtoolkit.casts.internal import (
     from_stored,
     is_zero,
     magnitude_ordinal,
+    serializable,
     to_stored,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
@@ -111,7 +112,7 @@ def pytree(kind: Kind) -> Kind:
         return kind(**dict(zip((*static, *arrays), (*known, *children), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
-    return kind
+    return serializable(kind)
 
 
 class Mergeable:

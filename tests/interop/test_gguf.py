@@ -117,6 +117,23 @@ def test_a_damaged_file_is_named(tmp_path, source):
     save(tmp_path / "wide", {"a": source})
 
 
+def test_a_type_of_a_fork_is_no_damage(tmp_path, source):
+    """137 is IQ2_K of ik_llama.cpp, which the package gguf does not know."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", source)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    data = path.read_bytes()
+    place = data.index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight")
+    place += 4 + 8 * source.ndim  # the number of dimensions, and each
+    path.write_bytes(data[:place] + (137).to_bytes(4, "little") + data[place + 4 :])
+    with pytest.raises(CheckpointError, match=r"GGML's type 137, .* a fork .* upgrade gguf"):
+        convert(path, tmp_path / "out")
+
+
 def test_a_part_of_a_split_file_is_refused(tmp_path, source):
     writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", "llama")
     writer.add_uint16("split.count", 2)

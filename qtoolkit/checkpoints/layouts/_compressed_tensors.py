@@ -149,6 +149,7 @@ def computed(spec: BlockFormat) -> BlockFormat:
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     _check_transforms(config, where)
     weights = _weight_groups(config, where)
+    _check_dense(config, where)
     blocks = _blocks(weights, where)
     are_floats = {group.get("type") for group in weights} == {"float"}
     widths = widths_of(weights, config.get("version"), where)
@@ -234,6 +235,15 @@ def _check_transforms(config: Mapping[str, Any], where: str) -> None:
     if transforms:
         what = "none: weights and activations are rotated, which is not read"
         raise unread_config(where, "transform_config", transforms, what)
+
+
+def _check_dense(config: Mapping[str, Any], where: str) -> None:
+    """Raises for weights of which only some are stored: entries of other names and meanings."""
+    groups = config.get("config_groups") or {}
+    for part in (config, config.get("sparsity_config"), *groups.values()):
+        name = part.get("format") if isinstance(part, Mapping) else None
+        if isinstance(name, str) and (name == "marlin-24" or name.startswith("sparse")):
+            raise unread_config(where, "format", name, "one of dense weights", METHOD)
 
 
 def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:
