@@ -15,10 +15,7 @@ _NAMES_BY_PACKAGE = {
         *("BlockFormat", "FloatFormat", "IntFormat", "Rules", "TableFormat"),
         *("format", "p3109", "posit", "promote", "spec"),
     ),
-    "casts": (
-        *("Stochastic", "cast", "cast_tree", "decode", "encode", "pack", "round_to_format"),
-        "unpack",
-    ),
+    "casts": ("Stochastic", "cast", "decode", "encode", "pack", "round_to_format", "unpack"),
     "scaling": ("QArray", "metrics", "quantize"),
     "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
     "products": (

@@ -16,7 +16,6 @@ from qtoolkit import scaling as scaling
 from qtoolkit._version import __version__ as __version__
 from qtoolkit.casts import Stochastic as Stochastic
 from qtoolkit.casts import cast as cast
-from qtoolkit.casts import cast_tree as cast_tree
 from qtoolkit.casts import decode as decode
 from qtoolkit.casts import encode as encode
 from qtoolkit.casts import pack as pack

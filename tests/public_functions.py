@@ -72,7 +72,6 @@ CASTS = {
     "decode": lambda x: wide(qt.decode(qt.encode(x, "e4m3fn"), "e4m3fn", x.dtype)),
     "round_to_format e5m2": lambda x: wide(qt.round_to_format(x, "e5m2", saturation="none")),
     "cast bfloat16": lambda x: wide(qt.cast(x, "bfloat16")),
-    "cast_tree": lambda x: qt.cast_tree({"x": x}, "e4m3fn")["x"],
     "pack": lambda x: qt.pack(qt.encode(x, "e2m1fn"), "e2m1fn"),
     "pack six bits": lambda x: qt.pack(qt.encode(x, "e3m2fn"), "e3m2fn"),
     "unpack": lambda x: qt.unpack(qt.pack(qt.encode(x, "int4"), "int4"), "int4"),

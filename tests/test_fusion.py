@@ -405,7 +405,6 @@ def test_cotangents_of_casts_to_half_precision_when_fused(dtype):
     made = {n: HALF_PRODUCERS[n] for n in ("sum", "product", "narrowing")}
     casts = {
         "cast": lambda v: qt.cast(v, dtype),
-        "cast_tree": lambda v: qt.cast_tree([v], dtype)[0],
         "onnx.cast": lambda v: onnx.cast(v, dtype),
         "openvino.convert": lambda v: openvino.convert(v, dtype),
         "pypto.cast": lambda v: pypto.cast(v, dtype),

@@ -109,4 +109,3 @@ from qtoolkit.casts._storage import (
     rounded_to,
     to_stored,
 )
-from qtoolkit.casts._tree import leaf_path

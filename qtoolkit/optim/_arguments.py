@@ -1,4 +1,4 @@
-"""Checks of arguments, and keys, that the transforms share."""
+"""Checks of arguments, paths of leaves, and keys, that the transforms share."""
 
 import zlib
 from typing import Any
@@ -30,6 +30,13 @@ def injected(where: str, name: str) -> str:
         f"optax.inject_hyperparams inject it: write optax.inject_hyperparams(lambda rate: "
         f"qtoolkit.optim.{where}(...))(rate=1e-3)"
     )
+
+
+def leaf_path(keys: tuple[Any, ...]) -> str:
+    """A path such as "a/0/kernel". Boxes of one array, such as Flax's variables, add nothing."""
+    if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
+        keys = keys[:-1]
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def key_words(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import optax
 import optax.contrib
 
-from qtoolkit.casts.internal import FLOATS, leaf_path
+from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import (
     BlockFormat,
     FloatFormat,
@@ -20,6 +20,7 @@ from qtoolkit.formats import (
     TableFormat,
     spec,
 )
+from qtoolkit.optim._arguments import leaf_path
 from qtoolkit.scaling import QArray
 
 BLOCK = 128  # elements that share a scale where only a format is given

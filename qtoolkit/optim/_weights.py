@@ -9,9 +9,9 @@ import optax
 from optax import GradientTransformation, GradientTransformationExtraArgs
 
 from qtoolkit.casts import round_to_format
-from qtoolkit.casts.internal import FLOATS, check_holds, exact_float32, in_dtype, leaf_path
+from qtoolkit.casts.internal import FLOATS, check_holds, exact_float32, in_dtype
 from qtoolkit.formats import Format, FormatLike, format
-from qtoolkit.optim._arguments import check_integer, check_transform, key_words
+from qtoolkit.optim._arguments import check_integer, check_transform, key_words, leaf_path
 
 _HALVES = FLOATS[1:]
 
