@@ -13,7 +13,7 @@ from qtoolkit._version import __version__
 _NAMES_BY_PACKAGE = {
     "formats": (
         *("BlockFormat", "FloatFormat", "IntFormat", "Rules", "TableFormat"),
-        *("format", "p3109", "posit", "promote", "spec"),
+        *("format", "p3109", "posit", "spec"),
     ),
     "casts": ("Stochastic", "cast", "decode", "encode", "pack", "round_to_format", "unpack"),
     "scaling": ("QArray", "metrics", "quantize"),

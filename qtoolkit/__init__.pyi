@@ -29,7 +29,6 @@ from qtoolkit.formats import TableFormat as TableFormat
 from qtoolkit.formats import format as format
 from qtoolkit.formats import p3109 as p3109
 from qtoolkit.formats import posit as posit
-from qtoolkit.formats import promote as promote
 from qtoolkit.formats import spec as spec
 from qtoolkit.gradients import fake_cast as fake_cast
 from qtoolkit.gradients import fake_convert as fake_convert

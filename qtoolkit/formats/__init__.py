@@ -45,7 +45,6 @@ from qtoolkit.formats._names import (
 )
 from qtoolkit.formats._p3109 import p3109
 from qtoolkit.formats._posit import posit
-from qtoolkit.formats._promote import promote
 from qtoolkit.formats._published import (
     BLOCK_FORMATS,
     DEEPSEEK_1X128,
@@ -133,6 +132,5 @@ __all__ = [
     "format",
     "p3109",
     "posit",
-    "promote",
     "spec",
 ]
