@@ -54,10 +54,7 @@ def counted(kind):
 MODES = ("nearest_even", "nearest_away", "toward_positive", "to_odd")
 FOUR_OVER_SIX = qt.spec("nvfp4").with_(rule="four_over_six")
 ZERO_POINT = qt.BlockFormat.tensor("uint8", zero_point=True)
-RULES = (
-    *(gradients.Clipped(), gradients.Identity(), gradients.Zero(), gradients.DSQ()),
-    *(gradients.EWGS(delta=1.0), gradients.Ramp(0.5), gradients.ReSTE()),
-)
+RULES = (*(gradients.Clipped(), gradients.Identity(), gradients.Zero(), gradients.Ramp(0.5)),)
 CASTS = {
     **{
         f"{f.__name__} {fmt} {mode}": functools.partial(f, fmt=fmt, rounding=mode)
@@ -118,7 +115,6 @@ GRADIENTS = {
     "fake_quantize up": lambda x: wide(qt.fake_quantize(x, "e5m2", rounding="toward_positive")),
     "lsq": lambda x: wide(gradients.lsq(x, 0.13, "int8")),
     "lsq_plus": lambda x: wide(gradients.lsq_plus(x, 0.13, 0.21, "int8")),
-    "pact": lambda x: wide(gradients.pact(x, 1.3, 4)),
     "fake_cast gradient": gradient(lambda x: qt.fake_cast(x, "e4m3fn")),
     "fake_convert gradient": gradient(lambda x: qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn")),
     "fake_quantize gradient": gradient(lambda x: qt.fake_quantize(x, "mxfp8_e4m3")),
@@ -447,7 +443,7 @@ EXCLUDED = {
     **dict.fromkeys(
         ("Metrics", "MetricsTable", "Tally", "Product", "Report", "Numerics", "Sensitivity"), HELD
     ),
-    **dict.fromkeys(("CotangentEstimator", "Estimator"), "a type, for annotations"),
+    "Estimator": "a type, for annotations",
     **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
     **dict.fromkeys(("Operand", "Recipe"), DATA),
     **dict.fromkeys(("Allocation", "Calibration", "InputStatistics"), HELD),

@@ -180,7 +180,7 @@ LEARNED = {
 }
 
 
-@pytest.mark.sample("lsq_plus", "fake_convert", "pact")
+@pytest.mark.sample("lsq_plus", "fake_convert")
 @pytest.mark.parametrize("name", LEARNED)
 def test_vectors_of_parameters_where_ranks_are_not_promoted(name):
     """Oracle: the gradients without the flag, by parameters that have the axes of the data."""

@@ -187,7 +187,7 @@ PYTHON = {
     ),
     "an estimator misspelt": (
         lambda: qt.fake_cast(X, "e4m3fn", gradient="ste"), ValueError,
-        "gradient='ste'", "expected one of identity, clipped, zero", "qtoolkit.gradients.DSQ()",
+        "gradient='ste'", "expected one of identity, clipped, zero", "qtoolkit.gradients.Ramp(0.5)",
     ),
     "numbers to decode": (
         lambda: qt.decode(X, "e4m3fn"), TypeError,
