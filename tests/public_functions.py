@@ -89,11 +89,7 @@ SCALING = {
     "scale_from_amax": lambda x: scaling.scale_from_amax(scaling.amax(x), qt.format("e4m3fn")),
     "hadamard_transform": lambda x: wide(scaling.hadamard_transform(x)),
     "hadamard_transform random": lambda x: wide(scaling.hadamard_transform(x, key=KEY)),
-    "equalize": lambda x: [
-        wide(y) for y in scaling.equalize(x, x, jnp.full(COLUMNS, 1.1, jnp.float32), w_axis=1)
-    ],
     "smoothing_factors": lambda x: scaling.smoothing_factors(jnp.abs(x[0]), jnp.abs(x[1])),
-    "cross_layer_factors": lambda x: scaling.cross_layer_factors(x, x, axis1=0, axis2=0),
     "Hessian": lambda x: scaling.Hessian.of(COLUMNS).observe(x).largest,
     "AbsMax": observed(scaling.AbsMax, "e4m3fn"),
     "AmaxHistory": observed(scaling.AmaxHistory, "e4m3fn", margin=1),
@@ -374,10 +370,6 @@ PARAMETERS = {
     "lsq_plus by parameters": lambda x: wide(
         gradients.lsq_plus(data(x), positive(x), bounded(x), "int4")
     ),
-    "pact by parameters": lambda x: wide(gradients.pact(data(x), positive(x), 4)),
-    "equalize by parameters": lambda x: [
-        wide(y) for y in scaling.equalize(data(x), data(x), positive(x)[0], w_axis=1)
-    ],
     "quantize by parameters": lambda x: jax.tree.leaves(
         qt.quantize(data(x), BY_CHANNEL, scale=exact_float32(positive(x)))
     ),

@@ -45,7 +45,6 @@ def awq_factors(
     channel is its mean |x| to a power between 0 and 1; then all are scaled, so that the largest
     times the smallest is 1. Of several powers, take the one with the least squared error of the
     result. `hessian` suffices to compute this error, so inputs need not be stored.
-    `x, w = equalize(x, w, factors)` applies the factors.
 
     Args:
       w: The kernel, float32, float16 or bfloat16; or several that share their inputs, such as those
