@@ -98,7 +98,6 @@ SCALING = {
     "Percentile": observed(scaling.Percentile, "e4m3fn"),
     "Percentile counts": counted(scaling.Percentile),
     "MSE counts": counted(scaling.MSE),
-    "Entropy counts": counted(scaling.Entropy),
 }  # fmt: skip
 GRADIENTS = {
     "fake_convert": lambda x: wide(qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn")),
@@ -399,7 +398,6 @@ SUMS = {
         lambda m: [m.sqnr_db, m.max_error, m.cosine, m.saturated, m.flushed, m.nonfinite]
     )(qt.metrics(x, "e4m3fn")),
     "MSE": observed(scaling.MSE, "int8"),
-    "Entropy": observed(scaling.Entropy, "int8"),
     "lsq_scale": lambda x: gradients.lsq_scale(x, "int8"),
     "lsq_plus_scale_offset": lambda x: gradients.lsq_plus_scale_offset(x, "int8"),
     "lsq by scale": lambda x: jax.grad(

@@ -6,7 +6,7 @@ from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage
 from qtoolkit.scaling._gptq import gptq
 from qtoolkit.scaling._hadamard import hadamard_transform
 from qtoolkit.scaling._hessian import Hessian
-from qtoolkit.scaling._histogram import MSE, Bins, Entropy, Percentile
+from qtoolkit.scaling._histogram import MSE, Bins, Percentile
 from qtoolkit.scaling._history import AmaxHistory
 from qtoolkit.scaling._metrics import Metrics, sqnr_db
 from qtoolkit.scaling._metrics_table import MetricsTable, metrics
@@ -22,7 +22,6 @@ __all__ = [
     "AbsMax",
     "AmaxHistory",
     "Bins",
-    "Entropy",
     "Hessian",
     "Metrics",
     "MetricsTable",
