@@ -272,10 +272,6 @@ def updated(tx, x, dtype):
     return jax.tree.leaves(tx.update(x, tx.init(params), params))
 
 
-def scaler():
-    return optim.dynamic_loss_scale(optax.identity(), initial=4.0, period=1)
-
-
 OPTIM = {
     "optim.quantize_state": lambda x: updated(
         optim.quantize_state(optax.trace(decay=0.9), "e4m3fn", min_size=0), x, x.dtype
@@ -286,8 +282,6 @@ OPTIM = {
     "optim.master_weights": lambda x: updated(
         optim.master_weights(optax.identity()), x, jnp.bfloat16
     ),
-    "optim.dynamic_loss_scale": lambda x: updated(scaler(), x, x.dtype),
-    "optim.loss_scale": lambda x: optim.loss_scale(scaler().update(x, scaler().init(x))[1]),
 }
 
 
@@ -457,10 +451,7 @@ EXCLUDED = {
         (f"nnx.{name}" for name in ("LsqOffset", "LsqScale", "Probe", "ScalingState")), HELD
     ),
     **dict.fromkeys(
-        (
-            f"optim.{name}State"
-            for name in ("DynamicLossScale", "MasterWeights", "Quantized", "StochasticRound")
-        ),
+        (f"optim.{name}State" for name in ("MasterWeights", "Quantized", "StochasticRound")),
         HELD,
     ),
     "optim.SecondMoment": DATA,
