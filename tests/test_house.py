@@ -21,7 +21,6 @@ LAYERS = (
     ("gradients", "plots"),
     ("products",),
     ("onnx", "openvino", "pypto", "nnx", "linen", "optim", "checkpoints"),
-    ("demo",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
@@ -31,8 +30,8 @@ ONLY_IN = {
     "jax": set(LEVEL) - {"formats", "cli"},
     "jaxlib": set(LEVEL) - {"formats", "cli"},
     "matplotlib": {"plots"},
-    "flax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
-    "optax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
+    "flax": {"nnx", "linen", "optim", "checkpoints", "plots"},
+    "optax": {"nnx", "linen", "optim", "checkpoints", "plots"},
     "orbax": {"checkpoints"},
 }
 
@@ -148,7 +147,6 @@ MAY_CAST_BITS = {
 }
 MAY_VIEW_BYTES = {
     "checkpoints/": "containers hold bytes, which are read and written on the host",
-    "demo/_language_model.py": "a text is an array of its bytes",
     "onnx/_cast.py": "JAX has no float6, so the result is an array of NumPy",
     "onnx/_strings.py": "numbers become text on the host",
     "scaling/_histogram.py": "edges of bins are constants, made in NumPy",
@@ -270,7 +268,7 @@ def test_help_of_the_command(tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    for name in ("convert", "inspect", "formats", "demo"):
+    for name in ("convert", "inspect", "formats"):
         assert name in done.stdout
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from benchmarks._language_model import load_corpus
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
 import qtoolkit as qt
-from qtoolkit.demo import load_corpus
 from qtoolkit.optim import SecondMoment, quantize_state
 
 RNG = np.random.default_rng(0)
