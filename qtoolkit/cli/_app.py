@@ -74,7 +74,7 @@ def formats(
         typer.Argument(
             metavar="NAME",
             autocompletion=completion([fmt.name for fmt in (*FORMATS, *BLOCK_FORMATS)]),
-            help="Show this format and its values; any spelling.",
+            help="Show this format; any spelling.",
         ),
     ] = None,
 ) -> None:
