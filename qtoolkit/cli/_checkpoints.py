@@ -31,7 +31,6 @@ from qtoolkit.cli._summaries import (
     counted,
     loading_lines,
     plan_table,
-    report_markdown,
     report_summary,
     report_table,
 )
@@ -132,8 +131,8 @@ def finalize(
     """
     if discard and (overwrite or output.style not in ("text", "nothing")):
         raise failure(
-            "finalize --discard: nothing is written or printed; omit --overwrite, --report, "
-            "--json and --verbose",
+            "finalize --discard: nothing is written or printed; omit --overwrite, --json "
+            "and --verbose",
             2,
         )
     with one_line_errors(f"{dst} was not written"):
@@ -172,8 +171,6 @@ def _print_report(report: checkpoints.Report, style: str) -> None:
         with printing():
             if style == "json":
                 typer.echo(report.to_json())
-            elif style == "md":
-                typer.echo(report_markdown(report))
             else:
                 if style == "table":
                     table(*report_table(report))
@@ -183,8 +180,6 @@ def _print_report(report: checkpoints.Report, style: str) -> None:
 
 def _dry_run(destination: Destination, arguments: dict[str, Any], style: str) -> None:
     """Print the plan that `make_plan` makes with these arguments."""
-    if style == "md":
-        raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
     destination.check()
     to, dst, shard = destination.to, str(destination.dst), destination.shard
     arguments["layout"] = layout_in(to, arguments.get("layout"))

@@ -194,10 +194,6 @@ MAX_MEMORY = typer.Option(
     "estimate, for CPU.",
 )
 DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write nothing.")
-REPORT = typer.Option(
-    **one_of("--report", ("json", "md")),
-    help="json or md: print a report of every tensor, in place of the summary.",
-)
 JSON = typer.Option("--json", help="Print one JSON object instead of text.")
 QUIET = typer.Option("--quiet", "-q", help="Print nothing but errors.")
 VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor.")
@@ -207,25 +203,21 @@ VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor.")
 class Printing:
     """The options of all commands that write checkpoints; they say what is printed."""
 
-    report: Annotated[str | None, REPORT] = None
     as_json: Annotated[bool, JSON] = False
     quiet: Annotated[bool, QUIET] = False
     verbose: Annotated[bool, VERBOSE] = False
 
     def __post_init__(self) -> None:
-        if self.as_json and self.report == "md":
-            raise failure("--json and --report md exclude each other; give one of them", 2)
         if self.quiet and self.verbose:
             raise failure("--quiet and --verbose exclude each other; give one of them", 2)
-        if self.verbose and (self.as_json or self.report):
-            message = "--verbose: --json and --report name every tensor already; omit it"
-            raise failure(message, 2)
+        if self.verbose and self.as_json:
+            raise failure("--verbose: --json names every tensor already; omit it", 2)
 
     @property
     def style(self) -> str:
-        """How to print a report: "json", "md", "nothing", "table" or "text"."""
-        if self.as_json or self.report:
-            return "md" if self.report == "md" else "json"
+        """How to print a report: "json", "nothing", "table" or "text"."""
+        if self.as_json:
+            return "json"
         return "nothing" if self.quiet else "table" if self.verbose else "text"
 
 

@@ -102,16 +102,11 @@ def test_a_file_and_the_config_that_its_loaders_need(source, tmp_path):
 
 def test_reports(source, tmp_path):
     arguments = ["convert", source, tmp_path / "dst", *CT, "--overwrite"]
-    as_json = run(*arguments, "--json")
-    report = json.loads(as_json.stdout)
-    assert as_json.stdout == run(*arguments, "--report", "json").stdout
+    report = json.loads(run(*arguments, "--json").stdout)
     (weight,) = (tensor for tensor in report["tensors"] if tensor["name"] == WEIGHT)
     assert (weight["action"], weight["dtype"], weight["nonfinite"]) == ("quantize", "F8_E4M3", 0)
     assert report["bytes_after"] == 128 * 128 + 4 * 128 + 256
     assert report["quantization_config"]["quant_method"] == "compressed-tensors"
-    markdown = run(*arguments, "--report", "md").stdout.splitlines()
-    assert markdown[0] == f"# {tmp_path}/dst"
-    assert any(line.startswith(f"| {WEIGHT} | F8_E4M3 | 16,896 | ") for line in markdown)
     verbose = run(*arguments, "-v").stdout
     assert verbose.splitlines()[0].split()[:3] == ["tensor", "became", "bytes"]
     quiet = run(*arguments, "-q")
@@ -305,7 +300,6 @@ def test_names_from_files_never_reach_the_terminal_raw(tmp_path):
             ("inspect", tmp_path / "src", "--stats"),
             ("convert", tmp_path / "src", tmp_path / "dst", "--dry-run"),
             ("convert", tmp_path / "src", tmp_path / "dst", "-v"),
-            ("convert", tmp_path / "src", tmp_path / "dst", "--overwrite", "--report", "md"),
             ("convert", tmp_path / "src", tmp_path / "x", *CT, "--scaling", "block"),
             ("convert", tmp_path / "src", tmp_path / "x", "--skip", "none"),
         )
@@ -326,7 +320,6 @@ def test_paths_never_reach_the_terminal_raw(source, tmp_path, monkeypatch):
         (0, "convert", odd, other, "--dry-run"),
         (0, "convert", odd, other),
         (1, "convert", odd, other),
-        (0, "convert", odd, other, "--overwrite", "--report", "md"),
         (0, "convert", source, "f" + odd, "--shard", "0/1"),
         (0, "finalize", "f" + odd),
         (0, "dequantize", other, "d" + odd),
@@ -378,10 +371,8 @@ RULES = {
         (("--max-shard-size", "1KB"), "which becomes one file, and --max-shard-size is"),
         (("--shard", "0/2"), "src/model.safetensors: is a file, which becomes one file"),
         (("--input-scales", "scales"), "--input-scales: nothing in layout plain"),
-        (("--json", "--report", "md"), "--json and --report md exclude each other"),
         (("-q", "-v"), "--quiet and --verbose exclude each other"),
-        (("-v", "--json"), "--verbose: --json and --report name every tensor already; omit it"),
-        (("-v", "--report", "json"), "--verbose: --json and --report name every tensor already"),
+        (("-v", "--json"), "--verbose: --json names every tensor already; omit it"),
     ],
 )
 def test_options_without_effect_are_misuse(source, tmp_path, monkeypatch, arguments, message, dry):
@@ -395,18 +386,15 @@ def test_options_without_effect_are_misuse(source, tmp_path, monkeypatch, argume
 
 def test_finalize_says_what_it_would_ignore_before_it_writes(source, tmp_path):
     run("convert", source, tmp_path / "dst", *CT, "--scaling", "tensor", "--shard", "0/1", "-q")
-    for arguments in (("-q", "-v"), ("--json", "--report", "md")):
-        assert "exclude" in fails("finalize", tmp_path / "dst", *arguments, code=2)
+    assert "exclude" in fails("finalize", tmp_path / "dst", "-q", "-v", code=2)
     for option in ("--overwrite", "--json", "-v"):
         message = fails("finalize", tmp_path / "dst", "--discard", option, code=2)
         assert "--discard: nothing is written or printed; omit --overwrite" in message
     assert run("finalize", tmp_path / "dst", "-q").exit_code == 0
 
 
-def test_a_dry_run_heeds_quiet_and_refuses_a_report_in_markdown(source, tmp_path):
-    options = ("convert", source, tmp_path / "dst", "--dry-run")
-    assert run(*options, "-q").stdout == ""
-    assert "use --report json" in fails(*options, "--report", "md", code=2)
+def test_a_dry_run_heeds_quiet(source, tmp_path):
+    assert run("convert", source, tmp_path / "dst", "--dry-run", "-q").stdout == ""
 
 
 @pytest.mark.parametrize(
