@@ -17,10 +17,10 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     Entry,
     Tensor,
+    all_zeros,
     configs_in,
     json_object,
     shown,
-    statistics,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._layout import unread
@@ -229,7 +229,7 @@ def _zero_offsets(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> 
         module, dot, suffix = name.rpartition(".")
         if name in known or f"{module}{dot}weight" not in encodings:
             continue
-        if suffix.startswith("weight_") and statistics(tensor).zeros == tensor.size:
+        if suffix.startswith("weight_") and all_zeros(tensor):
             zeros.add(name)
         elif suffix.startswith("weight_") or suffix == "quant_bias":
             what = f"{tensor.entry} of a quantized weight, expected no such entry, because it "

@@ -23,10 +23,8 @@ from qtoolkit.checkpoints._tensors import (
     FLOATS,
     Checkpoint,
     MisuseError,
-    Statistics,
     listed,
     shown,
-    statistics,
 )
 from qtoolkit.checkpoints._writing import WHOLE, check_target, whole
 from qtoolkit.checkpoints.layouts import SCALINGS, WRITTEN, Encoding
