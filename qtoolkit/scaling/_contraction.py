@@ -33,12 +33,16 @@ class Contraction(NamedTuple):
     places: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, where: str, shape: tuple[int, ...], axis: int | tuple[int, ...]) -> "Contraction":
-        """From the axis or axes that a user names.
+    def of(
+        cls, where: str, shape: tuple[int, ...], axis: "int | tuple[int, ...] | Contraction"
+    ) -> "Contraction":
+        """From the axis or axes that a user names; a `Contraction` is returned as it is.
 
         Raises:
           ValueError: An axis is out of range or comes twice.
         """
+        if isinstance(axis, Contraction):
+            return axis
         axes = (axis,) if isinstance(axis, int) else tuple(axis)
         rank = len(shape)
         if not axes or any(not -rank <= a < rank for a in axes):

@@ -40,10 +40,11 @@ def gptq(
     spec: SpecLike,
     hessian: Hessian,
     *,
-    axis: int | tuple[int, ...] = 0,
+    axis: int | tuple[int, ...] | Contraction = 0,
     damping: float = 0.01,
     act_order: bool = False,
     packed: bool = False,
+    where: str = "gptq",
 ) -> QArray:
     """Quantize a kernel by GPTQ: the error of `x @ w` is minimized, not that of `w`.
 
@@ -61,6 +62,7 @@ def gptq(
       act_order: Whether channels are rounded in descending order of their mean square. Scales then
         follow from `w` as it is.
       packed: As in `quantize`.
+      where: What messages of errors begin with.
 
     Returns:
       A `QArray` in the shape and dtype of `w`. Channels whose inputs were all zeros are rounded to
@@ -82,26 +84,12 @@ def gptq(
       >>> print([f"{jnp.square(x @ (w - q.dequantize())).mean():.3f}" for q in kernels])
       ['0.306', '7.370']
     """
-    w = lax.stop_gradient(check_differentiable("gptq", w, wide=False))
-    how = Contraction.of("gptq", w.shape, axis)
-    return solved("gptq", w, formats.spec(spec), hessian, how, damping, act_order, packed)
-
-
-def solved(
-    where: str,
-    w: Array,
-    spec: BlockFormat,
-    hessian: Hessian,
-    how: Contraction,
-    damping: float = 0.01,
-    act_order: bool = False,
-    packed: bool = False,
-) -> QArray:
-    """`gptq` for a kernel whose axes are known."""
+    w = lax.stop_gradient(check_differentiable(where, w, wide=False))
     check_number(where, "damping", damping)
     if not damping >= 0:
         raise ValueError(f"{where}: damping={damping}, expected 0 or more")
-    spec = how.along(spec, w.shape)
+    how = Contraction.of(where, w.shape, axis)
+    spec = how.along(formats.spec(spec), w.shape)
     check_holds(where, spec.element, w.dtype)
     scale_shape(where, spec, w.shape)
     check_inputs(where, w, hessian, how)
