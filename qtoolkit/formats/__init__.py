@@ -2,6 +2,7 @@
 
 from qtoolkit.formats._block import BlockFormat
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
+from qtoolkit.formats._format import format
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     BFLOAT16,
@@ -41,7 +42,6 @@ from qtoolkit.formats._names import (
     UINT64,
     Format,
     FormatLike,
-    format,
 )
 from qtoolkit.formats._p3109 import p3109
 from qtoolkit.formats._posit import posit

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from qtoolkit.formats._names import Format, format
+from qtoolkit.formats._format import format
+from qtoolkit.formats._names import Format
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from qtoolkit.formats._block import BlockFormat, is_wide
-from qtoolkit.formats._hints import BLOCKS, not_found
+from qtoolkit.formats._format import BLOCKS, not_found
 from qtoolkit.formats._names import NF4, Format, FormatLike, find
 from qtoolkit.formats._published import NF4_BLOCK64
 
