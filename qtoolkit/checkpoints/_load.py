@@ -117,7 +117,7 @@ def load(path: Path, like: Any = None) -> Any:
 
     Args:
       path: A safetensors file, from `save`, `convert` or any other program; a folder as Hugging
-        Face's, in any layout; or a checkpoint of orbax, as `convert(to="orbax")` writes it.
+        Face's, in any layout; or a checkpoint of orbax.
       like: A state with the structure of the result, such as `nnx.state(model)`, linen variables,
         or trees of `jax.ShapeDtypeStruct`. The file must have exactly the names that `save` would
         give it. A tensor that `convert` quantized becomes a `QArray`, even if `like` has a plain

@@ -14,11 +14,11 @@ import json
 import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._containers import ORBAX_FILES, container_of
+from qtoolkit.checkpoints._containers import container_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
     INDEX,
@@ -26,7 +26,7 @@ from qtoolkit.checkpoints._folder import (
     is_under_way,
     weight_files,
 )
-from qtoolkit.checkpoints._report import ContainerName, Plan, Report, TensorPlan
+from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import (
     Checkpoint,
@@ -41,10 +41,6 @@ from qtoolkit.checkpoints._writing import check_target, exists_already
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
-# What a folder of orbax contains besides ORBAX_FILES; the arrays are in "d" and "ocdbt.process_*".
-_OTHERS_OF_ORBAX = re.compile(
-    r"_sharding|_strings\.json|commit_success\.txt|array_metadatas|d|ocdbt\.process_\w+"
-)
 # Files without weights that belong to a checkpoint. --overwrite may remove these and the weights,
 # and refuses to remove any other file.
 _OTHERS_OF_A_FOLDER = re.compile(
@@ -70,36 +66,20 @@ _READERS = 16  # threads that wait for a source behind a URL
 _CONFIGS = {"quantization_config", "compression_config"}
 
 
-def layout_in(to: ContainerName, layout: str | None) -> str | None:
-    """The layout that is written in a container: orbax holds the plain one only."""
-    if to == "orbax" and layout not in (None, "plain"):
-        raise MisuseError(
-            f"--to orbax: layout {layout!r}, expected 'plain': loaders of others read safetensors; "
-            "omit --to to write them"
-        )
-    return "plain" if to == "orbax" else layout
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Destination:
     """The arguments of `convert` that say what is written, and where."""
 
     src: Path
     dst: Path
-    to: ContainerName
     max_shard_size: int | str | None
     overwrite: bool
     shard: Shard | None
 
     def check(self) -> None:
         """Raises if `src` cannot be converted to `dst`; looks at names and kinds of files only."""
-        if self.to not in get_args(ContainerName):
-            containers = ", ".join(get_args(ContainerName))
-            raise ValueError(f"to={self.to!r}, expected one of {containers}")
         is_folder = container_of(self.src, "src") == "folder"
-        if self.to == "orbax":
-            self._check_unsharded("--to orbax: orbax cuts its files itself")
-        elif not is_folder:
+        if not is_folder:
             self._check_unsharded(f"{self.src}: is a file, which becomes one file")
         storage.check_path(self.dst, "dst")
         storage.check_writable(self.dst)
@@ -114,9 +94,7 @@ class Destination:
             raise CheckpointError(
                 f"{self.dst}: the source and the target lie inside one another; choose another"
             )
-        if self.to == "orbax":
-            check_folder(self.dst, self.overwrite, of_orbax=True)
-        elif not is_folder:
+        if not is_folder:
             check_target(self.dst, self.overwrite)
         elif str(self.dst).rstrip("/").endswith(".safetensors"):
             raise CheckpointError(
@@ -145,19 +123,13 @@ def check_shard(shard: Shard | None) -> None:
         raise ValueError(f"shard={shard!r}, expected (index, count) with 0 <= index < count")
 
 
-def check_folder(
-    path: Path, overwrite: bool, own: Container[str] = (), *, of_orbax: bool = False
-) -> None:
+def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     """Raises if a folder cannot be written, or if it has files that would be lost.
 
     Those in `own`, the names in the new checkpoint, are not lost: they are replaced.
     """
     if is_url(path):
         target = str(path).rstrip("/")
-        if of_orbax:
-            raise CheckpointError(
-                f"{path}: checkpoints of orbax are written to folders of this machine; give one"
-            )
     else:
         target = os.path.realpath(path)
         _check_nameable(path, target)
@@ -169,23 +141,21 @@ def check_folder(
         return
     if not overwrite:
         raise exists_already(path)
-    what = "orbax" if of_orbax else "safetensors"
     try:
-        weights = ORBAX_FILES & inside.keys() if of_orbax else weight_files(target, [*inside])[0]
-        known = _OTHERS_OF_ORBAX if of_orbax else _OTHERS_OF_A_FOLDER
+        weights = weight_files(target, [*inside])[0]
         others = [
             name
             for name, is_folder in inside.items()
             if name not in weights and name not in own
-            if not known.fullmatch(name) or (is_folder and not of_orbax)
+            if not _OTHERS_OF_A_FOLDER.fullmatch(name) or is_folder
         ]
         reason = f"--overwrite would delete {listed(map(shown, others))}" if others else ""
     except CheckpointError as error:  # without its path and its advice, which are not for a target
         weights, reason = [], str(error).partition("; ")[0].removeprefix(f"{target}: ")
     if reason or not weights:
         raise CheckpointError(
-            f"{path}: {reason or 'no weights'}, expected a checkpoint of {what} and nothing else, "
-            "which --overwrite replaces; choose another name"
+            f"{path}: {reason or 'no weights'}, expected a checkpoint of safetensors and nothing "
+            "else, which --overwrite replaces; choose another name"
         )
 
 
@@ -235,13 +205,6 @@ def worker_count(workers: int | None = None, max_memory: int | str | None = None
         least = (_BASE_MEMORY + _WORKER_MEMORY) // 2**20
         raise ValueError(f"max_memory={max_memory!r}, expected '{least}MiB' or more")
     return min(workers, fit)
-
-
-def check_tree(dst: Path, plan: Plan, opened: Checkpoint) -> None:
-    """Raises if orbax cannot hold what is planned. Imports JAX."""
-    from qtoolkit.checkpoints._orbax import Tree, promised_tree
-
-    promised_tree(dst, plan, opened.tree or Tree())
 
 
 # The files of a folder.

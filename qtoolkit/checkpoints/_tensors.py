@@ -13,7 +13,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._folder import FolderFiles
-    from qtoolkit.checkpoints._orbax import Tree
     from qtoolkit.checkpoints._storage import Path
     from qtoolkit.checkpoints.layouts import Encoding
 
@@ -238,7 +237,6 @@ class Checkpoint:
       metadata: The strings that it holds in addition to tensors.
       config: The content of its `config.json`; empty without one.
       folder: What else a folder of Hugging Face holds; None of other containers.
-      tree: The tree of a checkpoint of orbax; None of other containers.
       layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
       auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
         model.
@@ -251,7 +249,6 @@ class Checkpoint:
     metadata: dict[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     folder: "FolderFiles | None" = None
-    tree: "Tree | None" = None
     layout: str = ""
     auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)

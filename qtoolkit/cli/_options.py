@@ -16,7 +16,6 @@ from qtoolkit.checkpoints.internal import (
     SCALINGS,
     WRITTEN,
     AxisChoice,
-    ContainerName,
     byte_count,
     compiled,
     resolve_target,
@@ -94,10 +93,6 @@ SRC = typer.Argument(
 DST = typer.Argument(
     metavar="DST",
     help="The folder to write, or the safetensors file if SRC is a file or orbax's; may be a URL.",
-)
-TO = typer.Option(
-    **one_of("--to", get_args(ContainerName)),
-    help="safetensors, or orbax: a checkpoint of orbax in layout plain, with the tree of SRC.",
 )
 FORMAT = typer.Option(
     metavar="NAME",
@@ -225,7 +220,6 @@ class Printing:
 class Writing(Printing):
     """The options of `convert` and `dequantize`: what they write, and with what resources."""
 
-    to: Annotated[Any, TO] = "safetensors"
     max_shard_size: Annotated[str | None, SHARD_SIZE] = None
     allow_codes: Annotated[bool, ALLOW_CODES] = False
     overwrite: Annotated[bool, OVERWRITE] = False

@@ -162,11 +162,6 @@ def _loading_plain(report: Report) -> str:
         )
     if report.files:
         return "no loader of models reads layout plain: `qtoolkit dequantize` undoes it"
-    if report.container == "orbax":
-        return (
-            f"load it: qtoolkit.checkpoints.load({literal}), with like=nnx.state(model) or "
-            "linen variables for a model; orbax itself restores codes and scales"
-        )
     return f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"
 
 
