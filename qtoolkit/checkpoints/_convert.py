@@ -60,7 +60,7 @@ def convert(
     quantized in the source are dequantized first. The same arguments give the same bytes.
 
     Args:
-      src: A folder as Hugging Face's or orbax's, or a file: safetensors, npz, Flax's msgpack, GGUF.
+      src: A folder as Hugging Face's or orbax's, or a file: safetensors, GGUF.
         Folders of the first kind and safetensors files may also be URLs, such as
         "s3://bucket/model", which fsspec reads.
       dst: The folder or file to write, or a URL; not `src`. It appears when it is complete. In a
@@ -81,8 +81,7 @@ def convert(
       max_memory: Bytes that the process may take, a number or text such as "400MB". Fewer workers
         are started where an estimate is larger: 340 MiB for Python, JAX and compiled programs on a
         CPU, and 20 MiB for each worker; hence at least "360MiB". Arrays that are read whole come on
-        top: the largest array of orbax or npz, the largest array of GGUF's blocks as float32, the
-        whole file of msgpack.
+        top: the largest array of orbax, the largest array of GGUF's blocks as float32.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:

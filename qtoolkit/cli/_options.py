@@ -87,8 +87,8 @@ def _regexes(patterns: list[str] | None) -> list[str] | None:
 
 SRC = typer.Argument(
     metavar="SRC",
-    help="A folder of Hugging Face or orbax, or a file: safetensors, npz, Flax's msgpack or "
-    "GGUF. Hugging Face folders and safetensors files may be URLs: s3://bucket/model.",
+    help="A folder of Hugging Face or orbax, or a file: safetensors or GGUF. Hugging Face folders "
+    "and safetensors files may be URLs: s3://bucket/model.",
 )
 DST = typer.Argument(
     metavar="DST",

@@ -301,12 +301,12 @@ def test_the_commands(bucket, source):
 
 
 def test_what_is_not_read_from_urls():
-    put("memory://a.npz", b"PK\x03\x04")
+    put("memory://a.gguf", b"GGUF")
     try:
-        with pytest.raises(CheckpointError, match=r"memory://a.npz: npz, which is not read from a"):
-            convert("memory://a.npz", "memory://b")
+        with pytest.raises(CheckpointError, match=r"memory://a.gguf: gguf, which is not read from"):
+            convert("memory://a.gguf", "memory://b")
     finally:
-        delete("memory://a.npz")
+        delete("memory://a.gguf")
 
 
 def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
