@@ -15,7 +15,6 @@ index and config.json last, because no loader opens a checkpoint without them.
 import dataclasses
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,6 +43,7 @@ from qtoolkit.checkpoints._writing import (
     json_in,
     partial_name,
     plan_in,
+    removal,
     rename_folder,
     restore,
     whole,
@@ -154,8 +154,8 @@ def write_folder(
             elif complete and not isinstance(error, CheckpointError):
                 error.add_note(
                     f"{len(complete)} of {len(files)} files {'are' if len(complete) > 1 else 'is'}"
-                    " whole, and a rerun with the same options uses them; to remove what is there: "
-                    f"qtoolkit finalize --discard {shlex.quote(str(path))}"
+                    " whole, and a rerun with the same options uses them; else "
+                    f"{removal(path)}"
                 )
             raise
     return dataclasses.replace(
@@ -184,7 +184,7 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
         raise CheckpointError(
             f"{path}: files of another conversion are there: "
             f"{difference(there['made'], shared['made'])}; finalize it, give the same options "
-            f"and source, or remove them: qtoolkit finalize --discard {shlex.quote(str(path))}"
+            f"and source, or {removal(path)}"
         )
     if not is_url(path):
         # A shard does not clear the folder: another shard may have made it a moment ago.
@@ -246,7 +246,7 @@ def _write(
         reports = production.reports[done:]
         if (plan_in(unfinished.partial) or {}).get("made") != shared["made"]:
             raise OvertakenError(
-                f"{unfinished.path}: finalized, discarded or begun anew by another process "
+                f"{unfinished.path}: finalized, removed or begun anew by another process "
                 "meanwhile; nothing more was written"
             )
         if nonfinite_error(reports):  # raised at the end, when it can name all such tensors
@@ -294,28 +294,6 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     unfinished, shared = _begun_by_shards(dst)
     with storage.naming(dst, unfinished.partial):
         return _finalized(unfinished, shared, overwrite)
-
-
-def discard(dst: Path) -> None:
-    """Remove the files that shards have written, if they have not been finalized.
-
-    Args:
-      dst: The `dst` that was given to the shards, a folder or its URL.
-
-    Raises:
-      CheckpointError: There are no such files.
-
-    Examples:
-      >>> import pathlib
-      >>> pathlib.Path("model").mkdir()
-      >>> qt.checkpoints.save("model/model.safetensors", {"w": jnp.ones((64, 32))})
-      >>> report = qt.checkpoints.convert("model", "fp8", shard=(0, 2), layout="plain")
-      >>> qt.checkpoints.discard("fp8")  # the second shard was never written
-      >>> sorted(path.name for path in pathlib.Path().iterdir())
-      ['model']
-    """
-    unfinished, shared = _begun_by_shards(dst)
-    unfinished.remove(shared)
 
 
 def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:

@@ -114,9 +114,6 @@ def dequantize(
 def finalize(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The DST of all shards.")],
     overwrite: Annotated[bool, options.OVERWRITE] = False,
-    discard: Annotated[
-        bool, typer.Option("--discard", help="Remove the files of the shards instead.")
-    ] = False,
     *,
     output: options.Printing,
 ) -> None:
@@ -126,17 +123,8 @@ def finalize(
     same source, as far as its headers and samples of its weights tell. The result is byte for byte
     what one process writes.
     """
-    if discard and (overwrite or output.style not in ("text", "nothing")):
-        raise failure(
-            "finalize --discard: nothing is written or printed; omit --overwrite, --json "
-            "and --verbose",
-            2,
-        )
     with one_line_errors(f"{dst} was not written"):
-        if discard:
-            checkpoints.discard(dst)
-        else:
-            _print_report(checkpoints.finalize(dst, overwrite=overwrite), output.style)
+        _print_report(checkpoints.finalize(dst, overwrite=overwrite), output.style)
 
 
 def _destination(src: str, dst: str, writing: options.Writing) -> Destination:

@@ -14,7 +14,6 @@ import pytest
 from qtoolkit.checkpoints import (
     CheckpointError,
     convert,
-    discard,
     finalize,
     open_source,
     save,
@@ -80,8 +79,8 @@ def killed(source, tmp_path_factory):
 
 
 def run(kind, source, target):
-    if kind in ("finalize", "discard"):
-        {"finalize": finalize, "discard": discard}[kind](target)
+    if kind == "finalize":
+        finalize(target)
     elif kind == "file":
         convert(source / "model.safetensors", target)
     elif kind == "shard":
@@ -124,9 +123,9 @@ def test_a_rerun_of_any_kind_takes_the_name_of_a_killed_run(
             run(second, source, target)
         assert str(caught.value) == (
             f"{target}: files of a conversion in shards are there; finalize it, or remove them: "
-            f"qtoolkit finalize --discard {target}"
+            f"rm -r {partial_name(str(target))}"
         )
-        discard(target)
+        shutil.rmtree(partial_name(str(target)))
     run(second, source, target)
     assert contents(target) == expected[second]
     assert os.listdir(tmp_path) == ["dst"]

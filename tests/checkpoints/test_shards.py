@@ -20,7 +20,6 @@ from qtoolkit.checkpoints import (
     CheckpointError,
     convert,
     dequantize_checkpoint,
-    discard,
     finalize,
     load,
     save,
@@ -204,7 +203,9 @@ def test_parts_of_another_conversion(source, tmp_path, monkeypatch, change, diff
     arguments = (source, tmp_path, *([monkeypatch] if change is other_version else []))
     options = {"max_shard_size": SIZE, **change(*arguments)}
     before = contents(tmp_path / PARTS)
-    message = f"dst: files of another conversion are there: {difference}; .*--discard"
+    message = (
+        f"dst: files of another conversion are there: {difference}; .*remove them: rm -r .*{PARTS}"
+    )
     with pytest.raises(CheckpointError, match=message):
         convert(source, tmp_path / "dst", shard=(1, 2), **options)
     assert contents(tmp_path / PARTS) == before
@@ -215,10 +216,9 @@ def test_parts_of_another_conversion(source, tmp_path, monkeypatch, change, diff
     (tmp_path / PARTS / "plan.json").write_bytes(plan)
     with pytest.raises(CheckpointError, match=r"is of another conversion than the others|missing"):
         finalize(tmp_path / "dst")
-    discard(tmp_path / "dst")
-    assert sorted(os.listdir(tmp_path)) == ["src"]
+    shutil.rmtree(tmp_path / PARTS)
     with pytest.raises(CheckpointError, match="no parts of a conversion"):
-        discard(tmp_path / "dst")
+        finalize(tmp_path / "dst")
 
 
 def fail(*_, **__):
@@ -323,8 +323,7 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
         assert (killed.returncode, error) == (
             128 + sent,
             f"qtoolkit: {word}; {tmp_path}/dst was not written; 1 of 6 files is whole, and a rerun "
-            "with the same options uses them; to remove what is there: qtoolkit finalize --discard "
-            f"{tmp_path}/dst\n",
+            f"with the same options uses them; else remove them: rm -r {tmp_path}/{PARTS}\n",
         )
     if shard:
         for index in (0, 1):
@@ -385,7 +384,7 @@ def test_the_commands(source, tmp_path):
         1,
         f"qtoolkit: {target}: 3 of 3 files are missing: {', '.join(FILES)}",
     )
-    assert run("finalize", target, "--discard") == (0, "", "")
+    shutil.rmtree(tmp_path / PARTS)
     assert run(*convert_it, "--shard", "0/1", "--json")[0] == 0
     code, output, _ = run(*convert_it, "--shard", "0/1")
     assert "  resumed    3 files of an earlier run" in output.splitlines()
@@ -393,10 +392,10 @@ def test_the_commands(source, tmp_path):
     assert (code, json.loads(output)["files"][1]) == (0, "config.json")
 
 
-def test_one_process_does_not_discard_what_shards_have_written(source, tmp_path):
+def test_one_process_does_not_remove_what_shards_have_written(source, tmp_path):
     dst = tmp_path / "dst"
     shard(source, dst, 0)
-    with pytest.raises(CheckpointError, match=r"another conversion are there: format .*--discard"):
+    with pytest.raises(CheckpointError, match=r"another conversion are there: format .*; .*rm -r"):
         convert(source, dst, format="int8", max_shard_size=SIZE)
     assert (tmp_path / PARTS / "checkpoint" / FILES[0]).is_file()
     convert(source, dst, format="int8", max_shard_size=SIZE, overwrite=True)
@@ -420,7 +419,7 @@ def test_a_source_that_changed_is_converted_anew(source, tmp_path):
     (source / "tokenizer.json").write_text('{"other": 1}')
     with pytest.raises(CheckpointError, match="other source"):
         shard(source, dst, 1)
-    discard(dst)
+    shutil.rmtree(tmp_path / PARTS)
     shard(source, dst, 0)
     os.utime(source / "model.safetensors", ns=(2**62, 2**62))  # weights that no sample meets
     assert convert(source, dst, max_shard_size=SIZE).resumed == ()
