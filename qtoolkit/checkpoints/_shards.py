@@ -3,8 +3,8 @@
 1. The files are written into a folder next to the target, `partial`, under their final names. The
    plan is in `plan.json` there. Plan and (index, count) say which files a process writes.
 2. When a file is complete, it gets a record, `NAME.json`, with the fingerprint of the plan
-   (`_target.shared_plan`): of the version, the options, and samples of the source. A rerun keeps
-   each file whose record has the fingerprint of its own plan.
+   (`_target.shared_plan`): of the version, the options, and the headers of the source. A rerun
+   keeps each file whose record has the fingerprint of its own plan.
 3. When all files are complete, the index and config.json are written, and the folder with the files
    is renamed to the target.
 
@@ -267,8 +267,8 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     """Complete a checkpoint whose files several calls of `convert(shard=...)` have written.
 
     The result has the bytes that one process would have written. Neither the source nor JAX is
-    needed. Each shard has recorded a hash of its source: of all headers and of samples of 1,024
-    tensors. Shards whose hashes differ are refused.
+    needed. Each shard has recorded a hash of the headers of its source. Shards whose hashes differ
+    are refused; other numbers under the same headers are found by `verify` alone.
 
     Args:
       dst: The `dst` that was given to all shards.

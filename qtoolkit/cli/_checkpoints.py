@@ -120,8 +120,7 @@ def finalize(
     """Make one checkpoint of the files of all shards.
 
     `convert --shard I/N` writes these files. All must exist, made with the same options from the
-    same source, as far as its headers and samples of its weights tell. The result is byte for byte
-    what one process writes.
+    same source, as far as its headers tell. The result is byte for byte what one process writes.
     """
     with one_line_errors(f"{dst} was not written"):
         _print_report(checkpoints.finalize(dst, overwrite=overwrite), output.style)
