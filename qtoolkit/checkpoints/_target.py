@@ -21,6 +21,7 @@ from qtoolkit.checkpoints._containers import container_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
     INDEX,
+    MODELOPT_CONFIG,
     PARKED_CONFIG,
     is_under_way,
     weight_files,
@@ -39,15 +40,6 @@ from qtoolkit.checkpoints._writing import check_target, exists_already
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
-# Files without weights that belong to a checkpoint. --overwrite may remove these and the weights,
-# and refuses to remove any other file.
-_OTHERS_OF_A_FOLDER = re.compile(
-    r"\w*config\w*\.json|(tokenizer|special_tokens_map|added_tokens|vocab|modules|params)\.json"
-    r"|chat_template\.(json|jinja)|.+\.safetensors\.index\.json|(merges|vocab)\.txt"
-    r"|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model|\.gitattributes"
-    r"|(configuration|modeling|processing|image_processing|tokenization)_\w+\.py"
-    r"|(README|LICENSE|NOTICE|USE_POLICY)(\.(md|txt))?"
-)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"(\d{1,99}(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
@@ -58,6 +50,7 @@ _BASE_MEMORY = 340 * 2**20
 _WORKER_MEMORY = 20 * 2**20
 _MAX_COPIED = 2**26  # bytes of a copied file that are hashed; tokenizers are smaller
 _CONFIGS = {"quantization_config", "compression_config"}
+_CONFIG_FILES = {CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,16 +133,17 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
         others = [
             name
             for name, is_folder in inside.items()
-            if name not in weights and name not in own
-            if not _OTHERS_OF_A_FOLDER.fullmatch(name) or is_folder
+            if name not in weights and name not in own and name not in _CONFIG_FILES
+            if is_folder or not name.endswith(".safetensors.index.json")
         ]
         reason = f"--overwrite would delete {listed(map(shown, others))}" if others else ""
     except CheckpointError as error:  # without its path and its advice, which are not for a target
         weights, reason = [], str(error).partition("; ")[0].removeprefix(f"{target}: ")
     if reason or not weights:
         raise CheckpointError(
-            f"{path}: {reason or 'no weights'}, expected a checkpoint of safetensors and nothing "
-            "else, which --overwrite replaces; choose another name"
+            f"{path}: {reason or 'no weights'}; --overwrite replaces weights in safetensors, their "
+            "config, and files that SRC has, too; remove the folder yourself, or choose another "
+            "name"
         )
 
 

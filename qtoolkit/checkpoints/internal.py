@@ -17,7 +17,6 @@ from qtoolkit.checkpoints._target import (
     worker_count,
 )
 from qtoolkit.checkpoints._tensors import (
-    FLOATS,
     Checkpoint,
     MisuseError,
     listed,

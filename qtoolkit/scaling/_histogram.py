@@ -43,7 +43,6 @@ _POINTS = 3  # magnitudes that stand for the elements of a bin
 _STEPS = 16  # candidates to the octave, where scales are no powers of two
 _BLOCKS = 16  # that are searched at once
 _LARGEST = np.finfo(np.float32).max
-_TINY = np.finfo(np.float32).tiny
 
 
 @dataclasses.dataclass(frozen=True)

@@ -299,12 +299,14 @@ def test_targets_that_would_lose_something(source, tmp_path):
     (tmp_path / "dst" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
         convert(source, tmp_path / "dst")
-    with pytest.raises(CheckpointError, match=r"no safetensors files .*expected a checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"no safetensors files .*; --overwrite replaces weights"
+    ):
         convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "dst" / "model.safetensors").touch()
     (tmp_path / "dst" / "thesis").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"would delete thesis, thesis\.tex, expected a checkpoint"
+        CheckpointError, match=r"would delete thesis, thesis\.tex; --overwrite replaces"
     ):
         convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "file").touch()
@@ -322,9 +324,9 @@ def test_targets_that_would_lose_something(source, tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["lora_a", "lora_b"], r"dst: 2 safetensors files .*, expected a checkpoint"),
-        (["lora_a"], r"dst: --overwrite would delete thesis\.txt, expected a checkpoint"),
-        (["model", "lora"], r"dst: --overwrite would delete lora\.safetensors, thesis\.txt, exp"),
+        (["lora_a", "lora_b"], r"dst: 2 safetensors files .*; --overwrite replaces"),
+        (["lora_a"], r"dst: --overwrite would delete thesis\.txt; --overwrite replaces"),
+        (["model", "lora"], r"dst: --overwrite would delete lora\.safetensors, thesis\.txt; --"),
     ],
 )
 def test_overwrite_deletes_nothing_but_a_checkpoint(source, tmp_path, names, message):
@@ -340,16 +342,19 @@ def test_overwrite_deletes_nothing_but_a_checkpoint(source, tmp_path, names, mes
 
 def test_overwrite_replaces_a_checkpoint(source, tmp_path):
     former = sharded(tmp_path / "dst")
-    (former / "pytorch_model.bin").unlink()
+    for name in ("pytorch_model.bin", ".gitattributes"):
+        (former / name).unlink()
     (former / "notes.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"would delete notes\.json, exp"):
+    with pytest.raises(CheckpointError, match=r"would delete notes\.json; --overwrite"):
         convert(source, former, overwrite=True)
     (source / "notes.json").write_text("{}")
-    for name in ("merges.txt", "modeling_own.py", "LICENSE", "generation_config.json"):
-        (former / name).touch()
+    (former / "merges.txt").touch()
+    with pytest.raises(CheckpointError, match=r"would delete merges\.txt; .*remove the folder"):
+        convert(source, former, overwrite=True)
+    (source / "merges.txt").touch()
     convert(source, former, overwrite=True)
     assert sorted(os.listdir(former)) == [
-        *("config.json", "model.safetensors", "notes.json", "tokenizer.json")
+        *("config.json", "merges.txt", "model.safetensors", "notes.json", "tokenizer.json")
     ]
 
 
@@ -476,7 +481,7 @@ def test_what_is_not_copied_is_named(source, tmp_path):
     # What a conversion has written can be replaced, with the folders in it.
     convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "dst" / "thesis").mkdir()
-    with pytest.raises(CheckpointError, match=r"would delete thesis, expected a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"would delete thesis; --overwrite"):
         convert(source, tmp_path / "dst", overwrite=True)
 
 

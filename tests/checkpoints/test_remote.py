@@ -257,7 +257,7 @@ def test_an_existing_checkpoint_and_overwrite(store, source, expected):
     assert found(f"{store}/dst") == expected
     put(f"{store}/papers/thesis.tex", b"x")
     with pytest.raises(
-        CheckpointError, match=r"no safetensors files in the folder.*expected a checkp"
+        CheckpointError, match=r"no safetensors files in the folder.*--overwrite replaces"
     ):
         convert(source, f"{store}/papers", overwrite=True)
     assert found(f"{store}/papers") == {"thesis.tex": b"x"}
