@@ -324,6 +324,8 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
             weight_map |= dict.fromkeys(file.tensors, name)
             total += sum(info.nbytes for info in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    # Index and config.json come last: no loader opens a folder without them, so that behind a URL,
+    # where nothing is renamed, what can be opened is whole.
     for name, value in shared["json"].items():
         unfinished.write_json(unfinished.content, name, index if value is None else value)
     if is_url(path):

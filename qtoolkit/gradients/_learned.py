@@ -197,6 +197,7 @@ def _rounded(
     x: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The float32 numbers u = (x - offset) / scale, its rounding q, and y = q * scale + offset."""
+    # LSQ's equations 1 (q) and 2 (y), without an offset; with one those of LSQ+, section 3.1.
     wide, scale = exact_float32(x), exact_float32(scale)
     if offset is not None:
         offset = exact_float32(offset)
@@ -226,12 +227,12 @@ def _learned_jvp(
     is_number = u == u
     is_inside = inside(u, float(fmt.lowest), float(fmt.max_finite))
     y_dot = jnp.zeros_like(y)
-    if not isinstance(x_dot, SymbolicZero):
+    if not isinstance(x_dot, SymbolicZero):  # LSQ's equation 5
         y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
-    if not isinstance(scale_dot, SymbolicZero):
+    if not isinstance(scale_dot, SymbolicZero):  # equation 3; q is -Qn or Qp beyond the range
         slope = jnp.where(is_inside, q - u, jnp.where(is_number, q, jnp.zeros_like(q)))
         y_dot += _times(slope, scale_dot, _factor_of(factors[0], x, scale, fmt), y.dtype)
-    if offset is not None and not isinstance(offset_dot, SymbolicZero):
+    if offset is not None and not isinstance(offset_dot, SymbolicZero):  # LSQ+, section 3.1
         slope = (is_number & ~is_inside).astype(jnp.float32)
         y_dot += _times(slope, offset_dot, _factor_of(factors[1], x, offset, fmt), y.dtype)
     return y, y_dot
@@ -240,6 +241,7 @@ def _learned_jvp(
 def _factor_of(factor: float | None, x: jax.Array, parameter: jax.Array, fmt: Format) -> Any:
     if factor is not None:
         return factor
+    # LSQ's section 2.2: g = 1 / sqrt(N * Qp).
     count = jnp.asarray(x.size // parameter.size).astype(jnp.float32)
     return 1 / jnp.sqrt(count * np.float32(float(fmt.max_finite)))
 

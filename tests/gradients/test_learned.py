@@ -556,11 +556,11 @@ def test_lsq_plus_scale_offset_of_weights():
             keep = {"axis": axis, "keepdims": axis is not None}
             mean, std = np.mean(x.astype(float), **keep), np.std(x.astype(float), **keep)
             expected = np.maximum(abs(mean - 3 * std), abs(mean + 3 * std)) / half
-            scale, offset = lsq_plus_scale_offset(x, fmt, axis, of="weights")
+            scale, offset = lsq_plus_scale_offset(x, fmt, axis, kind="weights")
             np.testing.assert_allclose(scale, expected, rtol=300 * 2.0**-24)
             assert np.all(np.asarray(offset) == 0)
             assert scale.shape == offset.shape == np.shape(expected)
-    scale, _ = lsq_plus_scale_offset(np.zeros(4, np.float32), "int4", of="weights")
+    scale, _ = lsq_plus_scale_offset(np.zeros(4, np.float32), "int4", kind="weights")
     assert scale == 1
 
 
@@ -675,10 +675,12 @@ def test_errors_of_formats_factors_and_bits():
             lsq_plus(x, 1.0, bad, "int4")
     with pytest.raises(ValueError, match=r"lsq_plus: offset has shape \(2,\), expected one that"):
         lsq_plus(x, 1.0, np.ones(2, np.float32), "int4")
-    with pytest.raises(ValueError, match=r"of='biases', expected one of activations, weights"):
-        lsq_plus_scale_offset(x, "int4", of="biases")
-    with pytest.raises(ValueError, match=r"of='weights' with uint4, which has no negative values"):
-        lsq_plus_scale_offset(x, "uint4", of="weights")
+    with pytest.raises(ValueError, match=r"kind='biases', expected one of activations, weights"):
+        lsq_plus_scale_offset(x, "int4", kind="biases")
+    with pytest.raises(
+        ValueError, match=r"kind='weights' with uint4, which has no negative values"
+    ):
+        lsq_plus_scale_offset(x, "uint4", kind="weights")
     for bad in (-1, 2.0, True):
         with pytest.raises(ValueError, match=r"steps=.*expected an integer of at least 0"):
             lsq_plus_scale_offset(x, "int4", steps=bad)
