@@ -14,12 +14,9 @@ from qtoolkit._version import __version__
 _NAMES_BY_PACKAGE = {
     "formats": (
         *("BlockFormat", "FloatFormat", "IntFormat", "Rules", "TableFormat"),
-        *("format", "p3109", "posit", "promote", "spec"),
+        *("format", "p3109", "posit", "spec"),
     ),
-    "casts": (
-        *("Stochastic", "cast", "cast_tree", "decode", "encode", "pack", "round_to_format"),
-        "unpack",
-    ),
+    "casts": ("Stochastic", "cast", "decode", "encode", "pack", "round_to_format", "unpack"),
     "scaling": ("QArray", "metrics", "quantize"),
     "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
     "products": (

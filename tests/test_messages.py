@@ -194,7 +194,7 @@ PYTHON = {
     ),
     "an estimator misspelt": (
         lambda: qt.fake_cast(X, "e4m3fn", gradient="ste"), ValueError,
-        "gradient='ste'", "expected one of identity, clipped, zero", "qtoolkit.gradients.DSQ()",
+        "gradient='ste'", "expected one of identity, clipped, zero", "qtoolkit.gradients.Ramp(0.5)",
     ),
     "numbers to decode": (
         lambda: qt.decode(X, "e4m3fn"), TypeError,
@@ -388,8 +388,8 @@ COMMANDS = {
         "--format", "--rules", "exclude",
     ),
     "another command's name": ("convrt a b", "No such command 'convrt'", "convert"),
-    "not a number": ("demo --steps many", "--steps", "valid integer"),
-    "no steps": ("demo --steps 0", "--steps", "1"),
+    "not a number": ("convert a b --workers many", "--workers", "valid integer"),
+    "no workers": ("convert a b --workers 0", "--workers", "1"),
     "no target": ("convert a.safetensors", "Missing argument 'DST'"),
     "an unknown option": ("inspect a.safetensors --all", "No such option", "--all"),
     "a picture for weights": ("inspect picture.safetensors", "picture.safetensors", "expected"),

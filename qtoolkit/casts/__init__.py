@@ -5,7 +5,6 @@ from qtoolkit.casts._casts import cast, decode, encode, round_to_format
 from qtoolkit.casts._modes import DETERMINISTIC, SATURATIONS, Stochastic
 from qtoolkit.casts._pack import pack, unpack
 from qtoolkit.casts._projection import Projection
-from qtoolkit.casts._tree import cast_tree
 
 __all__ = [
     "DETERMINISTIC",
@@ -13,7 +12,6 @@ __all__ = [
     "Projection",
     "Stochastic",
     "cast",
-    "cast_tree",
     "decode",
     "encode",
     "pack",

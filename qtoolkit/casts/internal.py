@@ -62,7 +62,6 @@ from qtoolkit.casts._differentiable import (
     differentiable_quotient,
     differentiable_widened,
     linear_product,
-    linear_quotient,
 )
 from qtoolkit.casts._elementwise import (
     barrier_on_cpu,
@@ -80,12 +79,10 @@ from qtoolkit.casts._order import (
     bucket,
     bucket_edge,
     from_magnitude_ordinal,
-    from_ordinal,
     infinity_ordinal,
     inside,
     magnitude_ordinal,
     ordinal,
-    ordinal_of,
     widened,
 )
 from qtoolkit.casts._pack import WIDTHS
@@ -113,4 +110,3 @@ from qtoolkit.casts._storage import (
     rounded_to,
     to_stored,
 )
-from qtoolkit.casts._tree import leaf_path

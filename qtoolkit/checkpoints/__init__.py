@@ -45,7 +45,7 @@ from qtoolkit.checkpoints._safetensors import (
     layout,
     write_safetensors,
 )
-from qtoolkit.checkpoints._shards import discard, finalize
+from qtoolkit.checkpoints._shards import finalize
 from qtoolkit.checkpoints._tensors import CheckpointError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
@@ -72,7 +72,6 @@ __all__ = [
     "convert",
     "dequantize",
     "dequantize_checkpoint",
-    "discard",
     "finalize",
     "layout",
     "load",

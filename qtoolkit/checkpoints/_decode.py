@@ -21,10 +21,10 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     Entry,
     Tensor,
+    all_zeros,
     configs_in,
     json_object,
     shown,
-    statistics,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._encoding import zero_points
@@ -277,7 +277,7 @@ def _zero_offsets(
         suffix = "" if name in known else _suffix(name, encodings)
         if not suffix.startswith("weight_") and not _CHANGES.search(suffix):
             continue
-        if statistics(tensor).zeros != tensor.size:
+        if not all_zeros(tensor):
             what = f"{tensor.entry} of a quantized weight, expected no such entry, because it "
             what += "changes the weight"
             raise unread(str(checkpoint.path), name, what)

@@ -282,10 +282,11 @@ def _no_weights(path: Path, names: list[str]) -> str:
             f"no weights in the folder, but {shown(steps[-1])}, as orbax names steps; give one of "
             f"them: {join(path, steps[-1])}"
         )
-    for ending in (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".npz"):
+    remedies = {".gguf": "give the file itself", ".msgpack": NOT_READ, ".npz": NOT_READ}
+    for ending in (".bin", ".pt", ".pth", *remedies):
         file = next((name for name in names if name.lower().endswith(ending)), "")
-        remedy = "give the file itself" if ending in (".gguf", ".msgpack", ".npz") else PICKLE
         if file:
+            remedy = remedies.get(ending, PICKLE)
             return f"no safetensors in the folder, but {shown(file)}; {remedy}"
     # A part of a diffusers model, a snapshot in the cache of Hugging Face's hub.
     for pattern in ("*", os.path.join("snapshots", "*")):
@@ -296,6 +297,10 @@ def _no_weights(path: Path, names: list[str]) -> str:
     return "no safetensors files in the folder, expected at least one"
 
 
+NOT_READ = (
+    "which is not read; write its arrays first: qtoolkit.checkpoints.save('model.safetensors', "
+    "ARRAYS_BY_NAME)"
+)
 PICKLE = (
     "a pickle, which may run any code when it is read, is refused; convert it where you trust it: "
     "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"

@@ -15,7 +15,6 @@ from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules
 
 _PUBLISHED = {fmt.name for fmt in BLOCK_FORMATS}
-ContainerName = Literal["safetensors", "orbax"]  # what holds the tensors of a target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,12 +132,11 @@ class Plan:
         """Every tensor of the target, placed in one file."""
         return placed(entry for tensor in self.tensors for entry in tensor.entries)
 
-    def report(self, source: object, target: object, container: ContainerName) -> "Report":
+    def report(self, source: object, target: object) -> "Report":
         """The report of the conversion; nothing of it is measured yet."""
         return Report(
             source=str(source),
             target=str(target),
-            container=container,
             layout=self.layout,
             format=self.format_names,
             scaling=self.scaling,
@@ -226,7 +224,6 @@ class Report:
 
     Attributes:
       source, target: The two files or folders.
-      container: What holds the tensors of the target: "safetensors" or "orbax".
       layout: The layout of the target: a name in `LAYOUTS`.
       format: The format to which tensors were quantized; with rules, several names with commas
         between them, or "nothing".
@@ -250,7 +247,6 @@ class Report:
 
     source: str
     target: str
-    container: ContainerName = "safetensors"
     layout: str = "plain"
     format: str
     scaling: str

@@ -16,7 +16,6 @@ index and config.json last, because no loader opens a checkpoint without them.
 import dataclasses
 import json
 import os
-import shlex
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +47,7 @@ from qtoolkit.checkpoints._writing import (
     json_in,
     partial_name,
     plan_in,
+    removal,
     rename_folder,
     restore,
     whole,
@@ -189,8 +189,8 @@ def write_folder(
             elif complete and not isinstance(error, CheckpointError):
                 error.add_note(
                     f"{len(complete)} of {len(files)} files {'are' if len(complete) > 1 else 'is'}"
-                    " whole, and a rerun with the same options uses them; to remove what is there: "
-                    f"qtoolkit finalize --discard {shlex.quote(str(path))}"
+                    " whole, and a rerun with the same options uses them; else "
+                    f"{removal(path)}"
                 )
             raise
     return dataclasses.replace(
@@ -219,7 +219,7 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
         raise CheckpointError(
             f"{path}: files of another conversion are there: "
             f"{difference(there['made'], shared['made'])}; finalize it, give the same options "
-            f"and source, or remove them: qtoolkit finalize --discard {shlex.quote(str(path))}"
+            f"and source, or {removal(path)}"
         )
     if not is_url(path):
         # A shard does not clear the folder: another shard may have made it a moment ago.
@@ -284,7 +284,7 @@ def _write(
         reports = production.reports[done:]
         if (plan_in(unfinished.partial) or {}).get("made") != shared["made"]:
             raise OvertakenError(
-                f"{unfinished.path}: finalized, discarded or begun anew by another process "
+                f"{unfinished.path}: finalized, removed or begun anew by another process "
                 "meanwhile; nothing more was written"
             )
         if nonfinite_error(reports):  # raised at the end, when it can name all such tensors
@@ -306,8 +306,8 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     """Complete a checkpoint whose files several calls of `convert(shard=...)` have written.
 
     The result has the bytes that one process would have written. Neither the source nor JAX is
-    needed. Each shard has recorded a hash of its source: of all headers and of samples of 1,024
-    tensors. Shards whose hashes differ are refused.
+    needed. Each shard has recorded a hash of the headers of its source. Shards whose hashes differ
+    are refused; other numbers under the same headers are found by `verify` alone.
 
     Args:
       dst: The `dst` that was given to all shards.
@@ -333,28 +333,6 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     unfinished, shared = _begun_by_shards(dst)
     with storage.naming(dst, unfinished.partial):
         return _finalized(unfinished, shared, overwrite)
-
-
-def discard(dst: Path) -> None:
-    """Remove the files that shards have written, if they have not been finalized.
-
-    Args:
-      dst: The `dst` that was given to the shards, a folder or its URL.
-
-    Raises:
-      CheckpointError: There are no such files.
-
-    Examples:
-      >>> import pathlib
-      >>> pathlib.Path("model").mkdir()
-      >>> qt.checkpoints.save("model/model.safetensors", {"w": jnp.ones((64, 32))})
-      >>> report = qt.checkpoints.convert("model", "fp8", shard=(0, 2), layout="plain")
-      >>> qt.checkpoints.discard("fp8")  # the second shard was never written
-      >>> sorted(path.name for path in pathlib.Path().iterdir())
-      ['model']
-    """
-    unfinished, shared = _begun_by_shards(dst)
-    unfinished.remove(shared)
 
 
 def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
@@ -385,6 +363,8 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
             weight_map |= dict.fromkeys(file.tensors, name)
             total += sum(info.nbytes for info in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    # Index and config.json come last: no loader opens a folder without them, so that behind a URL,
+    # where nothing is renamed, what can be opened is whole.
     for name, value in shared["json"].items():
         unfinished.write_json(unfinished.content, name, index if value is None else value)
     if is_url(path):

@@ -48,24 +48,6 @@ def report_table(report: Report) -> Table:
     return header, rows, ("bytes", "SQNR", "largest scale")
 
 
-def report_markdown(report: Report) -> str:
-    header, rows, right = report_table(report)
-    marks = ["---:" if name in right else "---" for name in header]
-    cells = [header, marks, *([*map(_escaped, row)] for row in rows)]
-    lines = [
-        f"# {_escaped(shown(report.target))}",
-        "",
-        *(f"* {_escaped(line.strip())}" for line in report_summary(report)),
-        "",
-        *(f"| {' | '.join(row)} |" for row in cells),
-    ]
-    return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("`", "\\`")
-
-
 def report_summary(report: Report, after_title: str = "") -> list[str]:
     where = f"{shown(report.target)}:"
     if report.shard and not report.files:
@@ -180,11 +162,6 @@ def _loading_plain(report: Report) -> str:
         )
     if report.files:
         return "no loader of models reads layout plain: `qtoolkit dequantize` undoes it"
-    if report.container == "orbax":
-        return (
-            f"load it: qtoolkit.checkpoints.load({literal}), with like=nnx.state(model) or "
-            "linen variables for a model; orbax itself restores codes and scales"
-        )
     return f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"
 
 

@@ -20,7 +20,6 @@ from qtoolkit.scaling.internal import (
     blocks_of,
     check_quantize,
     dequantized,
-    element_values,
     find_scales,
     scaled_values,
     unclamped_range,
@@ -108,14 +107,13 @@ def _fake_quantize_jvp(
     y = _fake_quantize(x, given, projection, spec, rule)
     scales, _ = find_scales(x, spec, given)
     u = _scaled(x, scales, spec)
-    q = element_values(u, spec, projection.drawn(x.shape), None)
     # Values that are rounded to an end of the range lie up to half a step beyond it. They count as
     # that end: clamping them is only rounding, and the slope of `Clipped` there is 1.
     lowest, largest = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
     first, last = map(np.float32, unclamped_range(spec))
     u = jnp.where((u < np.float32(lowest)) & (u >= first), np.float32(lowest), u)
     u = jnp.where((u > np.float32(largest)) & (u <= last), np.float32(largest), u)
-    return y, tangent(rule, u, q, x_dot, spec.element, (lowest, largest))
+    return y, tangent(rule, u, x_dot, spec.element, (lowest, largest))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -14,11 +14,10 @@ from qtoolkit.casts.internal import (
     check_holds,
     exact_float32,
     in_dtype,
-    leaf_path,
     serializable,
 )
 from qtoolkit.formats import Format, FormatLike, format
-from qtoolkit.optim._arguments import check_integer, check_transform, key_words
+from qtoolkit.optim._arguments import check_integer, check_transform, key_words, leaf_path
 
 _HALVES = FLOATS[1:]
 

@@ -22,7 +22,6 @@ from qtoolkit.scaling import (
     AbsMax,
     AmaxHistory,
     Bins,
-    Entropy,
     MinMax,
     MovingAverage,
     Observer,
@@ -42,10 +41,9 @@ OBSERVERS: dict[str, type[Observer]] = {
     "moving_average": MovingAverage,
     "percentile": Percentile,
     "mse": MSE,
-    "entropy": Entropy,
     "amax_history": AmaxHistory,
 }
-_HISTOGRAMS = (Percentile, MSE, Entropy)
+_HISTOGRAMS = (Percentile, MSE)
 # Amaxes of several runs of a product are told apart to this many mantissa bits: 2**-3 = 12.5 %.
 BITS = 3
 MARKED = marked_size(BITS)

@@ -29,8 +29,8 @@ from qtoolkit.products._operand import Current, Operand
 from qtoolkit.products._place import listed
 from qtoolkit.products._stored import stored_kernel
 from qtoolkit.products._tracking import Use, tracked
-from qtoolkit.scaling import Hessian, QArray
-from qtoolkit.scaling.internal import Contraction, InputTransform, solved
+from qtoolkit.scaling import Hessian, QArray, gptq
+from qtoolkit.scaling.internal import Contraction, InputTransform
 
 Array = jax.Array
 _STEPS = (("", "hadamard"), ("", "awq", "smoothquant"), ("", "gptq"))  # in this order
@@ -329,9 +329,15 @@ class _Solver:
     def solve(self, key: Key) -> QArray:
         (hessian, how), kernel = self.seen[key], self.params[key[0]][key[1]]
         spec, transform = spec_of(self.kernels[key[0]], how, kernel.shape), self.transform(key)
-        options = self.settings.damping, self.settings.act_order, spec.element.bits in WIDTHS
-        w = transform.of_kernel(kernel) if transform else kernel
-        made = solved(f"quantize: {shown(key)}", w, spec, hessian, how, *options)
+        made = gptq(
+            transform.of_kernel(kernel) if transform else kernel,
+            *(spec, hessian),
+            axis=how,
+            damping=self.settings.damping,
+            act_order=self.settings.act_order,
+            packed=spec.element.bits in WIDTHS,
+            where=f"quantize: {shown(key)}",
+        )
         return dataclasses.replace(made, dtype=kernel.dtype, **transform._asdict())
 
     def warn_of_few_rows(self) -> None:

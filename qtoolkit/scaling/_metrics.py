@@ -318,8 +318,8 @@ def occurrences(integers: jax.Array, count: int) -> jax.Array:
     return jnp.zeros(count, jnp.uint32).at[integers].add(np.uint32(1), mode="drop", **where)
 
 
-def _fraction(count: jax.Array, of: jax.Array) -> jax.Array:
-    return count.astype(jnp.float32) / jnp.maximum(of, np.float32(1))
+def _fraction(count: jax.Array, total: jax.Array) -> jax.Array:
+    return count.astype(jnp.float32) / jnp.maximum(total, np.float32(1))
 
 
 def _percent(fraction: ArrayLike) -> str:

@@ -186,18 +186,10 @@ def test_dequantize_takes_what_load_gives(tmp_path):
     np.testing.assert_array_equal(values["bias"], X[0])
 
 
-@pytest.mark.parametrize(
-    ("start", "remedy"),
-    [
-        (b"PK\x03\x04", "npz, expected safetensors, .*numpy.load"),
-        (b"\x82\xa1a\x01\xa1b\x02", "msgpack, expected .*flax.serialization.msgpack_restore"),
-        (b"GGUF\x03\0\0\0", "gguf, expected .*dequantize_checkpoint"),
-    ],
-)
-def test_load_says_what_reads_a_file_of_another_kind(tmp_path, start, remedy):
-    """Not that a sound file is damaged. The starts are those that each kind's definition gives."""
-    (tmp_path / "model").write_bytes(start + bytes(64))
-    with pytest.raises(CheckpointError, match=f"model: {remedy}"):
+def test_load_says_what_reads_gguf(tmp_path):
+    """Not that a sound file is damaged."""
+    (tmp_path / "model").write_bytes(b"GGUF\x03\0\0\0" + bytes(64))
+    with pytest.raises(CheckpointError, match=r"model: gguf, expected .*dequantize_checkpoint"):
         load(tmp_path / "model")
 
 
