@@ -8,8 +8,8 @@ import numpy as np
 
 from qtoolkit.formats._block import RULES, BlockFormat
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
+from qtoolkit.formats._format import format
 from qtoolkit.formats._int import IntFormat
-from qtoolkit.formats._names import format
 from qtoolkit.formats._rules import Rules
 from qtoolkit.formats._spec import spec
 from qtoolkit.formats._table import TableFormat
