@@ -22,6 +22,7 @@ from qtoolkit.nnx._modules import (
 )
 from qtoolkit.nnx._report import check_module, report
 from qtoolkit.nnx._state import Products, ProductState, product_states
+from qtoolkit.post_training.internal import not_wrapped
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     FirstLast,
@@ -38,6 +39,7 @@ from qtoolkit.products.internal import (
 )
 
 Model = TypeVar("Model", bound=nnx.Module)
+_DEFAULT = Recipe()
 
 
 def _kernels_in(wrapped: Any, given: Any) -> list[str]:
@@ -49,7 +51,7 @@ def _kernels_in(wrapped: Any, given: Any) -> list[str]:
 
 def wrap(
     model: Model,
-    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -84,7 +86,7 @@ def wrap(
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+      recipe: What to round; `Recipe()` is E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
         None excludes a layer, and so does a missing default. A type means layers of that type and layers inside of modules
         of that type. A layer that is shared has several paths; a rule has to match one of them. A
@@ -198,10 +200,7 @@ def _check_layers(
         )
     if rules is None:
         if all(site_of(one.module) is None for one in layers):
-            raise ValueError(
-                f"{where}: recipe is None for {name}, which is not wrapped, expected a recipe, "
-                "e.g. qtoolkit.recipes.weight_only_e4m3"
-            )
+            raise not_wrapped(name)
         return
     named = [one for one in modules if not isinstance(one.module, nnx.List | nnx.Dict)]
     matched = [one.as_matched() for one in named]

@@ -15,7 +15,7 @@ from qtoolkit.products._calls import (
     tracing_function,
 )
 from qtoolkit.products._flow import Kept
-from qtoolkit.products._inputs import Batch
+from qtoolkit.products._inputs import Batch, naming_missing_inputs
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
@@ -37,7 +37,7 @@ from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
 from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced, compiled
-from qtoolkit.products._recipe import check_recipe
+from qtoolkit.products._recipe import check_not_none, check_recipe
 from qtoolkit.products._report import (
     check_all_quantized,
     report_of,

@@ -72,7 +72,6 @@ call = nnx.jit(lambda model, x: model(x))
         ("moving_average", {"decay": 0.5}),
         ("percentile", {"fraction": 0.9}),
         ("mse", {}),
-        ("entropy", {}),
         ("amax_history", {"history": 2, "margin": 1}),
     ],
 )
@@ -84,7 +83,6 @@ def test_each_observer_sees_the_operands(name, options):
         "moving_average": scaling.MovingAverage,
         "percentile": scaling.Percentile,
         "mse": scaling.MSE,
-        "entropy": scaling.Entropy,
         "amax_history": scaling.AmaxHistory,
     }
     for side, operands in enumerate((BATCHES, [layer.kernel[...]] * 3)):
@@ -262,7 +260,9 @@ def test_scales_that_are_not_known_are_no_zeros():
         unknown(x)
     assert np.isnan(call(unknown, x)).all()
     both, one = qt.nnx.wrap(layer, INT8), qt.nnx.wrap(layer, qt.Recipe((INT8.forward[0], None)))
-    with pytest.raises(ValueError, match=r"not calibrated: \(model\):kernel \(1 of its 2 operands\)"):
+    with pytest.raises(
+        ValueError, match=r"not calibrated: \(model\):kernel \(1 of its 2 operands\)"
+    ):
         qt.nnx.freeze(both, qt.nnx.calibrate(one, [x]))
     served = qt.nnx.quantize(layer, "e4m3fn")  # has nothing to calibrate
     frozen = qt.nnx.freeze(served, qt.nnx.calibrate(served, [x]))
