@@ -39,9 +39,9 @@ from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import (
     check_all_quantized,
     report_of,
-    traced_with_axes,
     strict_inputs,
     text_table,
+    traced_with_axes,
 )
 from qtoolkit.products._residuals import code_values, poisoned
 from qtoolkit.products._rounded import rounding_of
