@@ -6,10 +6,11 @@ which the collections with the state of matmuls are left out. They are planted a
 outside of the program.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ from qtoolkit.products.internal import (
 _OURS = (COLLECTION, SCALES)
 
 
-class NoMatmuls(Exception):
+class NoMatmulsError(Exception):
     """The method computes no matmul: it runs as it is."""
 
 
@@ -76,7 +77,7 @@ def entered(method: Callable[..., Any], *, is_compiled: bool = False) -> Callabl
             return _initialized(method, rules, self, args, kwargs)
         try:
             return _called(method, self, args, kwargs)
-        except NoMatmuls:
+        except NoMatmulsError:
             if is_compiled:
                 raise
             return method(self, *args, **kwargs)
@@ -170,10 +171,14 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     variables = {name: module.variables.get(name, {}) for name in _OURS}
     root = tuple(module.path)
     is_ours, measured = step_of("linen")
-    zeros = {} if measured is None else measured.zeros
+    zeros: Any = {} if measured is None else measured.zeros
     planted = planted_with(planted_in(variables, root), zeros)
     moves = module.is_mutable_collection(COLLECTION) and not is_ours
-    options = {"moves": moves, "observes": not is_ours, "rng": _random_words(module)}
+    options: dict[str, Any] = {
+        "moves": moves,
+        "observes": not is_ours,
+        "rng": _random_words(module),
+    }
     options["tap"] = None if measured is None else measured.tap
 
     def run(scope_fn: Any, repack_fn: Any, core: Any, groups: Any, keys: Any, inputs: Any) -> Any:
@@ -185,7 +190,7 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
             _check_result(method, module, out)
             return out, repack_fn(scopes)
 
-        def traced(numbers: bool) -> Any:
+        def trace(numbers: bool) -> Any:
             names_of = lambda tree: _names(tree, given, paths)  # noqa: E731
             traced, layers, arrays = _traced(module, result, given, names_of, numbers)
             try:
@@ -194,14 +199,14 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
                 check_dtypes(arrays, traced.parameters, layers)
             return traced, program, arrays
 
-        traced, program, arrays = with_numbers(traced, inputs)
+        traced, program, arrays = with_numbers(trace, inputs)
         if not program.matmuls:
-            raise NoMatmuls
+            raise NoMatmulsError
         outs, new = traced.quantizing(**options).run(program, arrays, planted)
         out, written = program.static.whole(outs)
         return (out, new), written
 
-    with _explained(method, module):
+    with _explaining_names():
         out, new = _lifted(module, method, args, kwargs, run, (True,))
     if moves:
         for name, part in with_states(variables[COLLECTION], root, new).items():
@@ -213,7 +218,7 @@ def _initialized(
     method: Any, rules: Rules[Recipe], module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     """A call of a method in `init`: nothing is quantized, and matmuls get their first states."""
-    layers, before = Layers(), module.scope
+    layers = Layers()
     caches = getattr(type(module), "qtoolkit_cache", None) is not None
     if caches:
         with layers.noting():
@@ -228,7 +233,8 @@ def _initialized(
         if not module.is_mutable_collection(collection):
             continue
         kept = module.variables.get(collection, {})
-        known, new = planted_in({collection: kept}, root), {}
+        new: dict[Any, Any] = {}
+        known = planted_in({collection: kept}, root)
         for matmul in program.matmuls:
             recipe = multiply.recipe_of(matmul)
             if recipe is not None and matmul.key not in known:
@@ -302,31 +308,27 @@ _LATER = ("generator", "coroutine", "async_generator")
 def _check_result(method: Any, module: nn.Module, out: Any) -> None:
     if type(out).__name__ in _LATER:
         raise TypeError(
-            f"wrap: {type(module).__name__}.{method.__name__} returns a {type(out).__name__}, whose "
-            "code runs later, expected arrays: its matmuls would not be quantized; return a list, "
-            "or let an unwrapped module yield what wrapped ones return"
+            f"wrap: {type(module).__name__}.{method.__name__} returns a {type(out).__name__}, "
+            "whose code runs later, expected arrays: its matmuls would not be quantized; return a "
+            "list, or let an unwrapped module yield what wrapped ones return"
         )
 
 
-class _explained:
-    """In this context errors of a method that cannot be traced say what to write."""
-
-    def __init__(self, method: Any, module: nn.Module) -> None:
-        self.name = f"{type(module).__name__}.{method.__name__}"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        for name in _RESERVED if isinstance(error, TypeError) else ():
+@contextlib.contextmanager
+def _explaining_names() -> Iterator[None]:
+    """In this context Flax's error for arguments that it cannot pass says what to write."""
+    try:
+        yield
+    except TypeError as error:
+        for name in _RESERVED:
             if str(error) == f"run_interceptors() got multiple values for argument {name!r}":
                 raise TypeError(
                     f"wrap: a method of a module is called with {name}=..., expected this argument "
                     "by position: under nn.intercept_methods, by which qtoolkit knows which module "
-                    "runs, Flax cannot pass an argument of that name; write layer(x, "
-                    f"{name}) in place of layer(x, {name}={name}), and rename it if it is "
-                    "keyword-only"
+                    f"runs, Flax cannot pass an argument of that name; write layer(x, {name}) in "
+                    f"place of layer(x, {name}={name}), and rename it if it is keyword-only"
                 ) from error
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,7 +348,9 @@ class Applied:
     capture_intermediates: Any
     inputs: Tree | None = None
 
-    def __call__(self, variables: Any, rngs: Any, args: Any, kwargs: Any, method: Any) -> Any:
+    def __call__(
+        self, method: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
+    ) -> Any:
         return self.apply(
             self.module,
             variables,
@@ -363,7 +367,7 @@ class Applied:
 def _jitted(call: Applied, arrays: list[Any]) -> Any:
     assert call.inputs is not None
     method = entered(call.method, is_compiled=True)
-    outs, tree = Tree.of_results(call(*call.inputs.whole(arrays), method=method))
+    outs, tree = Tree.of_results(call(method, *call.inputs.whole(arrays)))
     return outs, StaticResult(tree)
 
 
@@ -387,11 +391,11 @@ def applied(
             out = with_numbers(functools.partial(_compiled, call, inputs), (args, kwargs))
             _check_scales(call, inputs)
             return out
-        except NoMatmuls:
-            return call(*inputs, method=call.method)
+        except NoMatmulsError:
+            return call(call.method, *inputs)
         except NEEDS_NUMBERS as error:
             _explain_numbers(call, error)
-    return call(*inputs, method=entered(call.method))
+    return call(entered(call.method), *inputs)
 
 
 def _compiled(call: Applied, inputs: Any, numbers: bool) -> Any:
@@ -400,12 +404,12 @@ def _compiled(call: Applied, inputs: Any, numbers: bool) -> Any:
     try:
         hash(call)
     except TypeError:  # a module with a list or an array among its attributes
-        return call(*inputs, method=entered(call.method))
+        return call(entered(call.method), *inputs)
     if call in _without_matmuls:
-        raise NoMatmuls
+        raise NoMatmulsError
     try:
         outs, static = _jitted(call, arrays)
-    except NoMatmuls:
+    except NoMatmulsError:
         if len(_without_matmuls) >= _MOST:
             _without_matmuls.clear()
         _without_matmuls[call] = None
@@ -421,7 +425,7 @@ def _check_scales(call: Applied, inputs: Any) -> None:
         return
 
     def plain(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-        return call(variables, rngs, args, kwargs, call.method)
+        return call(call.method, variables, rngs, args, kwargs)
 
     bound = Bound.of(plain, variables, others, {})
     matmuls = bound.traced.program(bound.leaves).matmuls

@@ -228,7 +228,8 @@ class Function:
             return Tree.of_results(self.function(variables, *args, **kwargs))
 
 
-class Bound(NamedTuple):
+@dataclasses.dataclass
+class Bound:
     """A function of variables, with its arguments: see `Call` of `products._flow`.
 
     Attributes:

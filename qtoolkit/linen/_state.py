@@ -52,8 +52,8 @@ def value_and_grad(
     A step with an infinity or a NaN in an operand or a cotangent does not change the histories of
     that matmul. Its state `bad` counts such steps, and those with an operand that is more than
     twice as large as the history by which it is scaled: without a `margin` such elements saturate.
-    The devices of `jax.pmap` and `jax.shard_map` share one history. Each layer that `nn.scan` stacks
-    has its own. A matmul that did not run keeps its history.
+    The devices of `jax.pmap` and `jax.shard_map` share one history. Each layer that `nn.scan`
+    stacks has its own. A matmul that did not run keeps its history.
     `jax.grad` and `jax.value_and_grad` work as well: with `mutable=["qtoolkit"]`, `apply` returns
     updated histories of inputs and kernels, and cotangents have current scales; without `mutable`,
     or without the collection, all scales are current ones. A warning says so. Calls of `apply` that
@@ -181,6 +181,10 @@ def products_of(collection: Any) -> list[tuple[Path, Kept]]:
     """The arrays of each matmul in a collection, with its path there."""
     found = _parts((), collection)
     return [(path, part) for path, part in found if part and not _holds_mapping(part)]
+
+
+def _holds_mapping(part: Kept) -> bool:
+    return any(isinstance(inner, Mapping) for inner in part.values())
 
 
 def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:

@@ -225,11 +225,11 @@ def _apply(kind: Any) -> Callable[..., Any]:
         run = _method(kind, self, method)
         call = Applied(kind.apply, self, run, static_filter(mutable), capture_intermediates)
         if is_in_program():
-            return call(variables, rngs, args, kwargs, run)
+            return call(run, variables, rngs, args, kwargs)
         if method is None and self.qtoolkit_rules.rules and not getattr(self, _CHECKED):
 
             def plain(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-                return call(variables, rngs, args, kwargs, run)
+                return call(run, variables, rngs, args, kwargs)
 
             _check_rules(self, plain, variables, (rngs, *args), kwargs)
         is_stable = isinstance(method, str | None) or run is getattr(kind, run.__name__, None)
@@ -247,13 +247,13 @@ def _init(kind: Any) -> Callable[..., Any]:
     ) -> Any:
         run = _method(kind, self, method)
         out = kind.init_with_output(self, rngs, *args, method=entered(run), **options)
-        if method is None and self.qtoolkit_rules.rules and not getattr(self, _CHECKED):
-            if not is_in_program():
+        is_checked = getattr(self, _CHECKED) or is_in_program()
+        if method is None and self.qtoolkit_rules.rules and not is_checked:
 
-                def plain(_: Any, *args: Any, **options: Any) -> Any:
-                    return kind.init_with_output(self, rngs, *args, method=run, **options)[0]
+            def plain(_: Any, *args: Any, **options: Any) -> Any:
+                return kind.init_with_output(self, rngs, *args, method=run, **options)[0]
 
-                _check_rules(self, plain, out[1], args, options)
+            _check_rules(self, plain, out[1], args, options)
         return out
 
     return nn.nowrap(init_with_output)
