@@ -7,6 +7,7 @@ table. No JAX here.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -181,10 +182,10 @@ def _experts_beside_packed(target: Target) -> Iterable[str]:
 def _shared_modules(target: Target) -> Iterable[str]:
     if not target.models & SHARED:
         return ()
-    hybrid = [*target.config.get("layers_block_type", ())].count("hybrid")
-    blocks = target.config.get("num_mem_blocks", 1)
+    layers, blocks = (target.config.get(key) for key in ("layers_block_type", "num_mem_blocks"))
+    hybrid = layers.count("hybrid") if isinstance(layers, list) else math.inf
     names = [tensor.name for tensor in target.quantized if _SHARED_MODULE.search(tensor.name)]
-    return names if not hybrid or hybrid > blocks else ()
+    return names if hybrid > (blocks if isinstance(blocks, int) else 1) else ()
 
 
 def _divided(tensor: TensorPlan) -> tuple[bool, bool]:

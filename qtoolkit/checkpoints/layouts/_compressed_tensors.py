@@ -151,10 +151,10 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     weights = _weight_groups(config, where)
     _check_dense(config, where)
     blocks = _blocks(weights, where)
-    are_floats = {group.get("type") for group in weights} == {"float"}
+    are_floats = bool(weights) and all(group.get("type") == "float" for group in weights)
     widths = widths_of(weights, config.get("version"), where)
-    stated = {group.get("symmetric") for group in weights}
-    is_symmetric = stated.pop() if len(stated) == 1 else None
+    stated = [group.get("symmetric") for group in weights]
+    is_symmetric = stated[0] if stated and stated == stated[:1] * len(stated) else None
     encodings = {}
     for name, info in headers.items():
         last = name.rpartition(".")[2]
