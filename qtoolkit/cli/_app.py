@@ -97,9 +97,6 @@ def report(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="A file with the text of `Numerics.to_json()`.")
     ],
-    html: Annotated[
-        Path | None, typer.Option(metavar="PAGE", help="Write a page with histograms as well.")
-    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -120,7 +117,5 @@ def report(
         table(NUMERICS_HEADER, rows, right=NUMERICS_HEADER[5:])
         for note in numerics.notes:
             typer.echo(note)
-        if html is not None:
-            numerics.html(html)
         if plot is not None:
             numerics.plot(plot)

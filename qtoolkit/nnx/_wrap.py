@@ -88,9 +88,9 @@ def wrap(
         work side by side, eager and under `nnx.jit`.
       recipe: What to round; `Recipe()` is E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
-        None excludes a layer, and so does a missing default. A type means layers of that type and layers inside of modules
-        of that type. A layer that is shared has several paths; a rule has to match one of them. A
-        rule may also name a parameter with two axes or more:
+        None excludes a layer, and so does a missing default. A type means layers of that type and
+        layers inside of modules of that type. A layer that is shared has several paths; a rule has
+        to match one of them. A rule may also name a parameter with two axes or more:
         `{"moe/router_weights": None, "moe": recipe}`.
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
         or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a matmul
