@@ -271,5 +271,5 @@ def bound_function(function: Callable[..., Any], model: Any, args: Any, kwargs: 
     return Bound(function, (model, tuple(args), dict(kwargs)), is_method=False)
 
 
-def call_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
+def call_model(model: Any, *args: Any, method: Any = "__call__", **kwargs: Any) -> Any:
+    return getattr(model, method)(*args, **kwargs)

@@ -1,5 +1,6 @@
 """`wrap`: an nnx model whose matmuls are quantized, made by subclasses of the same name."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -315,7 +316,8 @@ def traced_call(where: str, wrapped: Any, given: Any) -> Bound:
     if callable(given):
         return bound_function(given, wrapped, (), {})
     args, options = strict_inputs(given, "inputs", where)
-    return bound_function(call_model, wrapped, args, options)
+    method = options.pop("method", "__call__")  # as `report` takes it
+    return bound_function(functools.partial(call_model, method=method), wrapped, args, options)
 
 
 def quantize_alone(layer: Any, recipe: Recipe) -> None:

@@ -271,7 +271,7 @@ def _graph(model: PlainModel, batches: Sequence[Batch], with_sums: bool) -> Grap
     groups: dict[Any, Readers] = {}
 
     def visit(use: Use) -> None:
-        place = id(use.node), use.inputs
+        place = use.node, use.inputs
         if place not in groups:
             seen: dict[Key, Any] = {}
             if with_sums:

@@ -10,11 +10,8 @@ import shutil
 import threading
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import qtoolkit as qt
 
