@@ -1,21 +1,22 @@
-"""A function whose products are replaced, as those of a method of a wrapped module are."""
+"""A function whose matmuls are computed otherwise, as those of a method of a wrapped module are."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import qtoolkit as qt
-from qtoolkit.products._analyses import ACTIVATION, Source
-from qtoolkit.products._matmul_trace import Known, MatmulTrace, Multiply, replacing_matmuls
-from qtoolkit.products.internal import LayerRecipe, Matmul, State
+from qtoolkit.formats import Rules
+from qtoolkit.products._matmul import Multiply
+from qtoolkit.products._origins import Operands, following_features
+from qtoolkit.products._product import quantized_product
+from qtoolkit.products.internal import Parameter, Program, Quantizing, State, in_module
 from qtoolkit.scaling import QArray
 
 
 def multiplying(recipe: qt.Recipe) -> Multiply:
     """Computes matmuls by a recipe, as a layer without state does."""
-    return LayerRecipe(recipe).multiply()
+    return Quantizing(Rules([], default=recipe), {})
 
 
 def quantized(
@@ -27,38 +28,42 @@ def quantized(
       name: As JAX calls it, "dot_general".
       function: As data, see `products._bilinear`.
     """
-    matmul = Matmul(name, function, lhs, rhs, (), ("", "kernel"), lhs.dtype)
-    return LayerRecipe(recipe).product(matmul, "0", state)
+    types = jax.typeof(lhs), jax.typeof(rhs)
+    recipe = following_features(recipe, Operands(function, types, 1, (-1, -1)))
+    return quantized_product(name, function, lhs, rhs, recipe, lhs.dtype, state, ())
+
+
+def program_of(
+    function: Callable[..., Any], args: Any, names: Callable[..., Any], path: str = ""
+) -> tuple[Program, list[Any], Any]:
+    """The program of a function, as if the module at `path` ran it; its inputs; its results' tree.
+
+    Args:
+      function: Of pytrees. An argument that is a `QArray` is an ordinary array to it.
+      names: Called with the arguments, it returns a pytree with one leaf for each of their arrays:
+        the name of a parameter, or "" for anything else.
+    """
+    leaves, structure = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, QArray))
+    labels = jax.tree.leaves(names(*args))
+    parameters = [Parameter(path, name) if name else None for name in labels]
+
+    def of_leaves(leaves: list[Any]) -> tuple[Any, Any]:
+        with in_module(path, is_root=True):
+            out = function(*jax.tree.unflatten(structure, leaves))
+        return jax.tree.flatten(out)
+
+    program = Program.of(of_leaves, leaves, parameters)
+    return program, leaves, program.static
 
 
 def rewritten(
-    function: Callable[..., Any],
-    multiply: Multiply,
-    parameters: Callable[..., Any] | None = None,
+    function: Callable[..., Any], multiply: Multiply, names: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`function` with `multiply(found)` in place of each product.
-
-    Args:
-      function: A function of pytrees. An argument that is a `QArray` is an ordinary array to it,
-        and its codes and scales to products.
-      multiply: Returns the result of a product; None leaves the product as it is.
-      parameters: Called with the arguments, it returns a pytree with one leaf for each of their
-        arrays: the name of a parameter, or "" for anything else. None: it has no parameters.
-    """
+    """`function` with `multiply(matmul, call, planted)` in place of each matmul."""
 
     def rewriting(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, QArray))
-        names = [""] * len(leaves) if parameters is None else jax.tree.leaves(parameters(*args))
-        with replacing_matmuls(
-            MatmulTrace(multiply, {name: name for name in names if name})
-        ) as trace:
-            values = []
-            for x, name in zip(leaves, names, strict=True):
-                value = x.dequantize() if isinstance(x, QArray) else jnp.asarray(x)
-                original = x if isinstance(x, QArray) else None
-                source = Source(name, order=()) if name else ACTIVATION
-                trace.know(value, Known(source, original=original))
-                values.append(value)
-            return function(*jax.tree.unflatten(structure, values))
+        program, leaves, structure = program_of(function, args, names)
+        outs, _ = program.run(leaves, multiply, {})
+        return jax.tree.unflatten(structure, outs)
 
     return rewriting

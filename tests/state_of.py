@@ -107,8 +107,15 @@ def by_kernel(names: Iterable[str], methods: tuple[str, ...] = ()) -> list[str]:
     numbers: dict[str, int] = collections.Counter()
     found = []
     for path, name in split:
+        if use := _kernel_and_place(name):  # of a kernel that a call uses several times
+            uses = [other for where, other in split if where == path and _kernel_and_place(other)]
+            alike = {other for other in uses if other.startswith(f"{use[0]}@")}
+            number = sorted(alike, key=_place).index(name) + 1
+            found.append(path + use[0] + (f"#{number}" if number > 1 else ""))
+            continue
         if "@" in name:  # a matmul of two activations, by its place in the user's code
-            alike = {other for where, other in split if where == path and "@" in other}
+            others = [other for where, other in split if where == path and "@" in other]
+            alike = {other for other in others if not _kernel_and_place(other)}
             name = str(sorted(alike, key=_place).index(name))
         elif name == "0" and (path, "1") not in split:  # of a layer with one matmul
             name = "kernel"
@@ -173,6 +180,12 @@ def _path_and_name(name: str) -> tuple[str, str]:
     place = re.fullmatch("([^:@]*:)?(.*)", name)
     assert place is not None
     return place[1] or "", place[2]
+
+
+def _kernel_and_place(name: str) -> tuple[str, str] | None:
+    """("up", "attend@3:12") of "up@attend@3:12"; None for a place alone."""
+    parts = re.fullmatch("([^@]+)@([^@.]+@.*)", name)
+    return (parts[1], parts[2]) if parts else None
 
 
 def _place(name: str) -> list[Any]:

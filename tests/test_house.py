@@ -22,18 +22,17 @@ LAYERS = (
     ("products",),
     ("post_training",),
     ("onnx", "openvino", "pypto", "nnx", "linen", "optim", "checkpoints"),
-    ("demo",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-EXEMPT = ("__init__", "_version", "__main__")  # top-level files
+EXEMPT = ("__init__", "_names", "_version", "__main__")  # top-level files
 # Heavy packages, and the layers that may import them.
 ONLY_IN = {
     "jax": set(LEVEL) - {"formats", "cli"},
     "jaxlib": set(LEVEL) - {"formats", "cli"},
     "matplotlib": {"plots"},
-    "flax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
-    "optax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
+    "flax": {"nnx", "linen", "optim", "checkpoints", "plots"},
+    "optax": {"nnx", "linen", "optim", "checkpoints", "plots"},
     "orbax": {"checkpoints"},
 }
 
@@ -76,7 +75,7 @@ def wrong_arrows(package: Path, exports: dict[str, str]) -> list[str]:
             if first != package.name:
                 continue
             target = exports.get(rest[0], rest[0]) if rest else "everything, lazily"
-            if target in (layer, "_version", "__version__"):
+            if target in (layer, "_names", "_version", "__version__"):
                 continue
             if target not in LEVEL or LEVEL[target] >= LEVEL[layer]:
                 wrong.append(f"{where}: {layer} imports {target} ({name})")
@@ -88,6 +87,48 @@ def test_every_import_points_down_the_layers():
     assert wrong_arrows(PACKAGE, qtoolkit._HOME_OF) == []
     files = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE]
     assert len(files) > 10
+
+
+# Packages of which some files still import one another.
+CIRCLES = {"checkpoints", "products"}
+
+
+def files_in_a_circle(package: Path) -> list[str]:
+    """Files of a package from which imports, wherever they stand, lead back to the same file."""
+    files = [path for path in package.rglob("*.py") if path.stem != "__init__"]
+    names = {".".join(path.relative_to(package.parents[1]).with_suffix("").parts): path
+             for path in files}  # fmt: skip
+    arrows = {}
+    for name, path in names.items():
+        imported = imported_names(path, tuple(name.split(".")[:-1]))
+        prefixes = {".".join(parts[:n]) for i in imported for parts in [i.split(".")]
+                    for n in range(1, len(parts) + 1)}  # fmt: skip
+        arrows[name] = prefixes & names.keys()
+
+    def reached(name: str) -> set[str]:
+        found: set[str] = set()
+        while new := {t for n in found | {name} for t in arrows[n]} - found:
+            found |= new
+        return found
+
+    return sorted(name for name in names if name in reached(name))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("package", sorted(set(LEVEL) - CIRCLES))
+def test_no_files_of_a_package_import_one_another_in_a_circle(package):
+    assert files_in_a_circle(PACKAGE / package) == []
+
+
+@pytest.mark.quick
+def test_a_circle_is_found_also_where_an_import_stands_in_a_function(tmp_path):
+    package = tmp_path / "house" / "room"
+    package.mkdir(parents=True)
+    (package / "_a.py").write_text("from house.room import _b\n")
+    (package / "_b.py").write_text("def f():\n    from house.room._c import g\n")
+    (package / "_c.py").write_text("from house.room._a import x\n")
+    (package / "_d.py").write_text("from house.room._a import x\n")
+    assert files_in_a_circle(package) == [f"house.room.{name}" for name in ("_a", "_b", "_c")]
 
 
 # Two tiers of names: `__init__` for users, `internal.py` for the packages above it. All other files
@@ -149,7 +190,6 @@ MAY_CAST_BITS = {
 }
 MAY_VIEW_BYTES = {
     "checkpoints/": "containers hold bytes, which are read and written on the host",
-    "demo/_language_model.py": "a text is an array of its bytes",
     "onnx/_cast.py": "JAX has no float6, so the result is an array of NumPy",
     "onnx/_strings.py": "numbers become text on the host",
     "scaling/_histogram.py": "edges of bins are constants, made in NumPy",
@@ -193,6 +233,83 @@ def test_only_casts_reads_bits():
     for place in (*MAY_CAST_BITS, *MAY_VIEW_BYTES):
         found = [readers_of_bits(path) for name, path in files.items() if name.startswith(place)]
         assert any(found), f"{place} reads neither bits nor bytes: take it off the list"
+
+
+# One way to know a parameter: a call is traced to a program. What these would be is a second one.
+PROGRAMS = ("products", "nnx", "linen", "post_training")
+CONTEXTS = ("make_user_context", "ContextVar")  # what code around a call says to code inside
+MAY_SET_CONTEXTS = "products/_calls.py"
+MAY_WALK_LOOPS = ("products/_loops.py", "post_training/_unrolling.py")
+
+
+def of_programs(package: Path) -> dict[str, ast.Module]:
+    """The files of `PROGRAMS`, parsed."""
+    files = (path for part in PROGRAMS for path in sorted((package / part).rglob("*.py")))
+    return {
+        path.relative_to(package).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in files
+    }
+
+
+def called(tree: ast.AST) -> list[str]:
+    """The last names of all functions that are called: "make_user_context" of jax's."""
+    functions = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(function).rsplit(".", 1)[-1] for function in functions]
+
+
+def ways_around_a_program(package: Path) -> list[str]:
+    """Where a file under `package` knows arrays by identity, or intercepts what JAX traces."""
+    wrong = []
+    for file, tree in of_programs(package).items():
+        if "id" in called(tree):
+            wrong.append(f"{file}: id(...)")
+        for node in ast.walk(tree):
+            names = [getattr(node, field, None) for field in ("id", "attr", "name", "module")]
+            if "weakref" in names:
+                wrong.append(f"{file}: weakref")
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).rsplit(".", 1)[-1] for base in node.bases}
+                wrong += [f"{file}: {node.name}({base})" for base in bases & {"Trace", "Tracer"}]
+    return wrong
+
+
+def loops_named(tree: ast.AST) -> bool:
+    """Whether a file names the primitives of loops, as whoever walks into them does."""
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return {"scan", "while"} <= strings
+
+
+@pytest.mark.quick
+def test_a_model_is_known_by_its_program_alone():
+    assert ways_around_a_program(PACKAGE) == []
+
+
+@pytest.mark.quick
+def test_two_contexts_in_one_file():
+    made = {
+        file: [name for name in called(tree) if name in CONTEXTS]
+        for file, tree in of_programs(PACKAGE).items()
+    }
+    assert {file for file, names in made.items() if names} == {MAY_SET_CONTEXTS}
+    assert len(made[MAY_SET_CONTEXTS]) == 2
+
+
+@pytest.mark.quick
+def test_one_file_walks_loops():
+    walking = {file for file, tree in of_programs(PACKAGE).items() if loops_named(tree)}
+    assert walking == set(MAY_WALK_LOOPS)
+
+
+@pytest.mark.quick
+def test_what_these_tests_look_for_is_found(tmp_path):
+    (tmp_path / "nnx").mkdir()
+    (tmp_path / "nnx" / "_file.py").write_text(
+        "import weakref\nclass Own(jax.core.Trace): ...\nknown = {id(x): x}\n", encoding="utf-8"
+    )
+    found = ways_around_a_program(tmp_path)
+    assert sorted(found) == [f"nnx/_file.py: {x}" for x in ("Own(Trace)", "id(...)", "weakref")]
+    assert loops_named(ast.parse('if name == "scan" or name in ("while",): ...'))
+    assert called(ast.parse("x = jax.make_user_context(None)")) == ["make_user_context"]
 
 
 def run(code: str, *, cwd: Path) -> str:
@@ -271,7 +388,7 @@ def test_help_of_the_command(tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    for name in ("convert", "inspect", "formats", "demo"):
+    for name in ("convert", "inspect", "formats"):
         assert name in done.stdout
 
 

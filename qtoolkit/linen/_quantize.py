@@ -25,8 +25,9 @@ from qtoolkit.linen._wrap import wrap
 from qtoolkit.post_training.internal import (
     PlainModel,
     Storable,
+    kept_or_serving_rules,
+    not_wrapped,
     quantize_kernels,
-    serving_rules,
     settings,
 )
 from qtoolkit.products import Recipe
@@ -43,7 +44,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def quantize(
     module: Model,
     variables: Any,
-    recipe: Recipe | Rules[Recipe] | SpecLike | None,
+    recipe: Recipe | Rules[Recipe] | SpecLike,
     inputs: Any,
     calibration: Any = None,
     *,
@@ -72,12 +73,12 @@ def quantize(
     only methods that were traced: one that looks up a stored table raises.
 
     Args:
-      module: As for `wrap`; one from `wrap`, whose recipes are then kept where `recipe` is None.
+      module: As for `wrap`.
       variables: As `init` returns them. `QArray`s in "params" are used as they are. Kernels are
         rounded with the state of `Delayed` and `Static` scaling and of stochastic rounding, and
         with learned scales (LSQ), if there are any.
       recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
-        with unquantized activations.
+        with unquantized activations. "wrapped" keeps the recipes of a module from `wrap`.
       inputs: What the module is called with, as a batch of `calibrate`.
       calibration, algorithm, sequential, damping, act_order: As `calibration`, `method` and so on
         of `qtoolkit.nnx.quantize`: "gptq", "awq" and others, for a module that is not wrapped.
@@ -92,7 +93,7 @@ def quantize(
       TypeError: As `wrap`; `variables` is no dictionary with "params".
       ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, has a
         learned scale that was not started, or a learned offset (LSQ+), which codes cannot hold
-        since their zero points are integers; or `recipe` is None and `module` is not wrapped.
+        since their zero points are integers; or `recipe` is "wrapped" and `module` is not.
 
     Gradient: Stored kernels have none; `jax.grad` refuses integers.
 
@@ -175,12 +176,10 @@ class _Served:
 
 
 def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
-    if recipe is not None:
-        return wrap(module, serving_rules(recipe), kv_cache=kv_cache)
+    rules = kept_or_serving_rules(recipe)
+    if rules is not None:
+        return wrap(module, rules, kv_cache=kv_cache)
     rules = getattr(module, "qtoolkit_rules", None)
     if rules is None:
-        raise ValueError(
-            f"quantize: recipe is None for {type(module).__name__}, which is not wrapped, expected "
-            "a recipe, e.g. qtoolkit.recipes.weight_only_e4m3"
-        )
+        raise not_wrapped(type(module).__name__)
     return wrap(module, rules, kv_cache=kv_cache or module.qtoolkit_cache)

@@ -24,6 +24,7 @@ from qtoolkit.products.internal import (
 )
 
 Model = TypeVar("Model", bound=nn.Module)
+_DEFAULT = Recipe()
 
 _FRAMEWORK = set(dir(nn.Module)) - {"__call__"}
 _CHECKED = "qtoolkit_checked"  # an attribute: whether each rule has matched something
@@ -31,7 +32,7 @@ _CHECKED = "qtoolkit_checked"  # an attribute: whether each rule has matched som
 
 def wrap(
     module: Model,
-    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -71,7 +72,7 @@ def wrap(
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
         patched. Inside of `@nn.compact` make it with `parent=None`:
         `wrap(nn.Dense(8, parent=None))`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+      recipe: What to round; `Recipe()` is E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules`
         of recipes, over paths such as "blocks_0/Dense_0", parameters with two axes or more such as
         "moe/router_weights", and types; None excludes a layer,

@@ -54,7 +54,7 @@ def entered(method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *args, **kwargs)
         try:
             return _with_numbers(method, (self, args, kwargs))
-        except _NoMatmuls:
+        except _NoMatmulsError:
             return method(self, *args, **kwargs)
         except NEEDS_NUMBERS as error:
             if not is_eager((args, kwargs)):
@@ -99,7 +99,7 @@ def _explain_numbers(method: Callable[..., Any], module: Any, error: Exception) 
         )
 
 
-class _NoMatmuls(Exception):
+class _NoMatmulsError(Exception):
     """The method computes no matmul: it runs as it is."""
 
 
@@ -113,7 +113,7 @@ def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     """The arrays of the result, the rest of it, and the new states of matmuls."""
     program = traced.program(leaves)
     if not program.matmuls:
-        raise _NoMatmuls
+        raise _NoMatmulsError
     is_ours, measured = step_of("nnx")
     tap = None if measured is None else measured.tap
     multiply = traced.quantizing(moves=moves and not is_ours, observes=not is_ours, tap=tap)
@@ -192,10 +192,10 @@ class Bound:
 
 def _compiled(traced: Traced, *arguments: Any) -> Any:
     if traced in _without_matmuls:
-        raise _NoMatmuls
+        raise _NoMatmulsError
     try:
         outs, static, new = _jitted(traced, *arguments)
-    except _NoMatmuls:
+    except _NoMatmulsError:
         if len(_without_matmuls) >= _MOST:
             _without_matmuls.clear()
         _without_matmuls[traced] = None
@@ -269,3 +269,7 @@ class _Modules:
 def bound_function(function: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> Bound:
     """A function that calls a model, such as a loss, as a program."""
     return Bound(function, (model, tuple(args), dict(kwargs)), is_method=False)
+
+
+def call_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)

@@ -17,7 +17,7 @@ _MADE = "qtoolkit_made"
 
 
 class Made(NamedTuple):
-    """What a subclass is made of: the class of the model, and the format of attention's KV cache."""
+    """What a subclass is made of: a class, and the format of attention's KV cache."""
 
     kind: Any
     cache: BlockFormat | None = None

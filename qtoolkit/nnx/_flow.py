@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._call import Bound, bound_function
+from qtoolkit.nnx._call import Bound, bound_function, call_model
 from qtoolkit.nnx._function import site_of
 from qtoolkit.nnx._modules import matmuls_of_layer
 from qtoolkit.nnx._post_training import plain_model
@@ -27,7 +27,7 @@ def _call(where: str, wrapped: Any, batch: Batch) -> Bound:
     check_wrapped(where, wrapped)
     inputs = batch.inputs
     args, options = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    return bound_function(lambda model, *a, **k: model(*a, **k), wrapped, args, options)
+    return bound_function(call_model, wrapped, args, options)
 
 
 def _call_of_loss(where: str, wrapped: Any, batch: Any, loss_fn: Any) -> Bound:
@@ -55,28 +55,27 @@ def calibrate(
 
     It observes the operands of forward matmuls that have one scale for the tensor, or a second
     scale for the tensor, as NVFP4 has (there only the amax), while the model computes as its recipe
-    says. A matmul in a module's own method is identified by its kernel, a matmul of two
-    activations by its number among these. Compiled once per model and shape. Arrays may be sharded:
+    says. A matmul is identified by its kernel, a matmul of two activations by its place in the
+    code. Compiled once per model and shape. Arrays may be sharded:
     a scale is that of the whole batch.
 
     Args:
       wrapped: A model from `wrap`. Its state stays as it is.
       batches: The model is called with each: as `*batch` if it is a tuple, as `**batch` if it is a
         dictionary. Arrays are traced, all else is passed as it is.
-      observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
+      observer: "absmax", "moving_average", "percentile", "mse" or "amax_history", or
         such a class of `qtoolkit.scaling`; `options` are arguments for its `of`. "hessian" takes
         the model before `wrap`, for `quantize(model, recipe, calibration, method="gptq")`.
 
     Returns:
       `Calibration`, a pytree of observers; for "hessian" `InputStatistics`. Those of several runs
-      or devices can be merged. A matmul that runs several times in a batch (a shared layer, layers
-      that `nnx.scan` stacks) has one observer per operand. Its amax may then be too large by less
-      than 12.5 %.
+      or devices can be merged. A matmul that runs several times in a batch (in a loop, or as layers
+      that `nnx.scan` stacks) has one observer per operand.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
       ValueError: The model is not wrapped; no batches; an operand was finite in none of them; an
-        unknown observer; a matmul inside of a `lax.while_loop`.
+        unknown observer.
 
     Examples:
       >>> wrapped = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
@@ -140,7 +139,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
         found, quantizing = amaxes.get(site.path, {}), quantizing_of(site)
         traced = {}
         for name in found:
-            parameter = Parameter(site.path, name.split("#")[0])
+            parameter = Parameter(site.path, name.split("#")[0].split("@")[0])
             is_kernel = hasattr(module, parameter.name.split(".")[0])
             recipe = quantizing.by_rules(site.path, parameter if is_kernel else None)
             if recipe is not None:
@@ -185,8 +184,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       >>> qt.nnx.start_scales(model, jnp.asarray([[1.0, -3.0]]))
       >>> for path, scale in nnx.to_flat_state(nnx.state(model, qt.nnx.LsqScale)):
       ...     print(path, f"{scale.get_value().item():.3f}")
-      ('qtoolkit_products', '0', 'scales', 0) 1.512
-      ('qtoolkit_products', '0', 'scales', 1) 0.545
+      ('qtoolkit_products', 'kernel', 'scales', 0) 1.512
+      ('qtoolkit_products', 'kernel', 'scales', 1) 0.545
     """
     call, products = _call("start_scales", wrapped, Batch.of(batch)), _products(wrapped)
     new = flow.start_scales(call, [kept for _, kept in products])

@@ -145,24 +145,30 @@ class Function:
         nodes, given = self._given(leaves)
         graph, values = _values(nodes)
         before = jax.tree.flatten(given, is_leaf=is_node)
-        with in_module(_path_of(nodes), is_root=True) if self.is_method else tracing_function():
-            out = self._run(*given)
+        if self.is_method:
+            with in_module(_path_of(nodes), is_root=True):
+                out = self.run_method(*given)
+        else:
+            with tracing_function():
+                model, args, kwargs = given
+                out = self.function(model, *args, **kwargs)
         known = [(path, x) for path, x in nnx.iter_graph(nodes, graph=True) if is_node(x)]
         arrays = _Arrays()
         result = _parted(out, known, arrays)
         changed, changed_graph = _changes(graph, values, nodes, arrays)
-        leaves, tree = jax.tree.flatten(given, is_leaf=is_node)
-        arguments = None
-        if tree != before[1] or any(a is not b for a, b in zip(leaves, before[0], strict=True)):
+        arguments, after = None, jax.tree.flatten(given, is_leaf=is_node)
+        is_other = bool(after[1] != before[1])  # type: ignore[operator]
+        if is_other or any(a is not b for a, b in zip(after[0], before[0], strict=True)):
             arguments = _parted(given, known, arrays)
         return arrays.all, Result(result, changed, changed_graph, arguments)
 
-    def _run(self, model: Any, args: Any, kwargs: Any) -> Any:
+    def run_method(self, model: Any, args: Any, kwargs: Any) -> Any:
         out = self.function(model, *args, **kwargs)
         kind = type(out).__name__
-        if self.is_method and any(map(_computes_later, jax.tree.leaves(out, is_leaf=is_node))):
-            kind = "function"
-        if self.is_method and kind in (*_LATER, "function"):
+        if kind not in _LATER:
+            leaves = jax.tree.leaves(out, is_leaf=is_node)
+            kind = "function" if any(map(_computes_later, leaves)) else kind
+        if kind in (*_LATER, "function"):
             raise TypeError(
                 f"wrap: {type(model).__name__}.{self.function.__name__} returns a {kind}, whose "
                 "code runs later, expected arrays: its matmuls would not be quantized; return a "
@@ -295,17 +301,18 @@ def _transfer(nodes: Any, live: Mapping[Any, Any]) -> None:
 
 def _write_back(live: Any, changed: Any) -> None:
     """Lets lists and dictionaries hold what the function has put into its copies of them."""
+    pairs: list[Any] = []
     if isinstance(live, list):
         pairs = list(zip(live, changed, strict=False))
         kept = [old if _is_container(old) else new for old, new in pairs]
         live[:] = [*kept, *changed[len(kept) :]]
     elif isinstance(live, dict):
         pairs = [(live[name], changed[name]) for name in live if name in changed]
-        kept = {n: live[n] if _is_container(live.get(n)) else x for n, x in changed.items()}
+        by_name = {n: live[n] if _is_container(live.get(n)) else x for n, x in changed.items()}
         live.clear()
-        live.update(kept)
-    else:
-        pairs = list(zip(live, changed, strict=True)) if isinstance(live, tuple) else []
+        live.update(by_name)
+    elif isinstance(live, tuple):
+        pairs = list(zip(live, changed, strict=True))
     for old, new in pairs:
         if _is_container(old):
             _write_back(old, new)

@@ -246,13 +246,14 @@ def value_and_grad(
         loss, grads = qtoolkit.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
 
-    The state of modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX` is updated, too.
     `nnx.grad` and `nnx.value_and_grad` work as well: the forward pass then updates the histories of
     inputs and kernels, and cotangents have current scales; a warning says so. With `graph=False`
     they differentiate by every array of an argument: split the model, and pass parameters and state
-    as two. Under `jax.grad` of a function that closes over the model, and in layers that a model
-    differentiates itself, all scales are current ones and no history is updated; a warning says so.
-    The devices of `jax.pmap` and `jax.shard_map` share one history.
+    as two. Under `jax.grad` of a function that closes over the model all scales are current ones
+    and no history is updated; a warning says so. Of a copy that `nnx.merge` makes, return the
+    state, as for statistics of BatchNorm. The devices of `jax.pmap` and `jax.shard_map` share one
+    history. So do the modules from `qtoolkit.linen.wrap` in `nnx.bridge.ToNNX`: their forward pass
+    updates histories.
 
     A step with an infinity or a NaN in an operand or a cotangent does not change the histories of
     that matmul. Its state `bad` counts such steps, and those with an operand that is more than

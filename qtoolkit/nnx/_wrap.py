@@ -7,7 +7,7 @@ from flax import nnx
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import narrow_cache
-from qtoolkit.nnx._call import Bound, bound_function
+from qtoolkit.nnx._call import Bound, bound_function, call_model
 from qtoolkit.nnx._classes import become, set_attribute
 from qtoolkit.nnx._function import PRODUCTS, SITE, Site, site_of
 from qtoolkit.nnx._modules import (
@@ -22,6 +22,7 @@ from qtoolkit.nnx._modules import (
 )
 from qtoolkit.nnx._report import check_module, report
 from qtoolkit.nnx._state import Products, ProductState, product_states
+from qtoolkit.post_training.internal import not_wrapped
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     FirstLast,
@@ -38,6 +39,7 @@ from qtoolkit.products.internal import (
 )
 
 Model = TypeVar("Model", bound=nnx.Module)
+_DEFAULT = Recipe()
 
 
 def _kernels_in(wrapped: Any, given: Any) -> list[str]:
@@ -49,7 +51,7 @@ def _kernels_in(wrapped: Any, given: Any) -> list[str]:
 
 def wrap(
     model: Model,
-    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -57,57 +59,60 @@ def wrap(
 ) -> Model:
     """A model like `model` whose matmuls and convolutions are quantized by `recipe`.
 
-    It quantizes Flax's layers (`nnx.Linear`, `LinearGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
-    `LoRA`, `Embed.attend`, the two matmuls of `MultiHeadAttention`) and modules that compute
-    matmuls by themselves (`x @ self.kernel`, `jnp.einsum`). They get a subclass of the same name.
-    While one of its methods runs, JAX hands every operation to a trace of ours, as it does under
-    `jax.vmap`, which computes the matmuls by the recipe: also those in `scan`, `cond`, `remat` and
-    `jax.shard_map`, but not those in a `custom_vjp` or `custom_jvp`. `report` lists every matmul
-    of a model and whether it is quantized.
+    Modules get a subclass of the same name. A call of the model is traced to a program, as under
+    `nnx.jit`, and the program is run with its matmuls computed by the recipe: those of Flax's
+    layers (`nnx.Linear`, `LinearGeneral`, `Einsum`, `Conv`, `ConvTranspose`, `LoRA`,
+    `Embed.attend`, the two matmuls of `MultiHeadAttention`) and of your own modules
+    (`x @ self.kernel`, `jnp.einsum`), also in `jit`, `scan`, `while_loop`, `cond`, `remat` and
+    `jax.shard_map`. Those in a `custom_vjp` or `custom_jvp`, and in derivatives that the model
+    itself takes, stay as they are. `report` lists every matmul and whether it is quantized.
 
-    Two activations, such as queries and keys, are both rounded as an input is. So is a parameter
-    that a function outside of the model passes as an array: pass the Variable. Those of
-    asynchronous generators are quantized only where a method with other matmuls runs them.
-    Normalization, softmax, look-up of embeddings and everything else stays as it is. Under
-    `nnx.vmap` each example has scales of its own, see `qtoolkit.dot_general`.
+    A matmul belongs to the module that owns its kernel, whichever module computes it. Two
+    activations, such as queries and keys, belong to the module that runs, and both are rounded as
+    an input is. Normalization, softmax, look-up of embeddings and everything else stays as it is.
+    Under `nnx.vmap` inside of the model the examples share a scale, as in one matmul of them all.
 
-    Layers of Flax keep histories for delayed scales, keys for stochastic rounding, and learned
-    scales. Which matmuls there are in your own modules only a trace can tell: they keep the same
-    if `wrap` is given `inputs` or `strict`. If not, they use current scales, as a warning says
-    when they are differentiated, equal numbers are rounded equally in every step, and a matmul with
-    a learned scale raises when it is called.
+    An eager call is compiled once for each shape. So `__call__` cannot branch on the numbers of
+    arrays, and raises where it does; another method then runs step by step, and only the modules
+    that it calls are quantized. A method must not return a generator or a function of its arrays.
+
+    Kernels keep histories for delayed scales, keys for stochastic rounding, and learned scales.
+    Which matmuls of two activations there are only a trace can tell, and which kernels are used
+    several times, so that each use has scales of its own: these matmuls keep the same if `wrap` is
+    given `inputs` or `strict`. If not, they use current scales, as a warning says when they are
+    differentiated, equal numbers are rounded equally in every step, and a matmul with a learned
+    scale raises when it is called. So it is where Python takes a path with other uses of a kernel.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+      recipe: What to round; `Recipe()` is E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
-        None excludes a layer, and so does a missing default. None for any other module
-        excludes the matmuls that `wrap` does not see in what it calls, such as those of a linen
-        module in `nnx.bridge.ToNNX`. A type means layers of that type and layers inside of modules
-        of that type. A layer that is shared has several paths; a rule has to match one of them. A
-        rule may also name a parameter with two axes or more:
+        None excludes a layer, and so does a missing default. A type means layers of that type and
+        layers inside of modules of that type. A layer that is shared has several paths; a rule has
+        to match one of them. A rule may also name a parameter with two axes or more:
         `{"moe/router_weights": None, "moe": recipe}`.
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
         or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a matmul
         is not quantized though no rule says so.
-      inputs: The same, but nothing raises: matmuls in your own modules then keep state, too.
+      inputs: The same, but nothing raises: matmuls that only a trace finds then keep state, too.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
         and head, or a format with blocks along the features. Each token is rounded once, when it is
         written; steps compute with the dequantized cache. The wrapped model then has caches of its
         own.
 
     Returns:
-      A model of the same class, or a subclass of the same name. Parameters are shared, their paths
+      A model of subclasses of the same names. Parameters are shared, their paths
       unchanged: training one trains the other, and checkpoints of parameters fit both. A layer that
       is wrapped already gets the new recipe, or is a plain layer again if a rule excludes it. It
       then keeps, as a copy: histories, if the number of steps is the same; calibrated scales, if
-      the operand is the same (not in your own modules: freeze those last); and the count of steps.
+      the operand is the same; and the count of steps.
       Learned scales are shared if the operand is the same. All other state starts anew.
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
-        kernel of float64, of 8 bits, or a `QArray`; `strict` is neither inputs nor a mapping.
+        kernel of a Flax layer of float64 or 8 bits, or a `QArray`; `strict` is neither inputs nor
+        a mapping.
       ValueError: `kv_cache` is given for a model without attention, has no negative numbers, or has
         scales that tokens share; no layer is quantized; a rule matches no layer (a rule with None:
         no module); or `strict` raises.
@@ -195,10 +200,7 @@ def _check_layers(
         )
     if rules is None:
         if all(site_of(one.module) is None for one in layers):
-            raise ValueError(
-                f"{where}: recipe is None for {name}, which is not wrapped, expected a recipe, "
-                "e.g. qtoolkit.recipes.weight_only_e4m3"
-            )
+            raise not_wrapped(name)
         return
     named = [one for one in modules if not isinstance(one.module, nnx.List | nnx.Dict)]
     matched = [one.as_matched() for one in named]
@@ -237,7 +239,8 @@ def keep(
     site = site_of(module)
     assert site is not None
     known = {} if is_traced else dict(_known_matmuls(module, site))
-    wanted = known | dict(traced)
+    placed = {name.split("@")[0] for name in traced if "@" in name}  # kernels used several times
+    wanted = {name: pair for name, pair in known.items() if name not in placed} | dict(traced)
     wanted = {name: pair for name, pair in wanted.items() if pair[0].keeps_state}
     states = {
         name: ProductState(recipe, lead, f"{site.path}:{name}")
@@ -288,22 +291,31 @@ def keep_traced(where: str, wrapped: Any, given: Any) -> None:
     """Gives matmuls in modules of the user what they keep, if a call with `given` runs them."""
     call = traced_call(where, wrapped, given)
     multiply, found = call.traced.quantizing(), dict[str, dict[str, Any]]()
-    for matmul in call.traced.program(call.leaves).matmuls:
+    matmuls = call.traced.program(call.leaves).matmuls
+    stacks = {matmul.path: matmul.stack for matmul in matmuls if matmul.stack}
+    for matmul in matmuls:
         recipe = multiply.recipe_of(matmul)
         if recipe is not None:
-            found.setdefault(matmul.path, {})[matmul.name] = recipe, matmul.stack
+            # Two activations in a stack of modules are told apart as its kernels are.
+            inner = (lead for path, lead in stacks.items() if _is_in(path, matmul.path))
+            stack = next(inner, ()) if matmul.parameter is None else matmul.stack
+            found.setdefault(matmul.path, {})[matmul.name] = recipe, stack
     for _, module in list(nnx.iter_modules(wrapped, graph=True)):
         site = site_of(module)
         if site is not None and site.path in found:
             keep(module, found[site.path], product_states(module))
 
 
+def _is_in(path: str, module: str) -> bool:
+    return not module or f"{path}/".startswith(f"{module}/")
+
+
 def traced_call(where: str, wrapped: Any, given: Any) -> Bound:
     """A call of a model with what `wrap(inputs=)` was given."""
     if callable(given):
-        return bound_function(lambda model: given(model), wrapped, (), {})
+        return bound_function(given, wrapped, (), {})
     args, options = strict_inputs(given, "inputs", where)
-    return bound_function(lambda model, *a, **k: model(*a, **k), wrapped, args, options)
+    return bound_function(call_model, wrapped, args, options)
 
 
 def quantize_alone(layer: Any, recipe: Recipe) -> None:

@@ -10,21 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qtoolkit.casts.internal import exact_float32
+from qtoolkit.casts.internal import exact_float32, serializable
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._inputs import Batch
+from qtoolkit.products._matmul import Call, Key, Matmul
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place, listed
-from qtoolkit.products._program import Call, Key, Matmul
 from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, replanted
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._seen import Seen
+from qtoolkit.products._taps import Seen
 from qtoolkit.scaling import (
     MSE,
     AbsMax,
     AmaxHistory,
     Bins,
-    Entropy,
     MinMax,
     MovingAverage,
     Observer,
@@ -42,10 +41,9 @@ OBSERVERS: dict[str, type[Observer]] = {
     "moving_average": MovingAverage,
     "percentile": Percentile,
     "mse": MSE,
-    "entropy": Entropy,
     "amax_history": AmaxHistory,
 }
-_HISTOGRAMS = (Percentile, MSE, Entropy)
+_HISTOGRAMS = (Percentile, MSE)
 _STATIC: Any = {"static": True}
 
 
@@ -121,6 +119,7 @@ def _summary_by(bins: Bins | None) -> Callable[..., Any]:
     return summary
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
@@ -218,17 +217,16 @@ def calibration_of(
         summary = summarize(bins, Batch.of(batch))
         _check_summary(summary)
         for place, recipe in summary.recipes.items():
-            largest, total = summary.seen.get(place, Seen({}, {}))
+            seen = summary.seen.get(place, Seen({}, {}))
             for side in calibrated_sides(recipe):
-                if side not in total or not float(
-                    total[side][0][0]
-                ):  # in a branch that did not run
-                    continue
+                if side not in seen.total or not float(seen.total[side][0][0]):
+                    continue  # it is stored, or in a branch that did not run
                 key = (*place, side)
                 state = states.get(key)
                 if state is None:
-                    state = _new_observer(kind, recipe.forward[side], options)
-                states[key] = _after(state, largest[side], *total[side])
+                    operand: Any = recipe.forward[side]
+                    state = _new_observer(kind, operand, options)
+                states[key] = _after(state, seen.largest[side], *seen.total[side])
     if not number:
         raise ValueError("calibrate: there are no batches, expected one or more")
     never = [key for key, state in states.items() if not int(state.count)]

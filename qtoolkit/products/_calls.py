@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.extend.core import take_current_trace
 
+from qtoolkit.products._matmul import Key
 from qtoolkit.products._program import CALL, SCOPE
 from qtoolkit.products._taps import Tap
 
@@ -57,7 +58,7 @@ class MeasuredStep:
     """What a training step measures, see `Tap`: zeros for each matmul, by its key."""
 
     tap: Tap
-    zeros: Mapping[str, Any]
+    zeros: Mapping[Key, Any]
 
 
 # The package whose `value_and_grad` runs, and what it measures. It is part of the key by which

@@ -22,16 +22,16 @@ from qtoolkit.products._calibration import (
 from qtoolkit.products._calls import MeasuredStep, training_step
 from qtoolkit.products._inputs import Batch
 from qtoolkit.products._learned import Starting, first_scale
-from qtoolkit.products._numerics import (
+from qtoolkit.products._matmul import Key, Planted
+from qtoolkit.products._measuring import (
+    Loss,
     Measured,
-    Numerics,
     explained,
-    loss_of,
     measured_matmuls,
     numerics_of,
 )
+from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._place import MODEL, Place
-from qtoolkit.products._program import Key, Planted
 from qtoolkit.products._quantizing import StaticResult, Traced, compiled, replanted
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
@@ -43,12 +43,14 @@ from qtoolkit.products._stored import check_trainable
 class Call(Protocol):
     """A call of a wrapped model, or a function of one, as `Program`s need it.
 
-    Attributes:
-      traced, leaves: The function of arrays, and the arrays.
+    `traced` is the function of arrays, `leaves` the arrays.
     """
 
-    traced: Traced
-    leaves: list[Any]
+    @property
+    def traced(self) -> Traced: ...
+
+    @property
+    def leaves(self) -> list[Any]: ...
 
     def planted(
         self, zeros: Mapping[Key, Any], *, has_probes: bool = False
@@ -237,4 +239,4 @@ def checked_loss(where: str, loss_fn: Any, given: str) -> Callable[..., Any]:
             f"{where}: loss_fn has type {type(loss_fn).__name__}, expected a function to a float "
             f"scalar; write {where}({given}, batch, loss_fn)"
         )
-    return loss_of(where, loss_fn)
+    return Loss(where, loss_fn)

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qtoolkit.products._bilinear import Axes
+from qtoolkit.products._matmul import Matmul
 from qtoolkit.products._operand import Operand
-from qtoolkit.products._program import Matmul, Program
+from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import Quantizing
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import needs_state

@@ -23,8 +23,7 @@ from qtoolkit.gradients.internal import LEAST
 from qtoolkit.products._operand import Learned, Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
-from qtoolkit.products._seen import Seen
-from qtoolkit.products._taps import Tap
+from qtoolkit.products._taps import Seen, Tap
 from qtoolkit.scaling import QArray, quantize
 from qtoolkit.scaling.internal import Scales, operand_values
 

@@ -48,7 +48,12 @@ def _shown(frame: Any) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
 
 
-def place_of(eqn: Any, functions: Sequence[tuple[str, str]] = ()) -> tuple[str, str]:
+# Our functions that call a method of a module: any, and that of the outermost one in a program. JAX
+# cuts a traceback where a program begins, so `entering` of the outermost one is not in it.
+_METHODS = ("entering", "run_method")
+
+
+def place_of(eqn: Any, functions: Sequence[str] = ()) -> tuple[str, str]:
     """Where a module's method made an equation: "__call__@3:12.attend@5:8".
 
     Functions of the user from the method on, each with a line, counted from its first one, and a
@@ -57,7 +62,7 @@ def place_of(eqn: Any, functions: Sequence[tuple[str, str]] = ()) -> tuple[str, 
     outermost module that is called, in place of the one that runs. "" in layers of Flax.
 
     Args:
-      functions: The places and names of the jitted functions around. JAX traces one for all of its
+      functions: The names of the jitted functions around. JAX traces one for all of its
         callers, so only the frames from the innermost one on say something.
     """
     places: list[str] = []
@@ -66,7 +71,7 @@ def place_of(eqn: Any, functions: Sequence[tuple[str, str]] = ()) -> tuple[str, 
     for code, last in zip(*traceback.raw_frames(), strict=True) if traceback else ():
         file = code.co_filename
         if file.startswith(_FOLDERS["qtoolkit"]):
-            if code.co_name == "entering":  # here the method of a module begins
+            if code.co_name in _METHODS:
                 ends.append(len(places))
             continue
         if file.startswith(_LIBRARIES) or file.startswith("<"):
@@ -75,7 +80,7 @@ def place_of(eqn: Any, functions: Sequence[tuple[str, str]] = ()) -> tuple[str, 
         line, _, column, _ = next(positions, (None,) * 4)
         from_first = (line or code.co_firstlineno) - code.co_firstlineno
         places.append(f"{code.co_name}@{from_first}:{column}")
-        if functions and code.co_name == functions[-1][1]:
+        if functions and code.co_name == functions[-1]:
             ends.append(len(places))
             break
     inner, outer = (ends[0], ends[-1]) if ends else (len(places), len(places))

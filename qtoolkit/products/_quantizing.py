@@ -10,16 +10,16 @@ import jax.numpy as jnp
 
 from qtoolkit.formats import Rules
 from qtoolkit.products._learned import with_first_scales
+from qtoolkit.products._matmul import SCALED, Call, Key, Matmul, Planted, matching
 from qtoolkit.products._observed import observed
 from qtoolkit.products._origins import Parameter, following_features
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
-from qtoolkit.products._program import SCALED, Call, Key, Matmul, Planted, Program, matching
+from qtoolkit.products._program import Program
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._seen import Seen
 from qtoolkit.products._states import HISTORY, KEY, STEP, moved, state_of
-from qtoolkit.products._taps import Tap
+from qtoolkit.products._taps import Seen, Tap
 
 BY_RULE, BY_RECIPE = "excluded by a rule", "unquantized by the recipe"
 INTEGERS = "integers are not rounded"
@@ -75,7 +75,9 @@ class Quantizing:
 
     def reason_of(self, matmul: Matmul) -> str:
         """Why a matmul stays as it is; "" if it has a recipe."""
-        return self._kept_by(matmul) or ("" if self._by_rules(matmul) else BY_RULE)
+        is_of_model = matmul.module is not None and bool(self.modules)
+        by_rules = BY_RULE if is_of_model and self._by_rules(matmul) is None else ""
+        return by_rules or self._kept_by(matmul)
 
     def _kept_by(self, matmul: Matmul) -> str:
         running = self.modules.get(matmul.module or "")
@@ -164,6 +166,7 @@ class Quantizing:
         tap = None
         if self.tap is not None and planted is not None and planted.shared is not None:
             tap, state = self.tap, (state or State())._replace(zeros=planted.shared)
+        assert matmul.function is not None
         with jax.named_scope(matmul.path or MODEL):  # for profilers: nothing of ours reads it
             out = quantized_product(
                 f"{matmul.primitive} of {matmul.path}" if matmul.path else matmul.primitive,
@@ -171,7 +174,7 @@ class Quantizing:
                 call.lhs,
                 call.rhs,
                 following_features(recipe, matmul.operands),
-                matmul.dtype,
+                matmul.result.dtype,
                 state,
                 call.extra,
                 tap=tap,

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.products._derivative import Cotangent
+from qtoolkit.products._matmul import MATMULS, Call, Key, Matmul, Planted
 from qtoolkit.products._origins import following_features
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
-from qtoolkit.products._program import MATMULS, Call, Key, Matmul, Planted, Program
+from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import (
     BY_RECIPE,
     BY_RULE,
-    COMPLEX,
     INTEGERS,
     Quantizing,
     Traced,
@@ -53,6 +54,9 @@ class Product:
     where: str = ""
     count: int = 1
     multiplications: int = 0
+
+
+add_json_kinds(Product)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,14 +223,14 @@ def _products(
     sides = [side for side in (0, 1) if matmul.origins[side].is_trained and matmul.has_derivative]
     if recipe is None:
         reason = multiply.reason_of(matmul)
-        shapes = " x ".join(f"{x.dtype}{list(x.shape)}" for x in matmul.types[:2])
+        lhs, rhs, out = (f"{x.dtype}{list(x.shape)}" for x in (*matmul.types[:2], matmul.result))
         part = "backward" if matmul.is_derivative else "forward"
         path = "" if matmul.module is None else matmul.path or MODEL
-        this = Product(path, part, shapes, reason, matmul.where, multiplications=number)
+        this = Product(path, part, f"{lhs} x {rhs}", reason, matmul.where, multiplications=number)
         yield this
-        is_alone = reason in (INTEGERS, COMPLEX) or matmul.is_derivative
-        for _ in () if is_alone else sides:
-            yield dataclasses.replace(this, part="backward")
+        for side in () if matmul.is_derivative else sides:
+            operands = f"{lhs} x {out}" if side else f"{out} x {rhs}"
+            yield dataclasses.replace(this, part="backward", operands=operands)
         return
     stored = stored_labels(matmul)
     recipe = recipe.with_stored(1) if any(stored) else recipe
@@ -288,7 +292,8 @@ def _native_of(matmul: Matmul, call: Call, recipe: Recipe) -> _Native:
     operands = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (call.lhs, call.rhs, *call.extra)
     )
-    recipe = following_features(recipe.without_state(), matmul.operands)
+    recipe, function = following_features(recipe.without_state(), matmul.operands), matmul.function
+    assert function is not None
     axes = [(name, 1) for name in recipe.axis_names]
     is_swapped = matmul.kernel == 0
 
@@ -296,11 +301,11 @@ def _native_of(matmul: Matmul, call: Call, recipe: Recipe) -> _Native:
         state = State(jnp.ones(3)) if recipe.is_calibrated else State()
         return quantized_product(
             "report",
-            matmul.function,
+            function,
             lhs,
             rhs,
             recipe,
-            matmul.dtype,
+            matmul.result.dtype,
             state,
             extra,
             is_swapped=is_swapped,

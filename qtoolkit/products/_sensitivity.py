@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.casts.internal import serializable
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
-from qtoolkit.products._numerics import check_ran
+from qtoolkit.products._matmul import Call, Key, Matmul, Planted
+from qtoolkit.products._measuring import check_ran
 from qtoolkit.products._place import MODEL
-from qtoolkit.products._program import Call, Key, Matmul, Planted, Program
+from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, replanted
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
@@ -24,6 +26,7 @@ _STATIC: Any = {"static": True}
 Kernels = tuple[tuple[str, Recipe | None], ...]  # parameters with recipes of their own
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sensitivity:
@@ -178,7 +181,7 @@ def _layers(program: Program, multiply: Quantizing) -> list[tuple[str, Recipe, K
             of_layer = names.setdefault(matmul.path, {})
             if matmul.parameter is not None:
                 of_layer[matmul.parameter.name] = recipe
-    layers = []
+    layers: list[tuple[str, Recipe, Kernels]] = []
     for path, kernels in names.items():
         recipe = multiply.of_module(path)
         own = tuple((name, x) for name, x in kernels.items() if x != recipe)

@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 
 from qtoolkit.casts.internal import exact_float32
-from qtoolkit.products._numerics import Measured, labels
+from qtoolkit.products._matmul import Key
+from qtoolkit.products._measuring import Measured, labels
 from qtoolkit.products._place import Place
-from qtoolkit.products._program import Key
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling.internal import (

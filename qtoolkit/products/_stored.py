@@ -40,7 +40,7 @@ def check_trainable(tree: Any) -> None:
 
 
 def is_stack_of_kernels(array: QArray, contracted: Sequence[int]) -> bool:
-    """Whether a matmul takes several stored kernels at once, each with scales or factors of its own.
+    """Whether it is several stored kernels at once, each with scales or factors of its own.
 
     `jax.vmap` over kernels makes one matmul of them. Then it takes the dequantized arrays.
     """

@@ -8,7 +8,7 @@ several times in a step gives the sum over its runs: a tap must measure numbers 
 they are added.
 """
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,3 +49,15 @@ class Tap(Protocol):
 def swapped_rows(rows: jax.Array) -> jax.Array:
     """A tap's rows with lhs and rhs exchanged: dgrad of one is wgrad of the other."""
     return rows[jnp.array([1, 0, 5, 4, 3, 2])]
+
+
+class Seen(NamedTuple):
+    """What a `multiply` sees of a matmul: pytrees. Several runs are merged, shards too.
+
+    Attributes:
+      largest: Merged by maximum.
+      total: Merged by addition.
+    """
+
+    largest: Any = ()
+    total: Any = ()

@@ -15,11 +15,12 @@ from qtoolkit.products._calls import (
     tracing_function,
 )
 from qtoolkit.products._flow import Kept
-from qtoolkit.products._inputs import Batch
+from qtoolkit.products._inputs import Batch, naming_missing_inputs
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._lines import warn
+from qtoolkit.products._loops import scan_lengths
 from qtoolkit.products._matching import (
     FoundModule,
     check_rules,
@@ -28,14 +29,15 @@ from qtoolkit.products._matching import (
     training_rules,
     unused_rules,
 )
+from qtoolkit.products._matmul import Key, Matmul, Planted, matching
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._origins import Parameter
 from qtoolkit.products._place import MODEL, Place, listed
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
-from qtoolkit.products._program import Key, Matmul, Planted, Program, matching, scan_lengths
+from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced, compiled
-from qtoolkit.products._recipe import check_recipe
+from qtoolkit.products._recipe import check_not_none, check_recipe
 from qtoolkit.products._report import (
     check_all_quantized,
     report_of,

@@ -206,7 +206,7 @@ def test_layers_that_scan_stacks_have_scales_of_their_own():
     close(
         jax.jit(jax.grad(loss), static_argnums=2)(variables, X, module), jax.grad(hand)(variables)
     )
-    served, weights = qt.linen.quantize(module, variables, None, X)
+    served, weights = qt.linen.quantize(module, variables, "wrapped", X)
     got, expected = (jax.jit(m.apply)(v, X) for m, v in ((served, weights), (module, variables)))
     np.testing.assert_array_equal(got, expected)
     array = weights["params"]["blocks"]["dense"]["kernel"]
@@ -304,7 +304,7 @@ def test_value_and_grad_of_both_collections():
 @pytest.mark.quick
 def test_served_as_it_was_trained(variables):
     """Oracle for the codes: NumPy, two's complement, low nibble first."""
-    served, weights = qt.linen.quantize(MODULE, variables, None, X)
+    served, weights = qt.linen.quantize(MODULE, variables, "wrapped", X)
     apply = jax.jit(served.apply)
     np.testing.assert_array_equal(apply(weights, X), jax.jit(MODULE.apply)(variables, X))
     array, scale = weights["params"]["kernel"], np.float32(kept(variables)["rhs_scale"])
@@ -364,7 +364,7 @@ def test_what_cannot_be(variables):
         MODULE.apply(fresh, X)
     assert np.isnan(jax.jit(MODULE.apply)(fresh, X)).all()
     with pytest.raises(ValueError, match="quantize: kernel has a learned scale that has no"):
-        qt.linen.quantize(MODULE, fresh, None, X)
+        qt.linen.quantize(MODULE, fresh, "wrapped", X)
     with pytest.raises(ValueError, match=r"sensitivity: .* has a learned scale that has not"):
         qt.linen.sensitivity(MODULE, fresh, X, loss)
     with pytest.raises(ValueError, match="start_scales: Dense has no learned scale, expected a mo"):
@@ -376,15 +376,15 @@ def test_what_cannot_be(variables):
         qt.linen.start_scales(branch, branch.init(KEY, X), (X, False))
     started = qt.linen.start_scales(branch, {"params": branch.init(KEY, X)["params"]}, (X, False))
     assert set(states_of(started)) == {"a"}
-    served, weights = qt.linen.quantize(branch, started, None, {"x": X, "both": False})
+    served, weights = qt.linen.quantize(branch, started, "wrapped", {"x": X, "both": False})
     np.testing.assert_array_equal(
         served.apply(weights, X, both=False), branch.apply(started, X, both=False)
     )
     for wrt in ("scales", 0):
         with pytest.raises(ValueError, match=rf"wrt={wrt!r}, expected collections among params, q"):
             qt.linen.value_and_grad(loss, wrt=wrt)(variables, X)
-    with pytest.raises(ValueError, match="quantize: recipe is None for Net, which is not wrapped"):
-        qt.linen.quantize(Net(), plain, None, X)
+    with pytest.raises(ValueError, match="quantize: recipe is 'wrapped' for Net, which is not"):
+        qt.linen.quantize(Net(), plain, "wrapped", X)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

@@ -25,7 +25,7 @@ class Own(nnx.Module):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
 
     def __call__(self, x):
-        return qt.dot(x, self.kernel[...]) + x @ self.kernel[...]
+        return jnp.dot(x, self.kernel[...]) + x @ self.kernel[...]
 
 
 class Net(nnx.Module):
@@ -72,7 +72,6 @@ call = nnx.jit(lambda model, x: model(x))
         ("moving_average", {"decay": 0.5}),
         ("percentile", {"fraction": 0.9}),
         ("mse", {}),
-        ("entropy", {}),
         ("amax_history", {"history": 2, "margin": 1}),
     ],
 )
@@ -84,7 +83,6 @@ def test_each_observer_sees_the_operands(name, options):
         "moving_average": scaling.MovingAverage,
         "percentile": scaling.Percentile,
         "mse": scaling.MSE,
-        "entropy": scaling.Entropy,
         "amax_history": scaling.AmaxHistory,
     }
     for side, operands in enumerate((BATCHES, [layer.kernel[...]] * 3)):
@@ -199,7 +197,7 @@ def test_bad_batches(wrapped, found):
     with pytest.raises(ValueError, match="there are no batches, expected one or more"):
         qt.nnx.calibrate(wrapped, [])
     bad = BATCHES[0].at[0, 0].set(jnp.nan)
-    with pytest.raises(ValueError, match="a:0: all 2 batches of its lhs have a NaN or an inf"):
+    with pytest.raises(ValueError, match="a:kernel: all 2 batches of its lhs have a NaN or an inf"):
         qt.nnx.calibrate(wrapped, [bad, bad])
     one_bad = qt.nnx.calibrate(wrapped, [*BATCHES, bad])
     assert int(one_bad.states[0].bad) == 1
@@ -262,7 +260,9 @@ def test_scales_that_are_not_known_are_no_zeros():
         unknown(x)
     assert np.isnan(call(unknown, x)).all()
     both, one = qt.nnx.wrap(layer, INT8), qt.nnx.wrap(layer, qt.Recipe((INT8.forward[0], None)))
-    with pytest.raises(ValueError, match=r"not calibrated: \(model\):0 \(1 of its 2 operands\)"):
+    with pytest.raises(
+        ValueError, match=r"not calibrated: \(model\):kernel \(1 of its 2 operands\)"
+    ):
         qt.nnx.freeze(both, qt.nnx.calibrate(one, [x]))
     served = qt.nnx.quantize(layer, "e4m3fn")  # has nothing to calibrate
     frozen = qt.nnx.freeze(served, qt.nnx.calibrate(served, [x]))
@@ -413,14 +413,6 @@ class Coder(nnx.Module):
         return self.encode(x), self.decode(x), x @ self.small
 
 
-class Dots(nnx.Module):
-    def __init__(self):
-        self.small, self.large = Coder().small, Coder().large
-
-    def __call__(self, x):
-        return qt.dot(x, self.small), qt.dot(x * 1e4, self.large), x @ self.small
-
-
 class Widened(nnx.Linear):
     """A layer with a hook, and a product of one's own beside it."""
 
@@ -441,12 +433,11 @@ class Table(nnx.Embed):
         return self.attend(x), (x * 1e4) @ self.large
 
 
-@pytest.mark.sample("Coder-names0", "Widened-names2")
+@pytest.mark.sample("Coder-names0", "Widened-names1")
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
         (Coder, ["small", "large", "small#2"]),
-        (Dots, ["small", "large", "small#2"]),
         (Widened, ["kernel", "large"]),
         (Table, ["embedding", "large"]),
     ],
@@ -540,7 +531,9 @@ class _Encoding(nnx.Module):
         return self.model.encode(x)
 
 
-def test_a_while_loop_is_reported_forward_and_not_calibrated():
+def test_a_while_loop_is_reported_forward_and_calibrated():
+    """Oracle: the same steps in Python, each measured by hand."""
+
     class Looping(nnx.Module):
         def __init__(self):
             self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -556,10 +549,16 @@ def test_a_while_loop_is_reported_forward_and_not_calibrated():
     assert report.is_forward_only
     assert [product.part for product in report.quantized] == ["forward"]
     assert "forward only: JAX has no derivative of lax.while_loop" in str(report)
-    with pytest.raises(ValueError, match=r"calibrate: a matmul runs inside of a lax.while_loop"):
-        qt.nnx.calibrate(wrapped, BATCHES)
-    with pytest.raises(ValueError, match=r"numerics: a matmul runs inside of a lax.while_loop"):
-        qt.nnx.numerics(wrapped, BATCHES[0], lambda model, x: model(x).sum())
+    found = qt.nnx.calibrate(wrapped, BATCHES)
+    largest = 0.0
+    for x in BATCHES:
+        for _ in range(3):
+            largest = max(largest, float(np.abs(x).max()))
+            x = jnp.tanh(wrapped.layer(x))
+    kernel = np.abs(wrapped.layer.kernel[...]).max()
+    np.testing.assert_allclose(amaxes(found, "layer")[:2], [largest, kernel], rtol=1e-6)
+    frozen = qt.nnx.freeze(wrapped, found)
+    np.testing.assert_allclose(frozen(BATCHES[2]), wrapped(BATCHES[2]), atol=0.05)
 
 
 @pytest.mark.quick
@@ -581,30 +580,3 @@ def test_debug_nans_finds_none_in_a_correct_run(recipe):
         assert step(again)[0] > 0
         found = qt.nnx.numerics(model, x, lambda model, x: model(x).sum())
         assert not found.unreached
-
-
-@jax.custom_vjp
-def _doubled(x, kernel):
-    return 2 * qt.dot(x, kernel)
-
-
-_doubled.defvjp(
-    lambda x, kernel: (_doubled(x, kernel), (x, kernel)),
-    lambda kept, dy: (2 * dy @ kept[1].T, 2 * kept[0].T @ dy),
-)
-
-
-class WithItsDerivative(nnx.Module):
-    def __init__(self):
-        self.kernel = nnx.Param(jnp.ones((4, 3)))
-
-    def __call__(self, x):
-        return _doubled(x, self.kernel[...])
-
-
-def test_dot_inside_of_a_custom_derivative_is_not_measured():
-    wrapped, x = qt.nnx.wrap(WithItsDerivative()), jnp.ones((2, 4))
-    with pytest.raises(ValueError, match=r"calibrate: a jax\.custom_vjp in the model calls"):
-        qt.nnx.calibrate(wrapped, [x])
-    with pytest.raises(ValueError, match=r"numerics: .* call qtoolkit\.dot_general there"):
-        qt.nnx.numerics(wrapped, x, lambda model, x: model(x).sum())

@@ -229,7 +229,7 @@ def test_a_stack_that_arrives_whole_observes_for_all(x):
     assert newest(model)[0, 1] == edge(np.abs(model.kernel[...]).max())
 
 
-def test_a_shared_layer_sees_the_larger_of_its_uses(x):
+def test_each_use_of_a_shared_layer_has_a_history(x):
     class Twice(nnx.Module):
         def __init__(self):
             self.a = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
@@ -238,10 +238,13 @@ def test_a_shared_layer_sees_the_larger_of_its_uses(x):
         def __call__(self, x):
             return self.alias(100 * nnx.relu(self.a(x)))
 
-    model = qt.nnx.wrap(Twice(), DELAYED)
+    model = qt.nnx.wrap(Twice(), DELAYED, inputs=(x,))
     hidden = 100 * nnx.relu(model.a(x))
     step(model, x)
-    assert newest(model.a)[0] == edge(np.abs(hidden).max())
+    assert newest(model.a)[0] == edge(np.abs(x).max())
+    second = history_of(model.alias, name="kernel#2")[..., 0]
+    assert second[0] == edge(np.abs(hidden).max())
+    assert newest(model.a)[1] == second[1] == edge(np.abs(model.a.kernel[...]).max())
     assert kept(model.alias)["history"] is kept(model.a)["history"]
 
 

@@ -201,7 +201,8 @@ def test_the_report_shows_learned_operands_in_every_product():
     model = qt.nnx.wrap(nnx.Linear(32, 8, rngs=nnx.Rngs(0)), qt.recipes.int4_lsq)
     qt.nnx.start_scales(model, X)
     learned = "int4 by tensor, learned"
-    shown = {p.part: p.operands for p in qt.nnx.report(model, X).quantized}
+    scaled = lambda model, x: model(x * model.bias[...].sum())  # noqa: E731  (so dgrad is computed)
+    shown = {p.part: p.operands for p in qt.nnx.report(scaled, model, X).quantized}
     assert shown == {
         "forward": f"{learned} x {learned}",
         "dgrad": f"unquantized x {learned}",
@@ -243,7 +244,7 @@ def test_messages():
         qt.nnx.wrap(served, WEIGHTS)
     with pytest.raises(ValueError, match=r"layers/0: Linear.kernel is a QArray, and a rule excl"):
         qt.nnx.quantize(served, qt.Rules({"layers/0": None}, default=WEIGHTS))
-    with pytest.raises(ValueError, match="quantize: recipe is None for Small, which is not wrap"):
+    with pytest.raises(ValueError, match="quantize: recipe is 'wrapped' for Small, which is no"):
         qt.nnx.quantize(model)
     with pytest.raises(TypeError, match="quantize: recipe has type int, expected a Recipe, Rules"):
         qt.nnx.quantize(model, 8)

@@ -181,11 +181,13 @@ def multiplied(x, kernel):
 
 
 @pytest.mark.parametrize("way", ["shared", "sum", "around", "argument", "part"])
-def test_only_what_its_module_alone_multiplies_is_stored(way):
+def test_only_what_matmuls_alone_use_is_stored(way):
+    """Whoever computes them."""
     model = Sharing(way)
     served = qt.nnx.quantize(model, RECIPE, inputs=(X,))
-    names = {"second/kernel"} | ({"first/kernel"} if way == "shared" else set())
-    assert set(stored(served)) == names - ({"second/kernel"} if way == "shared" else set())
+    names = {"first/kernel", "second/kernel"}
+    names -= {"shared": {"second/kernel"}, "sum": {"first/kernel"}}.get(way, set())
+    assert set(stored(served)) == names
     if way == "shared":
         assert served.first.kernel is served.second.kernel
     np.testing.assert_array_equal(call(served, X), call(qt.nnx.wrap(model, RECIPE), X))

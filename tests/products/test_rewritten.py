@@ -1,4 +1,4 @@
-"""Products replaced in traces. Oracle: the same functions with quantized products by hand."""
+"""Matmuls computed otherwise in programs. Oracle: the same functions with quantized ones by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -88,8 +88,8 @@ def with_ragged(p, w, x):
     return p.ragged(x, jnp.stack([w, w + 1]))
 
 
-# How many times `multiply` is called: once for each product of a trace, more often where JAX traces
-# a body anew.
+# How many times `multiply` is called at least: once for each matmul of a program, more often where
+# JAX traces a body anew.
 FUNCTIONS = {
     in_jit: 2, in_scan: 2, in_cond: 6, in_while: 2, in_remat: 1, with_einsum: 2, with_conv: 1,
     with_ragged: 1,
@@ -107,9 +107,9 @@ def test_products_equal_those_written_by_hand(function):
     found = []
     multiply = multiplying(recipe)
 
-    def counting(product):
-        found.append(product)
-        return multiply(product)
+    def counting(matmul, *rest):
+        found.append(matmul)
+        return multiply(matmul, *rest)
 
     plain = lambda w, x: function(Products(), w, x)  # noqa: E731
     got = rewritten(plain, counting, of_weights)(W, X)
@@ -139,7 +139,7 @@ def test_gradients_equal_those_written_by_hand():
 
 
 def test_multiply_may_leave_a_product_as_it_is():
-    got = rewritten(lambda w, x: x @ w, lambda found: None, of_weights)(W, X)
+    got = rewritten(lambda w, x: x @ w, lambda *given: (None, None), of_weights)(W, X)
     np.testing.assert_array_equal(got, X @ W)
 
 
@@ -150,22 +150,19 @@ def test_products_inside_of_custom_derivatives_stay():
 
     inner.defjvp(lambda primals, dots: (inner(*primals), dots[0] @ primals[1]))
     calls = []
-    got = rewritten(lambda w, x: inner(x, w), calls.append, of_weights)(W, X)
+    got = rewritten(lambda w, x: inner(x, w), lambda *given: calls.append(given), of_weights)(W, X)
     np.testing.assert_array_equal(got, X @ W)
     assert calls == []
 
 
 def test_integers_and_quantized_products_stay():
-    calls = []
-
     def function(w, x):
         counts = jnp.ones((2, 2), jnp.int32) @ jnp.ones((2, 2), jnp.int32)
         return counts, qt.dot_general(x, w, MATMUL)
 
-    counts, y = rewritten(function, calls.append, of_weights)(W, X)
+    counts, y = rewritten(function, multiplying(recipes.mxfp8), of_weights)(W, X)
     np.testing.assert_array_equal(counts, 2)
     np.testing.assert_array_equal(y, qt.dot_general(X, W, MATMUL))
-    assert calls == []
 
 
 PAIR = Recipe((None, "e4m3fn"), "e5m2", wgrad=("e5m2", None))
@@ -200,11 +197,13 @@ def test_parameters_are_rounded_from_their_own_dtype():
         return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
 
     seen = []
-    rewritten(function, seen.append, of_weights)(W, X)
-    assert (seen[0].lhs.dtype, seen[0].rhs.dtype, seen[0].dtype) == (
-        jnp.bfloat16, jnp.float32, jnp.bfloat16,
-    )  # fmt: skip
-    assert seen[0].parameters == ("", "w")
+
+    def look(matmul, call, planted):
+        seen.append((call.lhs.dtype, call.rhs.dtype, matmul.result.dtype, matmul.parameter.name))
+        return None, None
+
+    rewritten(function, look, of_weights)(W, X)
+    assert seen == [(jnp.bfloat16, jnp.float32, jnp.bfloat16, "w")]
 
 
 SIX = [Operand(name) for name in ("e5m2", "int8", "int4", "e2m1fn", "e4m3fnuz", "mxfp4")]

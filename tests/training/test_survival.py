@@ -120,7 +120,8 @@ class Net(NamedTuple):
 
 
 def nnx_net(model, recipe):
-    model = model if recipe is None else qt.nnx.wrap(model, recipe)
+    if recipe is not None:
+        model = qt.nnx.wrap(model, recipe, inputs=(X, jnp.asarray(True)))
     graph, params, kept = nnx.split(model, nnx.Param, ...)
 
     def loss(model, x, use):
