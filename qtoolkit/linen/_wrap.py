@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.linen._call import Applied, applied, entered, static_filter
+from qtoolkit.linen._apply import Applied, applied, static_filter
+from qtoolkit.linen._call import entered
 from qtoolkit.linen._function import Bound, found_modules
 from qtoolkit.linen._report import check_strict, kernels_of
 from qtoolkit.products import Recipe
