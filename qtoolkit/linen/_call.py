@@ -177,7 +177,7 @@ class _Trace(NamedTuple):
             finally:  # Flax cannot multiply some of the dtypes
                 check_dtypes(arrays, names, layers)
 
-        return with_numbers(trace, inputs)  # type: ignore[no-any-return]
+        return with_numbers(trace, inputs)
 
 
 def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
