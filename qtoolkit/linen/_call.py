@@ -7,11 +7,10 @@ outside of the program.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
@@ -21,7 +20,6 @@ from flax.linen.transforms import decorator_lift_transform
 from qtoolkit.formats import Rules
 from qtoolkit.linen._function import (
     NO_RULES,
-    Bound,
     Layers,
     Names,
     Tree,
@@ -33,22 +31,16 @@ from qtoolkit.linen._function import (
 from qtoolkit.linen._state import (
     COLLECTION,
     SCALES,
-    check_started,
-    has_nan,
     planted_in,
     with_states,
 )
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
-    NEEDS_NUMBERS,
     Program,
     Quantizing,
-    StaticResult,
     Traced,
     in_module,
-    is_eager,
     is_in_program,
-    matching,
     needs_state,
     started,
     step_of,
@@ -95,13 +87,12 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
 _CALLED = "qtoolkit_called"
 
 
-def _lifted(module: nn.Module, method: Any, args: Any, kwargs: Any, run: Any, outs: Any) -> Any:
+def _lifted(module: nn.Module, method: Any, args: Any, kwargs: Any, run: Any) -> Any:
     """`run`, a function of a method as a function of its variables, keys and arguments.
 
     Args:
-      run: Takes (scope_fn, repack_fn, core, groups of variables, keys, arguments), see `lift.pack`,
+      run: Takes (core, scope_fn, repack_fn, groups of variables, keys, arguments), see `lift.pack`,
         and returns a result and the variables that the method has written.
-      outs: The filters of these variables.
     """
 
     def called(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -115,9 +106,9 @@ def _lifted(module: nn.Module, method: Any, args: Any, kwargs: Any, run: Any, ou
                 tuple({n: x for n, x in scope.items() if n not in _OURS} for scope in group)
                 for group in groups
             )
-            return run(scope_fn, repack_fn, core, groups, keys, arguments)
+            return run(core, scope_fn, repack_fn, groups, keys, arguments)
 
-        packed: Callable[..., Any] = lift.pack(inner, (True,), outs, (True,))
+        packed: Callable[..., Any] = lift.pack(inner, (True,), (True,), (True,))
         return packed
 
     return decorator_lift_transform(transform, called)(module, args, kwargs)
@@ -151,18 +142,42 @@ def _names(tree: Tree, given: Any, paths: list[tuple[str, ...]]) -> Names:
     return tree.names(given, path_of)
 
 
-def _traced(
-    module: nn.Module, run: Callable[[Any, Any, Any], Any], given: Any, names_of: Any, numbers: bool
-) -> tuple[Traced, Layers, list[Any]]:
-    tree, arrays = Tree.of(given, traces_numbers=numbers)
-    layers = Layers()
+class _Trace(NamedTuple):
+    """A method that was traced, as a function of arrays, and the arrays."""
 
-    def pure(arrays: list[Any]) -> tuple[list[Any], Tree]:
-        with in_module("/".join(module.path), is_root=True), layers.noting():
-            return Tree.of_results(run(*tree.whole(arrays)))
+    traced: Traced
+    program: Program
+    arrays: list[Any]
 
-    names = names_of(tree)
-    return Traced(pure, NO_RULES, layers.modules, names), layers, arrays
+    @classmethod
+    def of(
+        cls, module: nn.Module, core: Any, scope_fn: Any, repack_fn: Any, *given: Any
+    ) -> "_Trace":
+        """Traces a method, see `_lifted`, of (groups of variables, keys, arguments).
+
+        It returns its result, and the variables that it has written.
+        """
+        groups, keys, inputs = given
+        paths = _scope_paths(scope_fn, groups, keys)
+
+        def trace(numbers: bool) -> "_Trace":
+            tree, arrays = Tree.of(given, traces_numbers=numbers)
+            layers, names = Layers(), _names(tree, given, paths)
+
+            def pure(arrays: list[Any]) -> tuple[list[Any], Tree]:
+                groups, keys, inputs = tree.whole(arrays)
+                with in_module("/".join(module.path), is_root=True), layers.noting():
+                    scopes = scope_fn(groups, keys)
+                    out = core(scopes, *inputs)
+                    return Tree.of_results((out, repack_fn(scopes)))
+
+            traced = Traced(pure, NO_RULES, layers.modules, names)
+            try:
+                return cls(traced, traced.program(arrays), arrays)
+            finally:  # Flax cannot multiply some of the dtypes
+                check_dtypes(arrays, names, layers)
+
+        return with_numbers(trace, inputs)
 
 
 def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -181,33 +196,17 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     }
     options["tap"] = None if measured is None else measured.tap
 
-    def run(scope_fn: Any, repack_fn: Any, core: Any, groups: Any, keys: Any, inputs: Any) -> Any:
-        given, paths = (groups, keys, inputs), _scope_paths(scope_fn, groups, keys)
-
-        def result(groups: Any, keys: Any, inputs: Any) -> Any:
-            scopes = scope_fn(groups, keys)
-            out = core(scopes, *inputs)
-            _check_result(method, module, out)
-            return out, repack_fn(scopes)
-
-        def trace(numbers: bool) -> Any:
-            names_of = lambda tree: _names(tree, given, paths)  # noqa: E731
-            traced, layers, arrays = _traced(module, result, given, names_of, numbers)
-            try:
-                program = traced.program(arrays)
-            finally:  # Flax cannot multiply some of the dtypes
-                check_dtypes(arrays, traced.parameters, layers)
-            return traced, program, arrays
-
-        traced, program, arrays = with_numbers(trace, inputs)
+    def run(core: Any, scope_fn: Any, repack_fn: Any, *given: Any) -> Any:
+        traced, program, arrays = _Trace.of(module, core, scope_fn, repack_fn, *given)
         if not program.matmuls:
             raise NoMatmulsError
         outs, new = traced.quantizing(**options).run(program, arrays, planted)
         out, written = program.static.whole(outs)
+        _check_result(method, module, out)
         return (out, new), written
 
     with _explaining_names():
-        out, new = _lifted(module, method, args, kwargs, run, (True,))
+        out, new = _lifted(module, method, args, kwargs, run)
     if moves:
         for name, part in with_states(variables[COLLECTION], root, new).items():
             module.put_variable(COLLECTION, name, part)
@@ -257,28 +256,18 @@ def _program_of_init(
     A second trace, because only now they are inputs. Other variables are made anew.
     """
     args, kwargs = _by_position(method, module, args, kwargs)
-    found: list[Any] = []
+    found: list[_Trace] = []
 
-    def run(scope_fn: Any, repack_fn: Any, core: Any, groups: Any, keys: Any, inputs: Any) -> Any:
+    def run(core: Any, scope_fn: Any, repack_fn: Any, groups: Any, *inputs: Any) -> Any:
         groups = tuple(
             tuple({n: x for n, x in scope.items() if n == "params"} for scope in group)
             for group in groups
         )
-        given, paths = (groups, keys, inputs), _scope_paths(scope_fn, groups, keys)
+        found.append(_Trace.of(module, core, scope_fn, repack_fn, groups, *inputs))
+        return None, tuple(tuple({} for _ in group) for group in groups)  # nothing is written
 
-        def result(groups: Any, keys: Any, inputs: Any) -> Any:
-            return core(scope_fn(groups, keys), *inputs)
-
-        def traced(numbers: bool) -> Any:
-            names_of = lambda tree: _names(tree, given, paths)  # noqa: E731
-            traced, _, arrays = _traced(module, result, given, names_of, numbers)
-            return traced.program(arrays), traced.quantizing()
-
-        found.append(with_numbers(traced, inputs))
-        return None, ()
-
-    _lifted(module, method, args, kwargs, run, ())
-    return found[0]
+    _lifted(module, method, args, kwargs, run)
+    return found[0].program, found[0].traced.quantizing()
 
 
 def _random_words(module: nn.Module) -> jax.Array | None:
@@ -329,126 +318,3 @@ def _explaining_names() -> Iterator[None]:
                     f"place of layer(x, {name}={name}), and rename it if it is keyword-only"
                 ) from error
         raise
-
-
-@dataclasses.dataclass(frozen=True)
-class Applied:
-    """`apply` of a wrapped module: a static argument of `jax.jit`. Holds no array.
-
-    Attributes:
-      apply: Flax's own one.
-      method, mutable, capture_intermediates: As for `apply`.
-      inputs: The tree of (variables, keys, args, kwargs).
-    """
-
-    apply: Callable[..., Any]
-    module: nn.Module
-    method: Callable[..., Any]
-    mutable: Any
-    capture_intermediates: Any
-    inputs: Tree | None = None
-
-    def __call__(
-        self, method: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
-    ) -> Any:
-        return self.apply(
-            self.module,
-            variables,
-            *args,
-            rngs=rngs,
-            method=method,
-            mutable=self.mutable,
-            capture_intermediates=self.capture_intermediates,
-            **kwargs,
-        )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _jitted(call: Applied, arrays: list[Any]) -> Any:
-    assert call.inputs is not None
-    method = entered(call.method, is_compiled=True)
-    outs, tree = Tree.of_results(call(method, *call.inputs.whole(arrays)))
-    return outs, StaticResult(tree)
-
-
-# Calls that compute no matmul: they are not traced a second time.
-_without_matmuls: dict[Applied, None] = {}
-_MOST = 4096
-
-
-def applied(
-    call: Applied, variables: Any, rngs: Any, args: Any, kwargs: Any, *, is_stable: bool
-) -> Any:
-    """Calls `apply`, compiled if nothing else is traced or compiled around it.
-
-    Args:
-      is_stable: Whether the next call has the same method: not a lambda, which is new each time.
-    """
-    inputs = variables, rngs, args, kwargs
-    # Those who intercept methods want to see each call.
-    if is_stable and is_eager(inputs) and not nn.module._global_interceptor_stack:
-        try:
-            out = with_numbers(functools.partial(_compiled, call, inputs), (args, kwargs))
-            _check_scales(call, inputs)
-            return out
-        except NoMatmulsError:
-            return call(call.method, *inputs)
-        except NEEDS_NUMBERS as error:
-            _explain_numbers(call, error)
-    return call(entered(call.method), *inputs)
-
-
-def _compiled(call: Applied, inputs: Any, numbers: bool) -> Any:
-    tree, arrays = Tree.of(inputs, traces_numbers=numbers)
-    call = dataclasses.replace(call, inputs=tree)
-    try:
-        hash(call)
-    except TypeError:  # a module with a list or an array among its attributes
-        return call(entered(call.method), *inputs)
-    if call in _without_matmuls:
-        raise NoMatmulsError
-    try:
-        outs, static = _jitted(call, arrays)
-    except NoMatmulsError:
-        if len(_without_matmuls) >= _MOST:
-            _without_matmuls.clear()
-        _without_matmuls[call] = None
-        raise
-    return static.value.whole(outs)
-
-
-def _check_scales(call: Applied, inputs: Any) -> None:
-    """Raises if a matmul has a learned scale that was not started."""
-    variables, *others = inputs
-    states = planted_in({SCALES: variables.get(SCALES)}, ())
-    if not any(map(has_nan, states.values())):
-        return
-
-    def plain(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-        return call(call.method, variables, rngs, args, kwargs)
-
-    bound = Bound.of(plain, variables, others, {})
-    matmuls = bound.traced.program(bound.leaves).matmuls
-    multiply = bound.traced.quantizing()
-    ran = [matmul for matmul in matmuls if multiply.recipe_of(matmul) is not None]
-    for key in matching(ran, states).values():
-        check_started(key, states[key])
-
-
-def _explain_numbers(call: Applied, error: Exception) -> None:
-    name = f"{type(call.module).__name__}.{call.method.__name__}"
-    line = str(error).strip().split("\n")[0]
-    raise TypeError(
-        f"wrap: {name} needs the numbers of an array, which a wrapped module does not have while "
-        f"its call is traced, as under jax.jit: {line} Expected a method that JAX can trace; write "
-        "jnp.where or jax.lax.cond in place of an if, and jax.debug.print in place of print"
-    ) from error
-
-
-def static_filter(mutable: Any) -> Any:
-    """A filter of collections that hashes."""
-    if isinstance(mutable, list | set | Mapping):
-        return tuple(mutable)
-    if isinstance(mutable, nn.DenyList):
-        return nn.DenyList(static_filter(mutable.deny))
-    return mutable

@@ -73,9 +73,7 @@ def calibrate(
 ) -> Any:
     """Finds one scale for each operand of a wrapped module's matmuls, from batches of inputs.
 
-    As `qtoolkit.nnx.calibrate`; `wrapped.apply(variables, ...)` is called with each batch. Layers
-    under `nn.custom_vjp`, or where Flax differentiates inside of the model, cannot be measured:
-    `unreached` names them, and `freeze` refuses them, so exclude them by a rule.
+    As `qtoolkit.nnx.calibrate`; `wrapped.apply(variables, ...)` is called with each batch.
 
     Raises:
       TypeError: `wrapped` is no linen module, `variables` no dictionary with "params"; `batches` is
@@ -152,9 +150,8 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
     As `qtoolkit.nnx.start_scales`. The collection "qtoolkit_scales" is not part of "params", so
     differentiate by both: `jax.grad(loss)(variables)`, or
     `value_and_grad(loss, wrt=("params", "qtoolkit_scales"))`; `optax.multi_transform` gives each
-    its own optimizer. Layers that `nn.scan` stacks inside of the wrapped module share one scale; to
-    give each its own, wrap inside of the scan, with variable_axes={"qtoolkit_scales": 0}. Variables
-    that were trained before wrapping will do: missing scales are added.
+    its own optimizer. Each layer that `nn.scan` stacks has its own scale. Variables that were
+    trained before wrapping will do: missing scales are added.
 
     Raises:
       TypeError: As `calibrate`.
@@ -165,7 +162,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
       >>> x = jnp.asarray([[1.0, -3.0]])
       >>> variables = qt.linen.start_scales(module, module.init(jax.random.key(0), x), x)
       >>> jax.tree.map(lambda scale: f"{scale.item():.3f}", variables["qtoolkit_scales"])
-      {'self': {'__call__.kernel': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
+      {'self': {'kernel': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
     """
     check_arguments("start_scales", wrapped, variables)
     scales = variables.get(SCALES) or _unstarted(wrapped, batch)

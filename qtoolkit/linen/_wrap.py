@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.linen._call import Applied, applied, entered, static_filter
+from qtoolkit.linen._apply import Applied, applied, static_filter
+from qtoolkit.linen._call import entered
 from qtoolkit.linen._function import Bound, found_modules
 from qtoolkit.linen._report import check_strict, kernels_of
 from qtoolkit.products import Recipe
@@ -47,27 +48,26 @@ def wrap(
     It quantizes Flax's layers (`Dense`, `DenseGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
     `Embed.attend`, attention with the matmuls of queries and keys and of scores and values, and
     recurrent cells), and modules whose methods compute matmuls by themselves (`x @ kernel`,
-    `jnp.einsum`). While a method runs, JAX hands every operation to a trace of ours, as it does
-    under `jax.vmap`, which computes the matmuls by the recipe: also those in `scan`, `cond`,
-    `remat` and `jax.shard_map`, but not those in a `custom_vjp` or `custom_jvp`. NumPy arrays that
-    the module is called with become JAX arrays; those of integers and booleans do not where Python
-    needs the numbers in them, for a shape or a mask. `report` lists every matmul and whether it is
-    quantized.
+    `jnp.einsum`). A call of the module is traced once, as under `jax.jit`, and its matmuls are
+    computed by the recipe: also those in `scan`, `cond`, `remat` and `jax.shard_map`, but not those
+    in a `custom_vjp` or `custom_jvp`. An eager `apply` is compiled, too, for each shape of its
+    inputs. What needs the numbers of an array in Python raises, as under `jax.jit`. NumPy arrays
+    that the module is called with become JAX arrays; those of integers and booleans do not where
+    Python needs the numbers in them, for a shape or a mask. `report` lists every matmul and whether
+    it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. A parameter that one
-    module passes to another is a kernel there, too, and rules name it by its path where it is made.
-    Normalization, softmax, look-up of embeddings and everything else stays as it is. Recipes with
-    `Delayed` scaling or stochastic rounding keep state in the collection "qtoolkit", which `init`
-    makes and `value_and_grad` updates. `Learned` scales are in the collection "qtoolkit_scales";
-    their first values come from `start_scales`. Random keys come from the rng collection "qtoolkit"
-    if `apply` is given one, else from the state; without both they follow from the values that are
-    rounded. Layers under `nn.jit` keep no state, since its traces outlive a call: they use current
-    scales, and cannot have learned ones. Equal layers of one class under `nn.jit` share the trace
-    of the first one, and so its recipe: rules cannot tell them apart, and a warning says so.
-    Compile the whole step by `jax.jit` instead. Where Flax differentiates inside of the model, by
-    `nn.vjp`, `nn.jvp`, `nn.value_and_grad` or `nn.custom_vjp`, delayed scales become current; under
-    the last one learned scales are refused. Under `jax.vmap` and `nn.vmap` each matmul scales each
-    example by itself, as `qtoolkit.dot_general` does.
+    module passes to another is a kernel there, too: rules and state name it by its path where it is
+    made. Normalization, softmax, look-up of embeddings and everything else stays as it is. Recipes
+    with `Delayed` scaling or stochastic rounding keep state in the collection "qtoolkit", which
+    `init` makes and `value_and_grad` updates. `Learned` scales are in the collection
+    "qtoolkit_scales"; their first values come from `start_scales`. Each layer of an `nn.scan` has
+    its own, along whatever axis its parameters are stacked. Random keys come from the rng
+    collection "qtoolkit" if `apply` is given one, else from the state; without both they follow
+    from the values that are rounded. Layers under `nn.jit`, `nn.vjp`, `nn.jvp` and
+    `nn.value_and_grad` keep state as others do; the derivatives that the model takes itself are not
+    quantized. Under `jax.vmap` and `nn.vmap` inside of the module the examples share one scale, as
+    in the einsum that they stand for; under `jax.vmap` around it each example has its own.
 
     Args:
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is

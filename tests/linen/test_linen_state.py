@@ -359,11 +359,12 @@ def test_layers_keep_state_where_the_model_differentiates(by):
     delayed, current = (wrap(module, r) for r in (recipes.te_delayed_hybrid, Recipe()))
     variables = delayed.init(KEY, X)
     value, _, state = value_and_grad(loss)(variables, X, delayed)
-    assert value == loss(variables, X, current, mutable=False)
+    params = {"params": variables["params"]}
+    assert value == loss(params, X, current)
     np.testing.assert_array_equal(history_of(state, "Dense_0")[0, 0], bucket(np.abs(X).max()))
-    found = qt.linen.calibrate(current, variables, [X])
+    found = qt.linen.calibrate(current, params, [X])
     assert set(found.paths) == {"Dense_0"}
-    qt.linen.freeze(current, {"params": variables["params"]}, found)
+    qt.linen.freeze(current, params, found)
     report = qt.linen.report(delayed, variables, X)
     assert {p.path for p in report.quantized} == {"Dense_0"}
 
