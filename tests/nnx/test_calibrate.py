@@ -262,7 +262,9 @@ def test_scales_that_are_not_known_are_no_zeros():
         unknown(x)
     assert np.isnan(call(unknown, x)).all()
     both, one = qt.nnx.wrap(layer, INT8), qt.nnx.wrap(layer, qt.Recipe((INT8.forward[0], None)))
-    with pytest.raises(ValueError, match=r"not calibrated: \(model\):kernel \(1 of its 2 operands\)"):
+    with pytest.raises(
+        ValueError, match=r"not calibrated: \(model\):kernel \(1 of its 2 operands\)"
+    ):
         qt.nnx.freeze(both, qt.nnx.calibrate(one, [x]))
     served = qt.nnx.quantize(layer, "e4m3fn")  # has nothing to calibrate
     frozen = qt.nnx.freeze(served, qt.nnx.calibrate(served, [x]))

@@ -745,8 +745,6 @@ def test_complex_products_are_left_for_a_reason_of_their_own():
     assert {p.reason for p in qt.nnx.report(left, x).left} == {"excluded by a rule"}
 
 
-
-
 class Keywords(nnx.Module):
     def __init__(self, left):
         self.linear, self.left = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), left

@@ -189,7 +189,10 @@ def test_what_a_method_computes_later_is_refused(jit):
             yield x @ self.kernel[...]
 
     wrapped = qt.nnx.wrap(Yielding())
-    calls = {"generator": [wrapped.steps, qt.nnx.wrap(Only()).steps], "coroutine": [wrapped.awaited]}
+    calls = {
+        "generator": [wrapped.steps, qt.nnx.wrap(Only()).steps],
+        "coroutine": [wrapped.awaited],
+    }
     for kind, methods in calls.items():
         for method in methods:
             with pytest.raises(TypeError, match=f"returns a {kind}, whose code runs later"):

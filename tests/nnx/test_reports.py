@@ -65,7 +65,10 @@ def test_multiplications_are_counted_by_hand():
     wrapped = qt.nnx.wrap(Model(), qt.Rules({"mix": None}, default=qt.recipes.te_current))
     found = qt.nnx.report(wrapped, X)
     # No parameter is in the input of `up`: its gradient is not computed.
-    assert [(p.part, p.multiplications) for p in found.quantized] == [("forward", UP), ("wgrad", UP)]
+    assert [(p.part, p.multiplications) for p in found.quantized] == [
+        ("forward", UP),
+        ("wgrad", UP),
+    ]
     left = {part: sum(p.multiplications for p in found.left if p.part == part) for part in PARTS}
     assert left == {"forward": MIX, "backward": 2 * MIX}
     share = f"{2 * UP / (2 * UP + 3 * MIX):.1%}"

@@ -94,7 +94,10 @@ def of_cond(params, given, multiply):
 
 UNROLLED = {
     **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call"), of_jit),
-    **{"scan": of_scan, "while": of_while, "cond": of_cond, "shard_map": of_jit},
+    "scan": of_scan,
+    "while": of_while,
+    "cond": of_cond,
+    "shard_map": of_jit,
     **dict.fromkeys(("pvary", "pcast"), lambda params, given, multiply: given),  # of one shard
 }
 
@@ -406,9 +409,7 @@ def test_several_uses_of_a_kernel_are_named_by_their_places():
 
     def both(w, x):
         x = jnp.tanh(x @ w)
-        return jnp.tanh(
-            x @ w
-        ) @ jnp.eye(4)
+        return jnp.tanh(x @ w) @ jnp.eye(4)
 
     def loop(w, x):
         for _ in range(3):
@@ -463,9 +464,7 @@ def test_two_activations_are_named_by_their_place():
 
     of = lambda **options: [  # noqa: E731
         matmul.key
-        for matmul in program_of(lambda w, x: function(w, x, **options), (W, X), named)[
-            0
-        ].matmuls
+        for matmul in program_of(lambda w, x: function(w, x, **options), (W, X), named)[0].matmuls
     ]
     every, fewer = of(), of(skips=True)
     assert [key for key in every if key in fewer] == fewer
