@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: help run test quick lint exhaustive interop cuda bench docs docs-examples docs-test pictures package-test clean
 
 run: $(VENV)/.stamp-plots  ## train a small model in float32 and FP8, convert it, print the losses: about 3 minutes
-	$(BIN)/qtoolkit demo $(ARGS)
+	$(BIN)/python experiments/demo.py $(ARGS)
 
 help:  ## print these lines
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)

@@ -24,6 +24,7 @@ from dark_pictures import dark
 from mkdocs.structure.files import File
 
 import qtoolkit
+from qtoolkit.checkpoints.internal import ASK_FOR_WEIGHTS, CAUTIONS, PACKED_OPTION, TRIED
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\]\(([^()#\s:]+)(#[^()\s]*)?\)")
@@ -44,6 +45,7 @@ def on_files(files: Any, config: Any) -> Any:
     made: dict[str, str | bytes] = {}
     made.update({f"reference/{name}.md": reference_page(name) for name in packages()})
     made["reference/index.md"] = reference_index()
+    made["howto/loaders.md"] = loaders_page()
     made.update({page: (ROOT / file).read_text(encoding="utf-8") for file, page in COPIED.items()})
     made["explorer/data.js"] = explorer_data.javascript()
     for notebook in notebook_pages.notebooks():
@@ -95,6 +97,34 @@ def page_of(file: str) -> str | None:
 
 def packages() -> list[str]:
     return list(qtoolkit._NAMES_BY_PACKAGE)
+
+
+def loaders_page() -> str:
+    """What loaders are known to do wrong: the table by which `convert` warns."""
+    rows = [
+        f"| {row.who} | {row.layout} | {row.models} | {row.fault} | {row.remedy} |"
+        for row in CAUTIONS
+    ]
+    models = ", ".join(f"`{name}`" for name in sorted(ASK_FOR_WEIGHTS))
+    return "\n".join(
+        [
+            "# What loaders misread",
+            "",
+            "`qtoolkit convert` writes what a layout says. Some loaders do not read all of it. "
+            "`convert` prints a note where a row of this table applies, with the names of the "
+            f"tensors. Each row with a version was tried on {TRIED}, on CPUs, by "
+            "`make interop`: what a row names fails or has wrong numbers, what it does not name "
+            "loads. A row without a version follows from the loader's source.",
+            "",
+            "| loader | layout | models | what it does | what to do |",
+            "| --- | --- | --- | --- | --- |",
+            *rows,
+            "",
+            f"The code of models whose `model_type` is {models} asks layers for `weight`, which "
+            "layers in packed formats have not. These models run with "
+            f"`{PACKED_OPTION}`, which `convert` prints.",
+        ]
+    )
 
 
 def reference_index() -> str:

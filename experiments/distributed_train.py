@@ -19,12 +19,12 @@ import jax
 import numpy as np
 import optax
 import typer
+from benchmarks._language_model import CONTEXT, ByteTransformer, bits_per_byte, load_corpus
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import qtoolkit as qt
-from qtoolkit.demo import CONTEXT, ByteTransformer, bits_per_byte, load_corpus
 
 # Where the kernels of a block are cut: up and out of a product, then into the next one.
 PLACES = qt.Rules(

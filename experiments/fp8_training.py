@@ -32,11 +32,17 @@ import numpy as np
 import optax
 import typer
 from benchmarks._gaps import figure_of_gaps, text_of_gaps
+from benchmarks._language_model import (
+    CONTEXT,
+    ByteTransformer,
+    bits_per_byte,
+    load_corpus,
+    validation_windows,
+)
 from benchmarks._results import Folder, Quick, Rows
 from flax import nnx
 
 import qtoolkit as qt
-from qtoolkit.demo import CONTEXT, ByteTransformer, bits_per_byte, load_corpus, validation_windows
 
 EVALUATIONS = 20
 BFLOAT16 = qt.BlockFormat.tensor("bfloat16", scale=None)

@@ -18,10 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
+from benchmarks._language_model import (
+    CONTEXT,
+    ByteTransformer,
+    bits_per_byte,
+    load_corpus,
+    validation_windows,
+)
 from flax import nnx
 
 import qtoolkit as qt
-from qtoolkit.demo import CONTEXT, ByteTransformer, bits_per_byte, load_corpus, validation_windows
 from qtoolkit.optim import quantize_state
 
 EVALUATIONS, BATCH, PEAK = 20, 32, 3e-3

@@ -7,18 +7,16 @@ rounding of it. Names load on first use, so that `import qtoolkit` costs nothing
 
 import importlib
 
+from qtoolkit._names import unknown
 from qtoolkit._version import __version__
 
 # The public packages, each with its names that are also at the top level.
 _NAMES_BY_PACKAGE = {
     "formats": (
         *("BlockFormat", "FloatFormat", "IntFormat", "Rules", "TableFormat"),
-        *("format", "p3109", "posit", "promote", "spec"),
+        *("format", "p3109", "posit", "spec"),
     ),
-    "casts": (
-        *("Stochastic", "cast", "cast_tree", "decode", "encode", "pack", "round_to_format"),
-        "unpack",
-    ),
+    "casts": ("Stochastic", "cast", "decode", "encode", "pack", "round_to_format", "unpack"),
     "scaling": ("QArray", "metrics", "quantize"),
     "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
     "products": (
@@ -49,25 +47,7 @@ def __getattr__(name: str) -> object:  # `typing` takes longer to load than all 
         value = getattr(importlib.import_module(f"qtoolkit.{_HOME_OF[name]}"), name)
         globals()[name] = value  # found without this function from now on
         return value
-    raise AttributeError(f"module 'qtoolkit' has no attribute {name!r}{_meant(name)}")
-
-
-# Names of packages that are written as if they stood at the top level.
-_BELOW = {
-    **dict.fromkeys(("wrap", "report", "value_and_grad"), ("qtoolkit.nnx.{}", "qtoolkit.linen.{}")),
-    **dict.fromkeys(("convert", "load", "save"), ("qtoolkit.checkpoints.{}",)),
-    "lsq": ("qtoolkit.gradients.{}",),
-}
-
-
-def _meant(name: str) -> str:
-    """What to write instead of an unknown name."""
-    import difflib
-
-    below = [place.format(name) for place in _BELOW.get(name, ())]
-    close = [f"qtoolkit.{n}" for n in difflib.get_close_matches(name, _ALL, n=3)]
-    meant = " or ".join(below or close)
-    return f"; did you mean {meant}?" if meant else ""
+    raise unknown("qtoolkit", name)
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,6 @@ from qtoolkit import scaling as scaling
 from qtoolkit._version import __version__ as __version__
 from qtoolkit.casts import Stochastic as Stochastic
 from qtoolkit.casts import cast as cast
-from qtoolkit.casts import cast_tree as cast_tree
 from qtoolkit.casts import decode as decode
 from qtoolkit.casts import encode as encode
 from qtoolkit.casts import pack as pack
@@ -31,7 +30,6 @@ from qtoolkit.formats import TableFormat as TableFormat
 from qtoolkit.formats import format as format
 from qtoolkit.formats import p3109 as p3109
 from qtoolkit.formats import posit as posit
-from qtoolkit.formats import promote as promote
 from qtoolkit.formats import spec as spec
 from qtoolkit.gradients import fake_cast as fake_cast
 from qtoolkit.gradients import fake_convert as fake_convert

@@ -54,10 +54,7 @@ def counted(kind):
 MODES = ("nearest_even", "nearest_away", "toward_positive", "to_odd")
 FOUR_OVER_SIX = qt.spec("nvfp4").with_(rule="four_over_six")
 ZERO_POINT = qt.BlockFormat.tensor("uint8", zero_point=True)
-RULES = (
-    *(gradients.Clipped(), gradients.Identity(), gradients.Zero(), gradients.DSQ()),
-    *(gradients.EWGS(delta=1.0), gradients.Ramp(0.5), gradients.ReSTE()),
-)
+RULES = (*(gradients.Clipped(), gradients.Identity(), gradients.Zero(), gradients.Ramp(0.5)),)
 CASTS = {
     **{
         f"{f.__name__} {fmt} {mode}": functools.partial(f, fmt=fmt, rounding=mode)
@@ -72,7 +69,6 @@ CASTS = {
     "decode": lambda x: wide(qt.decode(qt.encode(x, "e4m3fn"), "e4m3fn", x.dtype)),
     "round_to_format e5m2": lambda x: wide(qt.round_to_format(x, "e5m2", saturation="none")),
     "cast bfloat16": lambda x: wide(qt.cast(x, "bfloat16")),
-    "cast_tree": lambda x: qt.cast_tree({"x": x}, "e4m3fn")["x"],
     "pack": lambda x: qt.pack(qt.encode(x, "e2m1fn"), "e2m1fn"),
     "pack six bits": lambda x: qt.pack(qt.encode(x, "e3m2fn"), "e3m2fn"),
     "unpack": lambda x: qt.unpack(qt.pack(qt.encode(x, "int4"), "int4"), "int4"),
@@ -93,11 +89,7 @@ SCALING = {
     "scale_from_amax": lambda x: scaling.scale_from_amax(scaling.amax(x), qt.format("e4m3fn")),
     "hadamard_transform": lambda x: wide(scaling.hadamard_transform(x)),
     "hadamard_transform random": lambda x: wide(scaling.hadamard_transform(x, key=KEY)),
-    "equalize": lambda x: [
-        wide(y) for y in scaling.equalize(x, x, jnp.full(COLUMNS, 1.1, jnp.float32), w_axis=1)
-    ],
     "smoothing_factors": lambda x: scaling.smoothing_factors(jnp.abs(x[0]), jnp.abs(x[1])),
-    "cross_layer_factors": lambda x: scaling.cross_layer_factors(x, x, axis1=0, axis2=0),
     "Hessian": lambda x: scaling.Hessian.of(COLUMNS).observe(x).largest,
     "AbsMax": observed(scaling.AbsMax, "e4m3fn"),
     "AmaxHistory": observed(scaling.AmaxHistory, "e4m3fn", margin=1),
@@ -106,7 +98,6 @@ SCALING = {
     "Percentile": observed(scaling.Percentile, "e4m3fn"),
     "Percentile counts": counted(scaling.Percentile),
     "MSE counts": counted(scaling.MSE),
-    "Entropy counts": counted(scaling.Entropy),
 }  # fmt: skip
 GRADIENTS = {
     "fake_convert": lambda x: wide(qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn")),
@@ -119,7 +110,6 @@ GRADIENTS = {
     "fake_quantize up": lambda x: wide(qt.fake_quantize(x, "e5m2", rounding="toward_positive")),
     "lsq": lambda x: wide(gradients.lsq(x, 0.13, "int8")),
     "lsq_plus": lambda x: wide(gradients.lsq_plus(x, 0.13, 0.21, "int8")),
-    "pact": lambda x: wide(gradients.pact(x, 1.3, 4)),
     "fake_cast gradient": gradient(lambda x: qt.fake_cast(x, "e4m3fn")),
     "fake_convert gradient": gradient(lambda x: qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn")),
     "fake_quantize gradient": gradient(lambda x: qt.fake_quantize(x, "mxfp8_e4m3")),
@@ -283,10 +273,6 @@ def updated(tx, x, dtype):
     return jax.tree.leaves(tx.update(x, tx.init(params), params))
 
 
-def scaler():
-    return optim.dynamic_loss_scale(optax.identity(), initial=4.0, period=1)
-
-
 OPTIM = {
     "optim.quantize_state": lambda x: updated(
         optim.quantize_state(optax.trace(decay=0.9), "e4m3fn", min_size=0), x, x.dtype
@@ -297,8 +283,6 @@ OPTIM = {
     "optim.master_weights": lambda x: updated(
         optim.master_weights(optax.identity()), x, jnp.bfloat16
     ),
-    "optim.dynamic_loss_scale": lambda x: updated(scaler(), x, x.dtype),
-    "optim.loss_scale": lambda x: optim.loss_scale(scaler().update(x, scaler().init(x))[1]),
 }
 
 
@@ -380,10 +364,6 @@ PARAMETERS = {
     "lsq_plus by parameters": lambda x: wide(
         gradients.lsq_plus(data(x), positive(x), bounded(x), "int4")
     ),
-    "pact by parameters": lambda x: wide(gradients.pact(data(x), positive(x), 4)),
-    "equalize by parameters": lambda x: [
-        wide(y) for y in scaling.equalize(data(x), data(x), positive(x)[0], w_axis=1)
-    ],
     "quantize by parameters": lambda x: jax.tree.leaves(
         qt.quantize(data(x), BY_CHANNEL, scale=exact_float32(positive(x)))
     ),
@@ -413,7 +393,6 @@ SUMS = {
         lambda m: [m.sqnr_db, m.max_error, m.cosine, m.saturated, m.flushed, m.nonfinite]
     )(qt.metrics(x, "e4m3fn")),
     "MSE": observed(scaling.MSE, "int8"),
-    "Entropy": observed(scaling.Entropy, "int8"),
     "lsq_scale": lambda x: gradients.lsq_scale(x, "int8"),
     "lsq_plus_scale_offset": lambda x: gradients.lsq_plus_scale_offset(x, "int8"),
     "lsq by scale": lambda x: jax.grad(
@@ -449,7 +428,7 @@ EXCLUDED = {
     **dict.fromkeys(
         ("Metrics", "MetricsTable", "Tally", "Product", "Report", "Numerics", "Sensitivity"), HELD
     ),
-    **dict.fromkeys(("CotangentEstimator", "Estimator"), "a type, for annotations"),
+    "Estimator": "a type, for annotations",
     **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
     **dict.fromkeys(("Operand", "Recipe"), DATA),
     **dict.fromkeys(("Allocation", "Calibration", "InputStatistics"), HELD),
@@ -473,10 +452,7 @@ EXCLUDED = {
         (f"nnx.{name}" for name in ("LsqOffset", "LsqScale", "Probe", "ScalingState")), HELD
     ),
     **dict.fromkeys(
-        (
-            f"optim.{name}State"
-            for name in ("DynamicLossScale", "MasterWeights", "Quantized", "StochasticRound")
-        ),
+        (f"optim.{name}State" for name in ("MasterWeights", "Quantized", "StochasticRound")),
         HELD,
     ),
     "optim.SecondMoment": DATA,

@@ -21,7 +21,7 @@ from public_functions import (
 )
 
 import qtoolkit as qt
-from qtoolkit import gradients, scaling
+from qtoolkit import gradients
 
 MATMUL = (((1,), (0,)), ((), ()))
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -172,15 +172,10 @@ LEARNED = {
     "lsq_plus": lambda x, s, z: gradients.lsq_plus(x, s, z, "int4"),
     "lsq": lambda x, s, z: gradients.lsq(x, s, "int4"),
     "fake_convert": lambda x, s, z: qt.fake_convert(x, s, z, fmt="int4"),
-    "fake_convert EWGS": lambda x, s, z: qt.fake_convert(
-        x, s, z, fmt="int4", gradient=gradients.EWGS(delta=1.0)
-    ),
-    "equalize": lambda x, s, z: scaling.equalize(x, x, s, w_axis=1)[1],
-    "pact": lambda x, s, z: gradients.pact(x, s, 4),
 }
 
 
-@pytest.mark.sample("lsq_plus", "fake_convert", "pact")
+@pytest.mark.sample("lsq_plus", "fake_convert")
 @pytest.mark.parametrize("name", LEARNED)
 def test_vectors_of_parameters_where_ranks_are_not_promoted(name):
     """Oracle: the gradients without the flag, by parameters that have the axes of the data."""

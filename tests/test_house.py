@@ -22,18 +22,17 @@ LAYERS = (
     ("products",),
     ("post_training",),
     ("onnx", "openvino", "pypto", "nnx", "linen", "optim", "checkpoints"),
-    ("demo",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-EXEMPT = ("__init__", "_version", "__main__")  # top-level files
+EXEMPT = ("__init__", "_names", "_version", "__main__")  # top-level files
 # Heavy packages, and the layers that may import them.
 ONLY_IN = {
     "jax": set(LEVEL) - {"formats", "cli"},
     "jaxlib": set(LEVEL) - {"formats", "cli"},
     "matplotlib": {"plots"},
-    "flax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
-    "optax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
+    "flax": {"nnx", "linen", "optim", "checkpoints", "plots"},
+    "optax": {"nnx", "linen", "optim", "checkpoints", "plots"},
     "orbax": {"checkpoints"},
 }
 
@@ -76,7 +75,7 @@ def wrong_arrows(package: Path, exports: dict[str, str]) -> list[str]:
             if first != package.name:
                 continue
             target = exports.get(rest[0], rest[0]) if rest else "everything, lazily"
-            if target in (layer, "_version", "__version__"):
+            if target in (layer, "_names", "_version", "__version__"):
                 continue
             if target not in LEVEL or LEVEL[target] >= LEVEL[layer]:
                 wrong.append(f"{where}: {layer} imports {target} ({name})")
@@ -88,6 +87,48 @@ def test_every_import_points_down_the_layers():
     assert wrong_arrows(PACKAGE, qtoolkit._HOME_OF) == []
     files = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE]
     assert len(files) > 10
+
+
+# Packages of which some files still import one another.
+CIRCLES = {"checkpoints", "products"}
+
+
+def files_in_a_circle(package: Path) -> list[str]:
+    """Files of a package from which imports, wherever they stand, lead back to the same file."""
+    files = [path for path in package.rglob("*.py") if path.stem != "__init__"]
+    names = {".".join(path.relative_to(package.parents[1]).with_suffix("").parts): path
+             for path in files}  # fmt: skip
+    arrows = {}
+    for name, path in names.items():
+        imported = imported_names(path, tuple(name.split(".")[:-1]))
+        prefixes = {".".join(parts[:n]) for i in imported for parts in [i.split(".")]
+                    for n in range(1, len(parts) + 1)}  # fmt: skip
+        arrows[name] = prefixes & names.keys()
+
+    def reached(name: str) -> set[str]:
+        found: set[str] = set()
+        while new := {t for n in found | {name} for t in arrows[n]} - found:
+            found |= new
+        return found
+
+    return sorted(name for name in names if name in reached(name))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("package", sorted(set(LEVEL) - CIRCLES))
+def test_no_files_of_a_package_import_one_another_in_a_circle(package):
+    assert files_in_a_circle(PACKAGE / package) == []
+
+
+@pytest.mark.quick
+def test_a_circle_is_found_also_where_an_import_stands_in_a_function(tmp_path):
+    package = tmp_path / "house" / "room"
+    package.mkdir(parents=True)
+    (package / "_a.py").write_text("from house.room import _b\n")
+    (package / "_b.py").write_text("def f():\n    from house.room._c import g\n")
+    (package / "_c.py").write_text("from house.room._a import x\n")
+    (package / "_d.py").write_text("from house.room._a import x\n")
+    assert files_in_a_circle(package) == [f"house.room.{name}" for name in ("_a", "_b", "_c")]
 
 
 # Two tiers of names: `__init__` for users, `internal.py` for the packages above it. All other files
@@ -149,7 +190,6 @@ MAY_CAST_BITS = {
 }
 MAY_VIEW_BYTES = {
     "checkpoints/": "containers hold bytes, which are read and written on the host",
-    "demo/_language_model.py": "a text is an array of its bytes",
     "onnx/_cast.py": "JAX has no float6, so the result is an array of NumPy",
     "onnx/_strings.py": "numbers become text on the host",
     "scaling/_histogram.py": "edges of bins are constants, made in NumPy",
@@ -348,7 +388,7 @@ def test_help_of_the_command(tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    for name in ("convert", "inspect", "formats", "demo"):
+    for name in ("convert", "inspect", "formats"):
         assert name in done.stdout
 
 

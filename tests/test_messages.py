@@ -19,6 +19,13 @@ from qtoolkit.cli._app import app
 X = jnp.ones((4, 8))
 
 
+class Tensor:
+    """As one of PyTorch, of a dtype that NumPy does not have; the interop tests have real ones."""
+
+    dtype = object()
+    __array__ = __dlpack__ = detach = None
+
+
 def q():
     return qt.quantize(X, "int8")
 
@@ -187,7 +194,7 @@ PYTHON = {
     ),
     "an estimator misspelt": (
         lambda: qt.fake_cast(X, "e4m3fn", gradient="ste"), ValueError,
-        "gradient='ste'", "expected one of identity, clipped, zero", "qtoolkit.gradients.DSQ()",
+        "gradient='ste'", "expected one of identity, clipped, zero", "qtoolkit.gradients.Ramp(0.5)",
     ),
     "numbers to decode": (
         lambda: qt.decode(X, "e4m3fn"), TypeError,
@@ -293,6 +300,74 @@ PYTHON = {
         lambda: qt.onnx.cast(X, "fp8"), ValueError,
         "to='fp8'", "expected a number from 1 to 28", "'FLOAT8E4M3FN'",
     ),
+    "a tensor of PyTorch": (  # the line to write was jnp.asarray, which raises for bfloat16
+        lambda: qt.cast(Tensor(), "e4m3fn"), TypeError,
+        "x has", "expected an array", "jax.dlpack.from_dlpack(x.detach().contiguous())",
+    ),
+    "a tensor of PyTorch to ONNX": (
+        lambda: qt.onnx.cast(Tensor(), "FLOAT8E4M3FN"), TypeError,
+        "x has", "expected an array", "jax.dlpack.from_dlpack(",
+    ),
+    "a report without inputs": (
+        lambda: qt.nnx.report(qt.nnx.wrap(nnx.Sequential(model()))), TypeError,
+        "called without inputs", "expected those of its call", "report(..., x)",
+    ),
+    "a name of another package": (
+        lambda: qt.nnx.cast, AttributeError,
+        "'qtoolkit.nnx' has no attribute 'cast'", "did you mean", "qtoolkit.cast?",
+    ),
+    "a name with more": (
+        lambda: qt.nnx.wrap_model, AttributeError,
+        "has no attribute 'wrap_model'", "did you mean", "qtoolkit.nnx.wrap?",
+    ),
+    "a misspelt name of a package": (
+        lambda: qt.checkpoints.convrt, AttributeError,
+        "has no attribute 'convrt'", "did you mean", "qtoolkit.checkpoints.convert?",
+    ),
+    "three operands of einsum": (
+        lambda: qt.einsum("ab,bc,cd->ad", X, X.T, X), TypeError,
+        "got 3 operands", "expected two", "qtoolkit.einsum('ac,cd->ad', qtoolkit.einsum(",
+    ),
+    "None for a recipe": (  # which excludes a layer in Rules, and quantized here
+        lambda: qt.nnx.wrap(model(), None), TypeError,
+        "recipe is None", "expected a Recipe", "omit it for E4M3",
+    ),
+    "None for a recipe in linen": (
+        lambda: qt.linen.wrap(nn.Dense(4), None), TypeError,
+        "recipe is None", "expected a Recipe", "write qtoolkit.Recipe(None, None)",
+    ),
+    "None for a recipe of an einsum": (
+        lambda: qt.einsum("ab,bc->ac", X, X.T, recipe=None), TypeError,
+        "recipe is None", "expected a Recipe", "write qtoolkit.Recipe(None, None)",
+    ),
+    "None for what is served": (
+        lambda: qt.nnx.quantize(qt.nnx.wrap(model()), None), TypeError,
+        "recipe is None", "expected a Recipe", "write 'wrapped'",
+    ),
+    "an axis in quantize": (
+        lambda: qt.quantize(X, "int8", axis=0), TypeError,
+        "no argument 'axis'", "part of the format", "qtoolkit.BlockFormat.channel(",
+    ),
+    "saturate in a cast": (
+        lambda: qt.cast(X, "e4m3fn", saturate=True), TypeError,
+        "no argument 'saturate'", "write", "saturation='finite'",
+    ),
+    "scales": (
+        lambda: qt.quantize(X, "int8", scales=1.0), TypeError,
+        "no argument 'scales'", "write", "scale=",
+    ),
+    "a scale of a cast": (
+        lambda: qt.cast(X, "e4m3fn", scale=1.0), TypeError,
+        "no argument 'scale'", "has", "qtoolkit.quantize",
+    ),
+    "a keyword misspelt": (
+        lambda: qt.fake_quantize(X, "int8", roundin="to_odd"), TypeError,
+        "no argument 'roundin'", "did you mean", "'rounding'",
+    ),
+    "bf8": (  # was taken for hifloat8 or bfloat16
+        lambda: qt.cast(X, "bf8"), ValueError,
+        "unknown format 'bf8'", "did you mean", "'e5m2'",
+    ),
     "an unknown variant": (
         lambda: qt.Stochastic("D"), ValueError,
         "variant='D'", "expected", "'A', 'B' or 'C'",
@@ -304,13 +379,17 @@ COMMANDS = {
     "no such file": ("inspect nothing.safetensors", "nothing.safetensors", "No such file"),
     "fp8": ("convert a.safetensors b.safetensors --format fp8", "'fp8' is ambiguous", "'e4m3fn'"),
     "a format misspelt": ("formats e4m3nf", "unknown format 'e4m3nf'", "did you mean 'e4m3fn'"),
+    "a layout for a format": (
+        "convert a.safetensors b.safetensors --format gptq",
+        "'gptq' is a layout that is read", "expected a format", "int4_group128",
+    ),
     "format and rules": (
         "convert a.safetensors b.safetensors --format e5m2 --rules r.json",
         "--format", "--rules", "exclude",
     ),
     "another command's name": ("convrt a b", "No such command 'convrt'", "convert"),
-    "not a number": ("demo --steps many", "--steps", "valid integer"),
-    "no steps": ("demo --steps 0", "--steps", "1"),
+    "not a number": ("convert a b --workers many", "--workers", "valid integer"),
+    "no workers": ("convert a b --workers 0", "--workers", "1"),
     "no target": ("convert a.safetensors", "Missing argument 'DST'"),
     "an unknown option": ("inspect a.safetensors --all", "No such option", "--all"),
     "a picture for weights": ("inspect picture.safetensors", "picture.safetensors", "expected"),

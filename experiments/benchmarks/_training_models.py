@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from _language_model import CONTEXT, Block, ByteTransformer, bits_per_byte
 from flax import linen, nnx
-
-from qtoolkit.demo import CONTEXT, Block, ByteTransformer, bits_per_byte
 
 TRANSFORM = optax.adamw(1e-4)
 
@@ -93,7 +92,7 @@ class NnxStack(nnx.Module):
 
 
 class LinenBlock(linen.Module):
-    """As `qtoolkit.demo.Block`."""
+    """As `Block` of `_language_model`."""
 
     width: int
     heads: int

@@ -10,8 +10,16 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from qtoolkit.casts._bits import check_holds, codes_from_dtype, dtype_from_codes
-from qtoolkit.casts._checks import SOURCES, check_source, check_table, check_target, result_dtype
+from qtoolkit.casts._checks import (
+    SOURCES,
+    check_source,
+    check_table,
+    check_target,
+    hint_for_others,
+    result_dtype,
+)
 from qtoolkit.casts._codes import codes_of, round_values, values_of
+from qtoolkit.casts._keywords import hinting
 from qtoolkit.casts._linear import linear_in_dtype
 from qtoolkit.casts._modes import Stochastic
 from qtoolkit.casts._order import inside, widened
@@ -20,6 +28,7 @@ from qtoolkit.casts._tables import check_stochastic
 from qtoolkit.formats import FloatFormat, Format, FormatLike, TableFormat, format
 
 
+@hinting
 def round_to_format(
     x: ArrayLike,
     fmt: FormatLike,
@@ -95,6 +104,7 @@ def rounded(x: jax.Array | np.ndarray, projection: Projection, fmt: Format) -> j
         return _round_to_format(x, projection, fmt, dtype)
 
 
+@hinting
 def encode(
     x: ArrayLike,
     fmt: FormatLike,
@@ -133,6 +143,7 @@ def encode(
     return encode_for("encode", x, fmt, projection)
 
 
+@hinting
 def cast(
     x: ArrayLike,
     fmt: FormatLike,
@@ -216,6 +227,7 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
         raise TypeError(
             f"decode: codes have {got}, expected {fmt.code_dtype}, the codes of {fmt.name}"
             + (f", or {fmt.dtype}" if fmt.dtype is not None else "")
+            + hint_for_others("codes", codes)
         )
     return _decode(jnp.asarray(codes), fmt, target)
 

@@ -66,12 +66,31 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
             f"{where}: {name} has {got}, expected an array of a float, integer or bool dtype; "
-            f"convert it first, e.g. jnp.asarray({name}, jnp.float32)"
+            f"convert it first, e.g. {conversion_line(name, x)}"
         )
     if dtype.itemsize == 8 and not x64_enabled() and not isinstance(x, jax.Array):
         # NumPy's longlong and int64 compare equal, but JAX accepts only scalars of int64.
         return np.asarray(x).view(SOURCES[SOURCES.index(dtype)])
     return jnp.asarray(x)
+
+
+def conversion_line(name: str, x: Any, dtype: Any = "float32") -> str:
+    """What makes an array of JAX of the argument `name`, as a message says it."""
+    if not is_of_others(x):
+        return f"jnp.asarray({name}, jnp.{dtype})"
+    # PyTorch's: NumPy has no bfloat16 and takes none that require gradients; JAX takes no strides.
+    tensor = f"{name}.detach().contiguous()" if hasattr(x, "detach") else name
+    return f"jax.dlpack.from_dlpack({tensor})"
+
+
+def is_of_others(x: Any) -> bool:
+    """Whether `x` is an array of another library, PyTorch's say."""
+    return hasattr(x, "__dlpack__") and not isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def hint_for_others(name: str, x: Any) -> str:
+    """What a message about a type says of an array of another library; "" for one of ours."""
+    return f"; convert it first, e.g. {conversion_line(name, x)}" if is_of_others(x) else ""
 
 
 def is_array(x: Any) -> bool:
@@ -107,7 +126,7 @@ def check_differentiable(
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
             f"{where}: {name} has {got}, expected {', '.join(map(str, known[:-1]))} or "
-            f"{known[-1]}; convert it first, e.g. jnp.asarray({name}, jnp.float32)"
+            f"{known[-1]}; convert it first, e.g. {conversion_line(name, x)}"
         )
     return check_value_source(where, x, name)
 
@@ -273,7 +292,7 @@ def check_dtype(where: str, name: str, value: Any, dtypes: Sequence[DTypeLike]) 
     got = f"dtype {dtype}" if dtype is not None else f"type {type(value).__name__}"
     raise TypeError(
         f"{where}: {name} has {got}, expected {' or '.join(map(str, known))}; convert it first, "
-        f"e.g. jnp.asarray({name}, jnp.{known[0]})"
+        f"e.g. {conversion_line(name, value, known[0])}"
     )
 
 

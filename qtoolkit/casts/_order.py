@@ -29,12 +29,6 @@ def ordinal_of(value: float, dtype: DTypeLike) -> np.ndarray:
     return np.array(bits if bits >= 0 else np.iinfo(integer).min - bits, integer)
 
 
-def from_ordinal(place: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The number of `dtype` whose `ordinal` is `place`."""
-    bits = jnp.where(place < 0, np.array(np.iinfo(place.dtype).min, place.dtype) - place, place)
-    return lax.bitcast_convert_type(bits, dtype)
-
-
 def inside(x: jax.Array, lower: float, upper: float) -> jax.Array:
     """Whether lower <= x <= upper, also between subnormals, which XLA may compare as zeros."""
     # False at NaN. The dtype of `widened(x)` must hold the bounds.

@@ -15,10 +15,13 @@ from qtoolkit.casts._modes import (
     check_rounding,
 )
 from qtoolkit.casts._random import Draw, check_draw
+from qtoolkit.casts._serialization import serializable
+from qtoolkit.formats.internal import add_json_kinds
 
 _STATIC: dict[str, Any] = {"static": True}
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projection:
@@ -102,3 +105,6 @@ def projection_of(
     rounding = check_rounding(where, rounding, saturation)
     draw = check_draw(where, shape, rounding, key, random_bits, index_offset)
     return Projection(rounding, saturation, draw)
+
+
+add_json_kinds(Projection, Stochastic)

@@ -14,10 +14,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from qtoolkit.casts._modes import Rounding, Stochastic
+from qtoolkit.casts._serialization import serializable
 
 _UNSIGNED = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
 
 
+@serializable
 class Draw(NamedTuple):
     """The source of the random bits of one cast: a key and an offset, or the caller's bits."""
 

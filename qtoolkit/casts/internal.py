@@ -40,6 +40,8 @@ from qtoolkit.casts._checks import (
     check_target,
     check_unnarrowed,
     check_value_source,
+    conversion_line,
+    hint_for_others,
     is_array,
     number,
     parameter,
@@ -60,7 +62,6 @@ from qtoolkit.casts._differentiable import (
     differentiable_quotient,
     differentiable_widened,
     linear_product,
-    linear_quotient,
 )
 from qtoolkit.casts._elementwise import (
     barrier_on_cpu,
@@ -71,18 +72,17 @@ from qtoolkit.casts._elementwise import (
     varying_alike,
 )
 from qtoolkit.casts._hardware import has_native_codes, native_codes, row_major
+from qtoolkit.casts._keywords import hinting
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._modes import MODES, Rounding, check_rounding
 from qtoolkit.casts._order import (
     bucket,
     bucket_edge,
     from_magnitude_ordinal,
-    from_ordinal,
     infinity_ordinal,
     inside,
     magnitude_ordinal,
     ordinal,
-    ordinal_of,
     widened,
 )
 from qtoolkit.casts._pack import WIDTHS
@@ -100,6 +100,7 @@ from qtoolkit.casts._powers import (
 )
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, projection_of
 from qtoolkit.casts._random import Draw, hashed_index, key_words, mixed_key, scrambled
+from qtoolkit.casts._serialization import serializable
 from qtoolkit.casts._storage import (
     from_stored,
     in_dtype,
@@ -109,4 +110,3 @@ from qtoolkit.casts._storage import (
     rounded_to,
     to_stored,
 )
-from qtoolkit.casts._tree import leaf_path

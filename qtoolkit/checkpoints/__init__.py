@@ -25,6 +25,7 @@ A layout knows headers only.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit._names import unknown
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._formats import safetensors_dtype
 from qtoolkit.checkpoints._load import dequantize, load, save
@@ -44,7 +45,7 @@ from qtoolkit.checkpoints._safetensors import (
     layout,
     write_safetensors,
 )
-from qtoolkit.checkpoints._shards import discard, finalize
+from qtoolkit.checkpoints._shards import finalize
 from qtoolkit.checkpoints._tensors import CheckpointError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
@@ -71,7 +72,6 @@ __all__ = [
     "convert",
     "dequantize",
     "dequantize_checkpoint",
-    "discard",
     "finalize",
     "layout",
     "load",
@@ -101,7 +101,7 @@ if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every mi
             module = importlib.import_module(f"qtoolkit.checkpoints.{_COMPUTING[name]}")
             globals()[name] = getattr(module, name)  # so that `__getattr__` runs once per name
             return globals()[name]
-        raise AttributeError(f"module 'qtoolkit.checkpoints' has no attribute {name!r}")
+        raise unknown("qtoolkit.checkpoints", name)
 
 
 def __dir__() -> list[str]:

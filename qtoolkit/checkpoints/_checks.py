@@ -13,7 +13,14 @@ from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import engine_group, experts_of, module_of
 from qtoolkit.checkpoints._storage import join
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
+from qtoolkit.checkpoints._tensors import (
+    Checkpoint,
+    CheckpointError,
+    Tensor,
+    listed,
+    over_layers,
+    shown,
+)
 from qtoolkit.checkpoints.layouts import Scheme
 
 DIFFUSERS = "_class_name"  # a config.json with this key belongs to a model of diffusers
@@ -66,21 +73,21 @@ def check_fit(
         return
     names_by_problem: dict[tuple[str, str], list[str]] = {}
     for info, scheme, reason in misfits:
-        pattern = re.sub(r"(?<![^./])\d+(?=[./])", "*", info.name)  # the number of a layer
+        pattern = over_layers(info.name)
         problem = f"{list(info.shape)}: {reason} for {scheme.spec.name} in layout {layout}"
         names_by_problem.setdefault((pattern, problem), []).append(info.name)
-    problems = "; ".join(
+    problems = [
         f"tensor {shown(names[0])}, {problem}"
         if len(names) == 1
         else f"{len(names)} tensors {shown(pattern)}, {problem}"
         for (pattern, problem), names in names_by_problem.items()
-    )
+    ]
     scheme = misfits[0][1]
     other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
     channel = "" if scheme.scaling is None else f", or use {other}--scaling channel"
     raise CheckpointError(
-        f"{source.path}: {problems}; --keep-unfitting excludes what does not fit, "
-        f"--skip what you name{channel}"
+        f"{source.path}: write --keep-unfitting to exclude what does not fit, --skip for what you "
+        f"name{channel}: {listed(problems, 4, '; ')}"
     )
 
 

@@ -4,8 +4,9 @@ Copied as they are, codes look like weights to a loader: of a model whose weight
 magnitude of 0.37 it saw 47.8. No list of layouts is complete, so what counts is the dtype.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Mapping
 
 from qtoolkit.checkpoints._decode import (
     LAYOUT_OF,
@@ -19,22 +20,33 @@ from qtoolkit.checkpoints._tensors import (
     Checkpoint,
     CheckpointError,
     Entry,
+    Tensor,
     listed,
     shown,
 )
 from qtoolkit.checkpoints.layouts._qarrays import undecoded_parts
 
 _NARROW = {dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8 and dtype[0] == "F"}
+_FEW = 4  # elements of what holds a shape, a version or a key
 _INTEGERS = {dtype for dtype in DTYPE_BITS if dtype[0] in "IU"}
-# What models hold as integers of two or more dimensions that are no weights: masks, positions,
-# tables from tokens to experts, keys and counters of Flax.
+# What models hold as integers that are no weights, by their names: masks, positions, tables from
+# tokens to experts, counters. Not in 8 bits, but for masks: those may be indices in a codebook.
+_MASK = re.compile(r"(^|[._/])(\w*_)?masks?(/value)?$")
 _NO_WEIGHT = re.compile(
-    r"(^|[._/])(\w*_)?(ids?|idxs?|index|positions?|masks?|bias|tid2eid|keys?|counts?|steps?)(/value)?$"
+    r"(^|[._/])(\w*_)?(ids?|idxs?|index|positions?|lengths?|shapes?|tid2eid|counts?|steps?)([./]value)?$"
 )
+_KEY = re.compile(r"(^|[._/])(\w*_)?(keys?|key_data|rngs?)([./]value)?$")  # of JAX's generators
+_OF_WEIGHT = re.compile(r"(weight|kernel)s?[._/][^./]*$")  # "a.weight.index", whatever the name
+_IS_WEIGHT = re.compile(r"(^|[._/])(\w*_)?(weight|kernel)$")  # of BOOL: codes of one bit
+_CODEBOOK = re.compile(r"(codebooks?|lut|centroids|palettes?|tables?)$")
 _TABLE = re.compile(r"(indices|tables?|buckets)$")  # of 64 bits; narrower ones may be codes
 # Of which weight an entry is the scale, or the zero point.
 _SCALE = re.compile(
     r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros)$"
+)
+# The same of a weight in high precision, which is there and whose values may be codes all the same.
+_UNUSED_SCALE = re.compile(
+    r"(?P<weight>.*(weight|kernel))[._](scales?|zeros?|zero_points?|absmax)$"
 )
 # Endings of names of codes and what belongs to them, and the program that writes such.
 _PROGRAMS = {
@@ -76,14 +88,22 @@ def check_explained(
     layout = LAYOUT_OF[method].name if config else ""
     described = undecoded_parts(source.metadata, source.tensors, source.encodings)
     names = source.stored or source.tensors
-    scales, codes = [], []
+    tables = {name.rpartition(".")[0] for name in names if _CODEBOOK.search(name)}
+    scales, unused, codes = [], [], []
     for tensor in source.tensors.values():
-        if tensor.encoding is None and tensor.name not in described:
-            may_be_codes = _may_be_codes(tensor.entry)
-            if (may_be_codes or tensor.dtype in FLOATS) and _weight_is_gone(tensor.name, names):
-                scales.append(tensor.entry)
-            elif may_be_codes:
-                codes.append(tensor.entry)
+        if tensor.encoding is not None or tensor.name in described:
+            continue
+        may_be_codes = _may_be_codes(tensor.entry, tables)
+        of = _weight_of(tensor.name) if may_be_codes or tensor.dtype in FLOATS else []
+        weights = [names[name].dtype for name in of if name in names]
+        if of and not weights:
+            scales.append(tensor.entry)
+        elif (weights and all(dtype in FLOATS for dtype in weights)) or (
+            tensor.dtype in FLOATS and _is_unused_scale(tensor.entry, source.tensors)
+        ):
+            unused.append(tensor.entry)
+        elif may_be_codes:
+            codes.append(tensor.entry)
     if refused := [entry for entry in codes if not is_allowed(entry.name)]:
         refused.sort(key=lambda entry: -entry.nbytes)
         raise _unexplained(source, refused, layout, remedy)
@@ -92,7 +112,13 @@ def check_explained(
             f"{source.path}: tensor {_named(refused)}: of a weight that is not there, expected "
             f"both; fetch the checkpoint again, or give the whole folder{remedy}"
         )
-    return bool(codes or scales)
+    if refused := [entry for entry in unused if not is_allowed(entry.name)]:
+        raise CheckpointError(
+            f"{source.path}: tensor {_named(refused)}: a scale by its name, of a weight in high "
+            "precision, expected codes, because nothing that is read multiplies such a weight; "
+            f"dequantize the checkpoint with the program that made it{remedy}"
+        )
+    return bool(codes or scales or unused)
 
 
 def check_quantized(opened: Checkpoint) -> Checkpoint:
@@ -114,25 +140,46 @@ def check_quantized(opened: Checkpoint) -> Checkpoint:
     )
 
 
-def _may_be_codes(entry: Entry) -> bool:
-    """Whether it is a narrow float, or an integer that is no mask, position or other table."""
-    if 0 in entry.shape:
+def _may_be_codes(entry: Entry, names: Container[str]) -> bool:
+    """Whether it is a narrow float, or an integer that is no mask, position or other table.
+
+    `names` are those of codebooks: an index of one of them is a code.
+    """
+    shape, bits = entry.shape, DTYPE_BITS[entry.dtype]
+    if 0 in shape:
         return False
     if entry.dtype in _NARROW:
         return True
-    if entry.dtype not in _INTEGERS or len(entry.shape) < 2 or _NO_WEIGHT.search(entry.name):
+    if entry.dtype == "BOOL":
+        return len(shape) > 1 and _IS_WEIGHT.search(entry.name) is not None
+    if entry.dtype not in _INTEGERS or (len(shape) < 2 and math.prod(shape) <= _FEW):
         return False
-    is_long = DTYPE_BITS[entry.dtype] == 64
-    return not is_long or not (sum(n > 2 for n in entry.shape) < 2 or _TABLE.search(entry.name))
+    if _MASK.search(entry.name) or (entry.name.endswith("bias") and _is_causal_mask(shape)):
+        return False
+    if _KEY.search(entry.name) and entry.dtype == "U32" and shape[-1] in (2, 4):
+        return False
+    if bits > 8 and _NO_WEIGHT.search(entry.name):
+        return bool(_OF_WEIGHT.search(entry.name)) or entry.name.rpartition(".")[0] in names
+    return bits < 64 or not (sum(n > 2 for n in shape) < 2 or _TABLE.search(entry.name))
 
 
-def _weight_is_gone(name: str, names: Iterable[str]) -> bool:
+def _is_causal_mask(shape: tuple[int, ...]) -> bool:
+    """Whether it is the shape of GPT-2's mask, named attn.bias, of integers in old files."""
+    return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+
+
+def _weight_of(name: str) -> list[str]:
+    """The names that the weight may have of which a tensor is the scale, by its name."""
     match = _SCALE.match(name)
-    if match is None:
-        return False
-    base = match["weight"]
+    base = "" if match is None else match["weight"]
     stems = (base, f"{base}weight", f"{base}_weight", f"{base}weight_packed")
-    return not any(stem in names for stem in stems)
+    return [] if match is None else [*stems]
+
+
+def _is_unused_scale(entry: Entry, names: Mapping[str, Tensor]) -> bool:
+    match = _UNUSED_SCALE.match(entry.name)
+    weight = names.get(match["weight"]) if match is not None else None
+    return weight is not None and weight.dtype in FLOATS and len(weight.shape) >= 2
 
 
 def _unexplained(

@@ -1,6 +1,7 @@
 """Compares the numbers of two checkpoints, dequantized, tensor by tensor."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,9 +14,16 @@ from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._tensors import (
+    FLOATS,
+    Checkpoint,
+    CheckpointError,
+    Tensor,
+    same_bytes,
+    shown,
+)
 from qtoolkit.checkpoints._values import Values
-from qtoolkit.formats import BlockFormat, FloatFormat, IntFormat
+from qtoolkit.formats import FloatFormat, Format, IntFormat
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 
@@ -84,12 +92,12 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
             f"{first.path}; expected the same"
         )
     if a.dtype not in FLOATS or b.dtype not in FLOATS:
-        equal = a.dtype == b.dtype and _same_bytes(a, b)
+        equal = same_bytes(a, b)
         return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
     encoding, values, sums = b.encoding, None, ErrorSums()
     if encoding is not None:
         values = Values(encoding, second.stored)
-        is_limit, excess = _limits(encoding.spec)
+        is_limit, excess = _limits(encoding.spec.element, encoding.spec.narrow_range)
     dtype = np.float64 if "F64" in (a.dtype, b.dtype) else np.float32
     for start in range(0, a.size, SLAB):
         stop = min(start + SLAB, a.size)
@@ -114,13 +122,15 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
     )
 
 
-def _limits(spec: BlockFormat) -> tuple[np.ndarray, np.float64]:
+# Cached: exact values of 256 codes take longer than comparing a small tensor.
+@functools.cache
+def _limits(element: Format, narrow_range: bool) -> tuple[np.ndarray, np.float64]:
     """When an element was clamped: its code is at a limit of the format, and |x| is larger than |y|
     by more than rounding excuses. For each byte whether it is such a code; and the factor.
     """
-    element, largest = spec.element, float(spec.element.max_finite)
+    largest = float(element.max_finite)
     # int8 has -128, but a symmetric scale maps amax to 127: whoever clamps there clamps at -127.
-    limits = [float(element.lowest + spec.narrow_range), -largest, largest]
+    limits = [float(element.lowest + narrow_range), -largest, largest]
     is_limit = np.zeros(256, bool)
     values = element.values().astype(np.float64)
     is_limit[: len(values)] = np.isin(values, limits)
@@ -131,13 +141,3 @@ def _limits(spec: BlockFormat) -> tuple[np.ndarray, np.float64]:
     else:
         step = float(np.diff(np.unique(element.values()))[-1])
     return is_limit, np.float64(1 + step / 2 / largest)
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    for start in range(0, a.nbytes, SLAB):
-        one, other = (bytearray(min(SLAB, a.nbytes - start)) for _ in range(2))
-        a.read_into(start, memoryview(one))
-        b.read_into(start, memoryview(other))
-        if one != other:
-            return False
-    return True

@@ -1,24 +1,23 @@
-"""`open_source`, which opens a checkpoint in any container; npz, Flax's msgpack and GGUF are here.
+"""`open_source`, which opens a checkpoint in any container; GGUF is here.
 
-Each is read by its own library, one whole array at a time. There are two exceptions: arrays of a
-GGUF file that are not in llama.cpp's blocks are read in pieces, and a msgpack file is read whole.
-No JAX here.
+Blocks of llama.cpp are read by the package gguf, one whole array at a time; other arrays of a GGUF
+file are read in pieces. No JAX here.
 """
 
 import contextlib
 import dataclasses
 import functools
 import os
+import re
 import threading
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._folder import PICKLE, open_folder
+from qtoolkit.checkpoints._folder import NOT_READ, PICKLE, open_folder
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._storage import Path, is_url
 from qtoolkit.checkpoints._tensors import (
@@ -38,8 +37,8 @@ def open_source(path: Path) -> Checkpoint:
     """Open a checkpoint in any container. The content tells the container, not the name.
 
     Args:
-      path: A folder of Hugging Face's or of orbax, a safetensors file, GGUF, npz, or Flax's
-        msgpack. Folders of the first kind and safetensors may also be URLs: "s3://bucket/model".
+      path: A folder of Hugging Face's or of orbax, a safetensors file, or GGUF. Folders of the
+        first kind and safetensors may also be URLs: "s3://bucket/model".
 
     Returns:
       A context manager with `tensors`, by name: dtype, shape and place of each. No weight has been
@@ -51,8 +50,8 @@ def open_source(path: Path) -> Checkpoint:
       ImportError: A package that reads it is missing.
 
     Examples:
-      >>> np.savez("model.npz", kernel=np.ones((4, 2), np.float32))
-      >>> with qt.checkpoints.open_source("model.npz") as source:
+      >>> qt.checkpoints.save("model.safetensors", {"kernel": np.ones((4, 2), np.float32)})
+      >>> with qt.checkpoints.open_source("model.safetensors") as source:
       ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
       F32 (4, 2)
     """
@@ -73,11 +72,11 @@ def open_source(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: {kind}, which is not read from a URL; fetch it and give the file"
         )
-    return {"gguf": open_gguf, "npz": open_npz, "msgpack": open_msgpack}[kind](path)
+    return open_gguf(path)
 
 
 def container_of(path: Path, argument: str = "path") -> str:
-    """The container at a path: "folder", "orbax", "gguf", "npz", "msgpack", or else "safetensors".
+    """The container at a path: "folder", "orbax", "gguf", or else "safetensors".
 
     Raises where there is something else, or nothing, and says what it is and what to do.
     """
@@ -97,12 +96,9 @@ def container_of(path: Path, argument: str = "path") -> str:
         return "safetensors"
     if start[:4] == b"GGUF":
         return "gguf"
-    if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):  # the second: an empty archive
-        return "npz"
     if problem := _problem(path, start):
         raise CheckpointError(f"{path}: {problem}")
-    is_map = start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF))
-    return "msgpack" if is_map else "safetensors"
+    return "safetensors"
 
 
 def _problem(path: Path, start: bytes) -> str:
@@ -110,6 +106,11 @@ def _problem(path: Path, start: bytes) -> str:
     text = start.lstrip()[:1]
     if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return PICKLE
+    if start[:4] == b"PK\x03\x04":
+        # PyTorch's zip has its pickle first.
+        return PICKLE if b"data.pkl" in start else f"a zip archive, such as npz, {NOT_READ}"
+    if len(start) > 1 and 0x81 <= start[0] <= 0x8F and 0xA0 <= start[1] <= 0xBF:  # {text: ...
+        return f"no safetensors; Flax's msgpack starts so, {NOT_READ}"
     if text in (b"{", b"["):
         where = str(path) if is_url(path) else os.path.abspath(path)
         folder, _, name = where.rpartition("/")
@@ -121,16 +122,14 @@ def _problem(path: Path, start: bytes) -> str:
             "is that of a folder: give that of a file"
         )
     what = next((what for magic, what in _MAGIC.items() if start.startswith(magic)), "")
-    return what and f"{what}; give a safetensors, GGUF, npz or msgpack file, or a folder of weights"
+    return what and f"{what}; give a safetensors or GGUF file, or a folder of weights"
 
 
+_UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 _MAGIC = {
     b"version https://git-lfs": "a Git LFS pointer, not the weights themselves: git lfs pull",
-    b"\x89HDF\r\n": "HDF5 (Keras), which is not read: write its arrays with numpy.savez",
-    b"\x93NUMPY": "one NumPy array, expected npz: write it with numpy.savez(FILE, name=array)",
-    b"\x89PNG\r\n": "a PNG image, expected a checkpoint",
-    b"\xff\xd8\xff": "a JPEG image, expected a checkpoint",
-    b"%PDF": "a PDF document, expected a checkpoint",
+    b"\x89HDF\r\n": f"HDF5 (Keras), {NOT_READ}",
+    b"\x93NUMPY": f"one NumPy array, {NOT_READ}",
     b"\x1f\x8b": "compressed with gzip: unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
 }
@@ -187,131 +186,22 @@ def check_unique(path: Path, names: Iterable[str]) -> None:
         )
 
 
-@contextlib.contextmanager
-def _damages(path: Path, what: str) -> Iterator[None]:
-    """Raise CheckpointError for the errors of zipfile, its decompressors and NumPy on bad data."""
-    try:
-        with storage.naming(path):
-            yield
-    except Exception as error:
-        # Bad data, too, raise OSErrors: bz2 without an errno; a seek before the start of the file
-        # with 22 (EINVAL).
-        is_failure = isinstance(error, OSError) and error.errno not in (None, 22)
-        if is_failure or isinstance(error, MemoryError | CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path}: {what}: {shown(str(error))}; the file is damaged, fetch or write it again"
-        ) from error
-
-
-def open_npz(path: Path) -> Checkpoint:
-    """Opens a file of `numpy.savez`; raises for other archives and for pickled objects."""
-    opened = contextlib.ExitStack()
-    with contextlib.ExitStack() as failing:
-        failing.callback(opened.close)
-        with _damages(path, "a zip archive"):
-            archive = opened.enter_context(zipfile.ZipFile(path))
-        members = archive.namelist()
-        others = [name for name in members if not name.endswith(".npy")]
-        twice = [name for name, count in Counter(members).items() if count > 1]
-        problem = ""
-        if not members:
-            problem = (
-                "no tensors: an empty zip archive, expected arrays; write them with "
-                "numpy.savez(FILE, name=array)"
-            )
-        elif twice:
-            problem = f"member {shown(twice[0])} is there twice, expected each once; write it again"
-        elif any(os.path.basename(name) == "data.pkl" for name in others):
-            problem = PICKLE
-        elif others:
-            problem = f"a zip archive with {shown(others[0])}, expected npz: only .npy members"
-        if problem:
-            raise CheckpointError(f"{path}: {problem}")
-        headers = {
-            member.removesuffix(".npy"): _npy_header(path, archive, member) for member in members
-        }
-        failing.pop_all()
-
-    def read(name: str) -> np.ndarray:
-        with _damages(path, f"tensor {shown(name)}"), archive.open(f"{name}.npy") as data:
-            array = np.lib.format.read_array(data, allow_pickle=False)
-            if data.read(1):
-                raise ValueError("there is more data than its header says")
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-    return array_checkpoint(path, headers, read, opened)
-
-
-def _npy_header(
-    path: Path, archive: zipfile.ZipFile, member: str
-) -> tuple[np.dtype, tuple[int, ...]]:
-    info = archive.getinfo(member)
-    with _damages(path, f"member {shown(member)}"), archive.open(info) as data:
-        version = np.lib.format.read_magic(data)
-        is_first = version == (1, 0)
-        parse = (
-            np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
-        )
-        shape, _, dtype = parse(data)
-        size = info.file_size - data.tell()
-    if dtype.hasobject:
-        raise CheckpointError(
-            f"{path}: member {shown(member)} holds Python objects, pickled, which may run any "
-            "code when they are read, expected arrays of numbers; where you trust it, read it "
-            "with numpy.load(FILE, allow_pickle=True), and write the numbers in them with "
-            "numpy.savez"
-        )
-    if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) * dtype.itemsize != size:
-        raise CheckpointError(
-            f"{path}: member {shown(member)}: {size:,} bytes of data, expected those of "
-            f"{list(shape)} {dtype}; the file is damaged, fetch or write it again"
-        )
-    return dtype.newbyteorder("="), shape
-
-
-def open_msgpack(path: Path) -> Checkpoint:
-    """Opens a file of `flax.serialization.to_bytes`, which Flax reads whole; names are paths."""
-    from flax.serialization import msgpack_restore
-
-    with storage.naming(path), open(path, "rb") as file:
-        data = file.read()
-    try:
-        tree = msgpack_restore(data)
-    except Exception as error:  # whatever Flax, msgpack and NumPy raise
-        what = shown(str(error) or type(error).__name__)
-        raise CheckpointError(
-            f"{path}: neither safetensors nor Flax's msgpack ({what}), expected a checkpoint; "
-            "fetch or write it again"
-        ) from error
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: msgpack without names, expected a tree of arrays")
-    # Flax writes None for an optional parameter that is absent.
-    leaves = [(name, leaf) for name, leaf in _leaves(tree) if leaf is not None]
-    for name, leaf in leaves:
-        if isinstance(leaf, list | tuple | str | bytes):
-            raise CheckpointError(
-                f"{path}: {shown(name)}: a {type(leaf).__name__}, expected an array; it is no "
-                "checkpoint of Flax"
-            )
-    check_unique(path, (name for name, _ in leaves))
-    arrays = {name: np.asarray(leaf) for name, leaf in leaves}
-    headers = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    return array_checkpoint(path, headers, arrays.__getitem__)
-
-
-def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens a GGUF file: llama.cpp's blocks become float32. Names are those of the file."""
+    """Opens a GGUF file: llama.cpp's blocks become float32. Names are those of the file.
+
+    llama.cpp multiplies a matmul by the factor "NAME.scale", if there is one for "NAME.weight", as
+    for NVFP4 and ternary weights. Such a weight is read as float32, multiplied by its factor.
+    """
     reader, dequantize = _gguf_reader(path)
     in_file = {tensor.name: tensor for tensor in reader.tensors}
+    factors = _gguf_factors(path, in_file)
+    factor_names = {f"{name.removesuffix('weight')}scale" for name in factors}
+    # Of activations, which llama.cpp quantizes by it.
+    input_scales = {
+        name
+        for name in in_file
+        if name.endswith(".input_scale") and f"{name.removesuffix('input_scale')}weight" in in_file
+    }
     opened = contextlib.ExitStack()
     file = storage.File(path)
     opened.callback(file.close)
@@ -323,6 +213,13 @@ def open_gguf(path: Path) -> Checkpoint:
             storage.fill(file, int(in_file[name].data_offset) + start, buffer, where)
 
     def values(name: str) -> np.ndarray:
+        stored = stored_values(name)
+        if name not in factors:
+            return stored
+        factor = factors[name].reshape(-1, *(1,) * (stored.ndim - 1))
+        return stored.astype(np.float32, copy=False) * factor
+
+    def stored_values(name: str) -> np.ndarray:
         tensor = in_file[name]
         if (dtype := _plain_dtype(tensor)) is not None:
             return tensor.data.view(dtype)
@@ -338,20 +235,45 @@ def open_gguf(path: Path) -> Checkpoint:
 
     # GGUF counts axes from the innermost one.
     headers = {
-        name: (_plain_dtype(t) or np.dtype("float32"), tuple(int(n) for n in reversed(t.shape)))
+        name: (
+            (None if name in factors else _plain_dtype(t)) or np.dtype("float32"),
+            tuple(int(n) for n in reversed(t.shape)),
+        )
         for name, t in in_file.items()
+        if name not in factor_names
     }
     checkpoint = array_checkpoint(path, headers, values, opened)
     for name, tensor in checkpoint.tensors.items():
         gguf = in_file[name]
-        if _plain_dtype(gguf) is None:
-            stored = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": int(gguf.n_bytes)}
+        if _plain_dtype(gguf) is None or name in factors:
+            nbytes = int(gguf.n_bytes) + (4 * factors[name].size if name in factors else 0)
+            stored: Any = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": nbytes}
             checkpoint.tensors[name] = dataclasses.replace(tensor, **stored)
             checkpoint.layout = "GGUF"
         else:
             read = functools.partial(raw, name)
             checkpoint.tensors[name] = dataclasses.replace(tensor, read_into=read)
+    checkpoint.auxiliary = {name: checkpoint.tensors.pop(name) for name in input_scales}
     return checkpoint
+
+
+def _gguf_factors(path: Path, in_file: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The factors "NAME.scale" of weights "NAME.weight", one or one for each expert, by weight."""
+    factors = {}
+    for name, weight in in_file.items():
+        scale = in_file.get(f"{name.removesuffix('weight')}scale")
+        if not name.endswith(".weight") or scale is None:
+            continue
+        experts = int(weight.shape[-1]) if len(weight.shape) == 3 else 1
+        dtype, size = _plain_dtype(scale), int(np.prod(scale.shape))
+        if dtype is None or dtype.kind not in "fV" or size not in (1, experts):
+            raise CheckpointError(
+                f"{path}: tensor {shown(scale.name)}: {scale.tensor_type.name} of {size} elements, "
+                f"expected a factor for the whole of {shown(name)}, or one for each expert; "
+                "requantize it with llama.cpp to Q8_0"
+            )
+        factors[name] = scale.data.view(dtype).astype(np.float32)
+    return factors
 
 
 def _gguf_reader(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
@@ -366,6 +288,13 @@ def _gguf_reader(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
     try:
         reader = GGUFReader(str(path))
     except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        foreign = _UNKNOWN_TYPE.search(str(error))
+        if foreign is not None:
+            raise CheckpointError(
+                f"{path}: a tensor of GGML's type {foreign[1]}, which the package gguf does not "
+                "know: a type of a fork such as ik_llama.cpp, or of a newer gguf; upgrade gguf, or "
+                "make the file again with llama.cpp, in one of its own types"
+            ) from error
         raise CheckpointError(
             f"{path}: a damaged GGUF file ({shown(str(error))}); fetch it again"
         ) from error

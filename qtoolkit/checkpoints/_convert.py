@@ -9,11 +9,10 @@ from typing import Any
 from qtoolkit.checkpoints._codes import check_quantized
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
-from qtoolkit.checkpoints._folder import CONFIG
 from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
-from qtoolkit.checkpoints._report import ContainerName, Plan, Progress, Report, TensorReport
+from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
 from qtoolkit.checkpoints._shards import write_folder
@@ -23,7 +22,6 @@ from qtoolkit.checkpoints._target import (
     Shard,
     check_shard,
     file_limit,
-    layout_in,
     worker_count,
 )
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, listed, shown
@@ -45,7 +43,6 @@ def convert(
     input_scales: InputScales | None = None,
     allow_split: bool = False,
     keep_unfitting: bool = False,
-    to: ContainerName = "safetensors",
     max_shard_size: int | str | None = None,
     allow_nonfinite: bool = False,
     allow_codes: bool = False,
@@ -58,22 +55,18 @@ def convert(
     """Quantize the weights of a checkpoint and write them to another one, slab by slab.
 
     A folder becomes a folder, with index, config.json and the other files in it (`Report.left`
-    names what is not copied). A file or a checkpoint of orbax becomes a safetensors file. With
-    `to="orbax"` each becomes a checkpoint of orbax. Codes and scales are those of
-    `qtoolkit.quantize`, rounded to nearest even, saturating. Weights that are quantized in the
-    source are dequantized first. The same arguments give the same bytes.
+    names what is not copied). A file or a checkpoint of orbax becomes a safetensors file. Codes and
+    scales are those of `qtoolkit.quantize`, rounded to nearest even, saturating. Weights that are
+    quantized in the source are dequantized first. The same arguments give the same bytes.
 
     Args:
-      src: A folder as Hugging Face's or orbax's, or a file: safetensors, npz, Flax's msgpack, GGUF.
+      src: A folder as Hugging Face's or orbax's, or a file: safetensors, GGUF.
         Folders of the first kind and safetensors files may also be URLs, such as
         "s3://bucket/model", which fsspec reads.
       dst: The folder or file to write, or a URL; not `src`. It appears when it is complete. In a
         folder behind a URL each file appears when it is complete, config.json last.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes,
         allow_split, keep_unfitting: As in `make_plan`.
-      to: "safetensors", or "orbax": the plain layout in the tree of the source, or in a tree of the
-        names, split at their dots. `load(dst, like=...)` and orbax read it. Every run writes the
-        same arrays, but not the same bytes, because orbax chooses names of files at random.
       max_shard_size: The most bytes of a file of a folder, a number or text; None: "5GB".
       allow_nonfinite: Whether weights with NaN or Inf may be quantized and cast. Tensors that are
         copied may always have them, as masks do. Inf saturates, but stays Inf in float16 and
@@ -88,8 +81,7 @@ def convert(
       max_memory: Bytes that the process may take, a number or text such as "400MB". Fewer workers
         are started where an estimate is larger: 340 MiB for Python, JAX and compiled programs on a
         CPU, and 20 MiB for each worker; hence at least "360MiB". Arrays that are read whole come on
-        top: the largest array of orbax or npz, the largest array of GGUF's blocks as float32, the
-        whole file of msgpack.
+        top: the largest array of orbax, the largest array of GGUF's blocks as float32.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
@@ -98,7 +90,7 @@ def convert(
     Raises:
       CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights that are
         quantized or cast have NaN or Inf, `shard` or `max_shard_size` is given for a target that is
-        no folder of files, orbax cannot hold a tensor, or `make_plan` raises it. Nothing is written
+        no folder of files, or `make_plan` raises it. Nothing is written
         then; of a shard only complete files.
       OSError: A file cannot be opened, read or written; it names the file.
       TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
@@ -120,7 +112,7 @@ def convert(
             "dequantize_checkpoint writes unquantized weights"
         )
     destination = Destination(
-        src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
+        src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
     with _begun(destination, workers, max_memory, progress) as (opened, threads):
         source = dequantized(opened)
@@ -128,7 +120,7 @@ def convert(
             source,
             format=format,
             scaling=scaling,
-            layout=layout_in(to, layout),
+            layout=layout,
             skip=skip,
             keep_dtype=keep_dtype,
             channel_axis=channel_axis,
@@ -145,7 +137,6 @@ def dequantize_checkpoint(
     dst: Path,
     *,
     dtype: FormatLike | None = None,
-    to: ContainerName = "safetensors",
     max_shard_size: int | str | None = None,
     allow_codes: bool = False,
     overwrite: bool = False,
@@ -158,7 +149,7 @@ def dequantize_checkpoint(
 
     Args:
       src, dst: As in `convert`. GGUF is quantized, too.
-      to, max_shard_size, allow_codes, overwrite, shard, workers, max_memory, progress: As in
+      max_shard_size, allow_codes, overwrite, shard, workers, max_memory, progress: As in
         `convert`.
       dtype: float32, float16 or bfloat16, for all weights. None: for those that were quantized
         the one that config.json names, else float32; the others are not cast.
@@ -178,7 +169,7 @@ def dequantize_checkpoint(
       {'w': array([[8.960e+02, 3.125e-01]], dtype=float32)}
     """
     destination = Destination(
-        src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
+        src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
     with _begun(destination, workers, max_memory, progress) as (opened, threads):
         source = check_quantized(opened)
@@ -215,12 +206,11 @@ def _written(
     progress: Progress | None,
     threads: Workers,
 ) -> Report:
-    dst, to, overwrite = destination.dst, destination.to, destination.overwrite
-    report = plan.report(source.path, dst, to)
-    report = dataclasses.replace(report, left=_not_written(source, plan, to), tensors=())
+    report = plan.report(source.path, destination.dst)
+    report = dataclasses.replace(report, left=_not_written(source, plan), tensors=())
     production = Production(plan.tensors, threads, progress, source.stored)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
-    if source.folder is not None and to == "safetensors":
+    if source.folder is not None:
         return write_folder(destination, source, plan, production, report, error_of)
     production.total = sum(tensor.nbytes for tensor in plan.tensors)
 
@@ -231,12 +221,9 @@ def _written(
         if error := error_of(production.reports):
             raise error
 
-    if to == "orbax":
-        from qtoolkit.checkpoints._orbax import write_orbax
-
-        write_orbax(dst, plan, chunks(), source.tree, overwrite=overwrite)
-    else:
-        write_safetensors(dst, plan.outputs, chunks(), plan.metadata, overwrite=overwrite)
+    write_safetensors(
+        *(destination.dst, plan.outputs, chunks(), plan.metadata), overwrite=destination.overwrite
+    )
     return dataclasses.replace(report, tensors=tuple(production.reports))
 
 
@@ -255,18 +242,10 @@ def _nonfinite_error(
     )
 
 
-def _not_written(source: Checkpoint, plan: Plan, to: ContainerName) -> tuple[str, ...]:
+def _not_written(source: Checkpoint, plan: Plan) -> tuple[str, ...]:
     """What of a source does not go with the weights: files of a folder, and scales of activations
     and caches, which belonged to the codes that are gone.
     """
     written = {entry.name for tensor in plan.tensors for entry in tensor.entries}
     scales = [name for name in source.auxiliary if name not in written]
-    folder = source.folder
-    if folder is None:
-        return tuple(scales)
-    config = [CONFIG] if folder.has_config else []
-    return (
-        *folder.not_copied,
-        *(() if to == "safetensors" else (*config, *folder.copied)),
-        *scales,
-    )
+    return (*(() if source.folder is None else source.folder.not_copied), *scales)

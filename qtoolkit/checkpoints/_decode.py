@@ -6,23 +6,28 @@ no JAX. Then `_values.py` reads the bytes of a weight and dequantizes them, one 
 
 import dataclasses
 import functools
+import re
 import threading
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Set
 from typing import Any
+
+import numpy as np
 
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import (
+    FLOATS,
     Checkpoint,
     CheckpointError,
     Entry,
     Tensor,
+    all_zeros,
     configs_in,
     json_object,
     shown,
-    statistics,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints.layouts._encoding import zero_points
 from qtoolkit.checkpoints.layouts._layout import unread
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
@@ -35,6 +40,16 @@ _AUXILIARY_SUFFIXES = (
     *("input_zero_point", "output_zero_point", "input_scale_ub"),
     *_CACHE_SCALES,
 )
+# Parts of names of entries that change a quantized weight: further scales, offsets, look-up tables,
+# and matrices of low rank that are added to it, as in SVDQuant.
+_CHANGES = re.compile(
+    r"(^|_)(scales?|scaling|zeros?|zp|offsets?|shifts?|absmax|factors?|codebooks?|lut|quant|smooth"
+    r"|lora|svd\w*|low_?rank|proj_(up|down)|residual|outliers?|correction|rotation|signs?|g_idx)"
+    r"(_|$|\d)|^(mins?|biases|perm\w*|had\w*)"
+)
+# "a.lora_A.weight", "a.weight.lora_a": of matrices that a program adds to the weight of "a".
+_LOW_RANK = re.compile(r"(?P<module>.+?)(\.weight)?\.lora_\w+(\..+)?$")
+_SCALES = re.compile(r"\.(q?scales|qscale|zeros|zero_points?|absmax)$")
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
 _COMPRESSED_TENSORS_KEYS = ("config_groups", "sparsity_config", "format")
@@ -76,7 +91,9 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
                 "loaders read the first and some the second; write the checkpoint without one"
             )
     _check_stated_shapes(checkpoint, encodings)
-    unread_names = comfy_marks(checkpoint, encodings) | _zero_offsets(checkpoint, encodings)
+    _check_symmetry(checkpoint, encodings)
+    unread_names = comfy_marks(checkpoint, encodings)
+    unread_names |= _zero_offsets(checkpoint, encodings, unread_names)
     return _opened_as_float32(checkpoint, layout, encodings, unread_names)
 
 
@@ -216,26 +233,94 @@ def _check_stated_shapes(checkpoint: Checkpoint, encodings: Mapping[str, Encodin
                 )
 
 
-def _zero_offsets(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> set[str]:
-    """The names of the tensors NAME.weight_* that the layout does not read and that are all 0.
+def _check_symmetry(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> None:
+    """Raise if zero points differ from those of symmetric codes, which the config says there are.
 
-    Such a tensor may be an offset of a quantized weight, and an offset of 0 changes nothing. Raises
+    Engines that believe the config do not read zero points, others do. The message names both
+    readings, and what to write in the config for each.
+    """
+
+    def read(entry: Entry) -> np.ndarray:
+        return checkpoint.tensors[entry.name].read().view(np.uint8).reshape(-1)
+
+    for encoding in encodings.values():
+        if not encoding.symmetric_key or encoding.zero_point is None:
+            continue
+        element, zeros = encoding.spec.element, zero_points(encoding, read)
+        middle = 0 if element.signed else 1 << (element.bits - 1)
+        if (zeros == middle).all():
+            continue
+        key, found = encoding.symmetric_key, int(zeros[zeros != middle][0])
+        as_stored = f'"{key}": {"true" if key == "zero_point" else "false"}'
+        readings = f"(q - {found}) * scale, and so on as stored, with {as_stored} in config.json"
+        if (zeros == middle + 2 * encoding.zero_offset - 1).all() and key == "sym":
+            other = "gptq_v2" if encoding.zero_offset else "gptq"
+            readings += f'; or (q - {middle}) * scale with "checkpoint_format": "{other}"'
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {shown(encoding.zero_point.name)}: a zero point of "
+            f"{found}, expected {middle} alone, as {key} in its config says; read it as {readings}"
+        )
+
+
+def _zero_offsets(
+    checkpoint: Checkpoint, encodings: Mapping[str, Encoding], marks: Set[str]
+) -> set[str]:
+    """The names of the entries of quantized weights that no layout reads and that are all 0.
+
+    Such an entry may be an offset of a quantized weight, and an offset of 0 changes nothing. Raises
     if an element is not 0, because then the weight would be read with wrong values.
     """
     known = {entry.name for encoding in encodings.values() for entry in encoding.entries}
-    known |= encodings.keys() | _auxiliary_names(encodings)
+    known |= encodings.keys() | _auxiliary_names(encodings) | marks
     zeros = set()
     for name, tensor in checkpoint.tensors.items():
-        module, dot, suffix = name.rpartition(".")
-        if name in known or f"{module}{dot}weight" not in encodings:
+        suffix = "" if name in known else _suffix(name, encodings)
+        if not suffix.startswith("weight_") and not _CHANGES.search(suffix):
             continue
-        if suffix.startswith("weight_") and statistics(tensor).zeros == tensor.size:
-            zeros.add(name)
-        elif suffix.startswith("weight_") or suffix == "quant_bias":
+        if not all_zeros(tensor):
             what = f"{tensor.entry} of a quantized weight, expected no such entry, because it "
             what += "changes the weight"
             raise unread(str(checkpoint.path), name, what)
+        zeros.add(name)
     return zeros
+
+
+def _suffix(name: str, weights: Container[str]) -> str:
+    """What the name of an entry says of its weight: "zeros" of "a.zeros" for "a.weight", and of
+    "a.down_proj_zeros" for "a.down_proj"; "" if it is an entry of none of `weights`, or a bias.
+    """
+    if _beside([name], weights):
+        return name.rpartition(".")[2]
+    ends = (match.start() for match in re.finditer(r"[._]", name))
+    return next((name[end + 1 :] for end in ends if name[:end] in weights), "")
+
+
+def unused_entries(checkpoint: Checkpoint) -> list[str]:
+    """The names of the tensors in modules of quantized weights that nothing is known of, of those
+    in modules of other matrices that are scales by their names, and of LoRA's matrices.
+    """
+    tensors = checkpoint.tensors.values()
+    weights = {tensor.name for tensor in tensors if tensor.is_dequantized}
+    others = {t.name for t in tensors if t.dtype in FLOATS and len(t.shape) > 1} - weights
+    names = checkpoint.tensors.keys() - weights
+    scales = (name for name in _beside(names, others) if _SCALES.search(name))
+    parts = ((name, _LOW_RANK.match(name)) for name in names)
+    modules = {name.removesuffix(".weight") for name in weights | others}
+    added = (name for name, match in parts if match is not None and match["module"] in modules)
+    return sorted({*_beside(names, weights), *scales, *added})
+
+
+def _beside(names: Collection[str], weights: Container[str]) -> list[str]:
+    """Those of `names`, biases excepted, that lie in a module of which `weights` has NAME.weight.
+
+    Such a module is a linear layer, and has nothing but a weight and a bias.
+    """
+    return [
+        name
+        for name in names
+        if not name.endswith("bias") or name.endswith("quant_bias")  # not of "biases" of groups
+        if f"{name.rpartition('.')[0]}.weight".lstrip(".") in weights
+    ]
 
 
 def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:

@@ -13,7 +13,14 @@ from typing import Any
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._storage import Path, is_url, join
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
+from qtoolkit.checkpoints._tensors import (
+    Checkpoint,
+    CheckpointError,
+    Tensor,
+    listed,
+    same_bytes,
+    shown,
+)
 from qtoolkit.checkpoints._writing import plan_in
 
 INDEX = "model.safetensors.index.json"
@@ -26,7 +33,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 # A folder in a target behind a URL while it is written: folders cannot be renamed there.
 UNDER_WAY = ".qtoolkit-partial"
 _MAX_JSON = 256 * 2**20
-_SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
+_SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors$")
 # Never copied: weights in other containers, and files that describe the source's own weights.
 _WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|gguf|msgpack|h5|onnx|onnx_data|npz|tflite|mlmodel)$"
@@ -107,8 +114,9 @@ def _tensors(
     index: Mapping[str, str] | None,
     index_path: str,
 ) -> dict[str, Tensor]:
-    """The tensors of open files: those that the index places there; without an index all."""
+    """The tensors of open files. One that is in two files must be the same in both."""
     tensors: dict[str, Tensor] = {}
+    place_of: dict[str, str] = {}
     for file_name, file in files.items():
         for name, info in file.tensors.items():
             if index is not None and name not in index:
@@ -117,16 +125,17 @@ def _tensors(
                     "expected every tensor; fetch both again, or delete the index where the "
                     "folder holds all weights"
                 )
-            if index is not None and index[name] != file_name:
-                continue  # the index says that another file has it, too, and that one counts
-            if name in tensors:
+            tensor = Tensor(name, info.dtype, info.shape, functools.partial(file.read_into, name))
+            if name in tensors and not same_bytes(tensors[name], tensor):
                 raise CheckpointError(
-                    f"{path}: tensor {shown(name)}: it is in {file_name} and in another "
-                    f"file, expected one, or an index, {INDEX}, that says which"
+                    f"{path}: tensor {shown(name)}: other values in {shown(place_of[name])} than "
+                    f"in {shown(file_name)}, expected it in one file, because loaders differ in "
+                    "which of the two they take; remove one of them"
                 )
-            read = functools.partial(file.read_into, name)
-            tensors[name] = Tensor(name, info.dtype, info.shape, read)
-    if index is not None and (absent := [name for name in index if name not in tensors]):
+            if name not in tensors or (index is not None and index[name] == file_name):
+                tensors[name], place_of[name] = tensor, file_name
+    index = index or {}
+    if absent := [name for name, file_name in index.items() if place_of.get(name) != file_name]:
         raise CheckpointError(
             f"{index_path}: not in {shown(index[absent[0]])}, where it says: tensor "
             f"{listed(map(shown, absent), 1)}; fetch both again"
@@ -203,25 +212,49 @@ def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str
     index_name = _index_in(names)
     if index_name is not None:
         index = _weight_map(path, index_name, names)
+        _check_one_set(path, names, sorted(set(index.values())), index_name)
         return sorted(set(index.values())), index
     files = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in files:
+        _check_one_set(path, names, ["model.safetensors"], "model.safetensors")
         return ["model.safetensors"], None
     if not files:
         raise CheckpointError(f"{path}: {_no_weights(path, names)}")
     shards = [_SHARD.match(name) for name in files]
-    totals = {int(match[1]) for match in shards if match}
+    totals = {int(match[2]) for match in shards if match}
     if len(files) == 1 and totals and totals != {1}:
         raise CheckpointError(
             f"{path}: {shown(files[0])} is one of {totals.pop()} files, and the others and "
             f"{INDEX} are missing; fetch them again"
         )
-    if len(files) > 1 and (None in shards or totals != {len(files)}):
+    stems = {match[1] for match in shards if match}
+    if len(files) > 1 and (None in shards or totals != {len(files)} or len(stems) > 1):
         raise CheckpointError(
             f"{path}: {len(files)} safetensors files and no {INDEX} that says which belong "
             f"together, expected one; fetch it again, or give one file: {join(path, files[0])}"
         )
     return files, None
+
+
+def _check_one_set(path: Path, names: list[str], files: list[str], chosen: str) -> None:
+    """Raises if the folder has a second set of weights of the same name.
+
+    `chosen` is the index or the only file by which `files` are the weights. If there are both
+    model.safetensors and an index of other files, transformers loads the first, vLLM the others.
+    """
+    stem = chosen.partition(".safetensors")[0]
+
+    def is_of_stem(name: str) -> bool:
+        match = _SHARD.match(name)
+        return name == f"{stem}.safetensors" or (match is not None and match[1] == stem)
+
+    if others := sorted(name for name in names if is_of_stem(name) and name not in files):
+        by = "" if chosen in files else f" by {shown(chosen)}"
+        raise CheckpointError(
+            f"{path}: two sets of weights, {shown(files[0])}{by} and "
+            f"{listed(map(shown, others), 1)}, expected one, because loaders differ in which they "
+            "take; move the files of one set to another folder"
+        )
 
 
 def _weight_map(path: Path, index_name: str, names: list[str]) -> dict[str, str]:
@@ -249,10 +282,11 @@ def _no_weights(path: Path, names: list[str]) -> str:
             f"no weights in the folder, but {shown(steps[-1])}, as orbax names steps; give one of "
             f"them: {join(path, steps[-1])}"
         )
-    for ending in (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".npz"):
+    remedies = {".gguf": "give the file itself", ".msgpack": NOT_READ, ".npz": NOT_READ}
+    for ending in (".bin", ".pt", ".pth", *remedies):
         file = next((name for name in names if name.lower().endswith(ending)), "")
-        remedy = "give the file itself" if ending in (".gguf", ".msgpack", ".npz") else PICKLE
         if file:
+            remedy = remedies.get(ending, PICKLE)
             return f"no safetensors in the folder, but {shown(file)}; {remedy}"
     # A part of a diffusers model, a snapshot in the cache of Hugging Face's hub.
     for pattern in ("*", os.path.join("snapshots", "*")):
@@ -263,6 +297,10 @@ def _no_weights(path: Path, names: list[str]) -> str:
     return "no safetensors files in the folder, expected at least one"
 
 
+NOT_READ = (
+    "which is not read; write its arrays first: qtoolkit.checkpoints.save('model.safetensors', "
+    "ARRAYS_BY_NAME)"
+)
 PICKLE = (
     "a pickle, which may run any code when it is read, is refused; convert it where you trust it: "
     "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"

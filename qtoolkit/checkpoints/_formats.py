@@ -60,14 +60,14 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
     try:
         return layout.scheme(of, scaling if needs else None)
     except CheckpointError as error:
-        if layout.name == "plain" and isinstance(of, Format):
-            safetensors_dtype(of)  # raises with the reason
         others = [
             other.name
             for other in LAYOUTS.values()
             if other is not layout and not other.experts_of
             if any(of in (scheme.spec, scheme.spec.element) for scheme in other.schemes)
         ]
+        if not others and layout.name == "plain" and isinstance(of, Format):
+            safetensors_dtype(of)  # raises with the reason
         if not others:
             raise
         named, own = "", layout.spellings()

@@ -38,13 +38,6 @@ from qtoolkit.checkpoints.layouts._qarrays import (
     not_described,
 )
 
-# What to use for files that `load` does not read.
-_READ_BY = {
-    "npz": "read it with numpy.load",
-    "msgpack": "read it with flax.serialization.msgpack_restore",
-    "gguf": "make a safetensors file of it with dequantize_checkpoint",
-}
-
 
 def save(
     path: Path,
@@ -117,7 +110,7 @@ def load(path: Path, like: Any = None) -> Any:
 
     Args:
       path: A safetensors file, from `save`, `convert` or any other program; a folder as Hugging
-        Face's, in any layout; or a checkpoint of orbax, as `convert(to="orbax")` writes it.
+        Face's, in any layout; or a checkpoint of orbax.
       like: A state with the structure of the result, such as `nnx.state(model)`, linen variables,
         or trees of `jax.ShapeDtypeStruct`. The file must have exactly the names that `save` would
         give it. A tensor that `convert` quantized becomes a `QArray`, even if `like` has a plain
@@ -148,10 +141,10 @@ def load(path: Path, like: Any = None) -> Any:
       True
     """
     kind = container_of(path)
-    if kind in _READ_BY:
+    if kind == "gguf":
         raise CheckpointError(
-            f"{path}: {kind}, expected safetensors, a folder or a checkpoint of orbax; "
-            f"{_READ_BY[kind]}"
+            f"{path}: gguf, expected safetensors, a folder or a checkpoint of orbax; make a "
+            "safetensors file of it with dequantize_checkpoint"
         )
     with open_source(path) as file:
         described = file.metadata.get(ARRAYS_KEY)
@@ -173,7 +166,9 @@ def load(path: Path, like: Any = None) -> Any:
     loaded = _with_converted(loaded, wanted)
     state = filled(path, like, loaded)
     if loaded:
-        raise differs(path, loaded, "which `like` has not; remove them from the file")
+        raise differs(
+            path, loaded, "which `like` has not; add them to it, or remove them from the file"
+        )
     return state
 
 
@@ -220,7 +215,12 @@ def _array(path: Path, name: str, x: Any) -> np.ndarray:
             f"{where} is a key of jax.random, expected an array; store jax.random.key_data(key), "
             "or exclude it, e.g. with nnx.state(model, nnx.Param)"
         )
-    return np.asarray(x)
+    try:
+        return np.asarray(x)
+    except (TypeError, RuntimeError) as error:  # of PyTorch: a bfloat16 tensor, or a gradient's
+        from qtoolkit.casts.internal import hint_for_others
+
+        raise CheckpointError(f"{where}: {error}{hint_for_others('x', x)}") from error
 
 
 def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints._cautions import Target, cautions_of
 from qtoolkit.checkpoints._checks import (
     check_fit,
     check_loads,
@@ -18,6 +19,7 @@ from qtoolkit.checkpoints._checks import (
     used_schemes,
 )
 from qtoolkit.checkpoints._codes import check_explained
+from qtoolkit.checkpoints._decode import unused_entries
 from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
     InputScales,
@@ -49,6 +51,7 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     MisuseError,
     Tensor,
+    listed,
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
@@ -100,8 +103,8 @@ def make_plan(
       channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
         decides by architecture, names and biases.
       input_scales: Static activation scales by module, or one for all, if the layout asks for them.
-      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats and integers of
-        two or more dimensions that are no masks or tables by their names. `skip` and rules that
+      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats, integers that
+        are no masks or tables by their names, and scales without codes. `skip` and rules that
         name them allow them, too.
       allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
         of a layer, may have several schemes, or some of them none.
@@ -224,8 +227,18 @@ class _Planner:
             quantization_config=self.layout.config(used, unquantized) if used else {},
             files=self.layout.files(used, unquantized) if used else {},
             dequantizes=self.source.layout,
-            caution=self.layout.caution(used, unquantized) if used else "",
+            caution=". ".join(self._cautions(tensors)),
         )
+
+    def _cautions(self, tensors: Sequence[TensorPlan]) -> list[str]:
+        cautions = cautions_of(Target(self.layout.name, self.source.config, tensors))
+        if entries := unused_entries(self.source):
+            cautions.append(
+                f"tensor {listed(map(shown, entries), 3)} of the source: in the module of a "
+                "weight, and read as no part of it; compare the weight with what the program that "
+                "made it computes"
+            )
+        return cautions
 
     def _check_schemes(
         self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]

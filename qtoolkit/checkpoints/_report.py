@@ -15,7 +15,6 @@ from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules
 
 _PUBLISHED = {fmt.name for fmt in BLOCK_FORMATS}
-ContainerName = Literal["safetensors", "orbax"]  # what holds the tensors of a target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,8 @@ class Plan:
       quantization_config: Written to config.json for loaders; empty: nothing is written.
       files: Further JSON files, by name.
       dequantizes: The layout of a quantized source; "" if the source is not quantized.
-      caution: What one of the layout's loaders is known to misread; "" if nothing.
+      caution: What a loader of the layout is known to misread, and what of the source belongs to a
+        weight by its name and is read as no part of it; "" if nothing.
     """
 
     layout: str
@@ -132,12 +132,11 @@ class Plan:
         """Every tensor of the target, placed in one file."""
         return placed(entry for tensor in self.tensors for entry in tensor.entries)
 
-    def report(self, source: object, target: object, container: ContainerName) -> "Report":
+    def report(self, source: object, target: object) -> "Report":
         """The report of the conversion; nothing of it is measured yet."""
         return Report(
             source=str(source),
             target=str(target),
-            container=container,
             layout=self.layout,
             format=self.format_names,
             scaling=self.scaling,
@@ -225,7 +224,6 @@ class Report:
 
     Attributes:
       source, target: The two files or folders.
-      container: What holds the tensors of the target: "safetensors" or "orbax".
       layout: The layout of the target: a name in `LAYOUTS`.
       format: The format to which tensors were quantized; with rules, several names with commas
         between them, or "nothing".
@@ -242,13 +240,13 @@ class Report:
         target folder is then called qtoolkit_config.json instead of config.json.
       quantization_config: What config.json says to loaders. If the target is a single file, loaders
         need it in the config.json that is used with it.
-      caution: What a loader of the layout is known to misread; "" if nothing.
+      caution: What a loader of the layout is known to misread, and what of the source belongs to a
+        weight by its name and is read as no part of it; "" if nothing.
       tensors: One report for each tensor, in the order of the source's data.
     """
 
     source: str
     target: str
-    container: ContainerName = "safetensors"
     layout: str = "plain"
     format: str
     scaling: str

@@ -3,8 +3,9 @@
 1. The files are written into a folder next to the target, `partial`, under their final names. The
    plan is in `plan.json` there. Plan and (index, count) say which files a process writes.
 2. When a file is complete, it gets a record, `NAME.json`, with the fingerprint of the plan
-   (`_target.shared_plan`): of the version, the options, and samples of the source. A rerun keeps
-   each file whose record has the fingerprint of its own plan.
+   (`_target.shared_plan`): of the version, the options, and samples of the source, and with a
+   checksum of each tensor. A rerun keeps each file whose record has the fingerprint of its own
+   plan, if the file has these checksums: a disk may lose bytes when a machine fails.
 3. When all files are complete, the index and config.json are written, and the folder with the files
    is renamed to the target.
 
@@ -15,10 +16,12 @@ index and config.json last, because no loader opens a checkpoint without them.
 import dataclasses
 import json
 import os
-import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
@@ -44,6 +47,7 @@ from qtoolkit.checkpoints._writing import (
     json_in,
     partial_name,
     plan_in,
+    removal,
     rename_folder,
     restore,
     whole,
@@ -52,6 +56,7 @@ from qtoolkit.checkpoints._writing import (
 if TYPE_CHECKING:  # its file loads JAX
     from qtoolkit.checkpoints._produce import Production
 
+_READ = 2**22  # bytes of a finished file that are read at a time
 # Returns the error for tensors that have NaN or Inf although `convert` does not allow it, or None.
 NonfiniteError = Callable[[Sequence[TensorReport]], CheckpointError | None]
 
@@ -98,6 +103,15 @@ class _Unfinished:
             return None
         return [TensorReport(**report) for report in record["tensors"]]
 
+    def has_checksums(self, name: str) -> bool:
+        """Whether the tensors of a complete file are those that were written."""
+        expected = (self.record(name) or {}).get("checksums")
+        try:
+            with SafetensorsFile(self.inside(name)) as file:
+                return expected == {tensor: _checksum(file, tensor) for tensor in file.tensors}
+        except CheckpointError:
+            return False
+
     def write_json(self, folder: str, name: str, value: Any) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
         # A file name that is no UTF-8 has lone surrogates. "backslashreplace" writes them as
@@ -110,6 +124,27 @@ class _Unfinished:
             for name in (*shared["files"], *shared["copied"], *shared["json"]):
                 storage.remove(self.inside(name))
         storage.remove_folder(self.partial)
+
+
+def _checksum(file: SafetensorsFile, name: str) -> int:
+    """The CRC-32 of a tensor's bytes."""
+    checksum, size = 0, file.tensors[name].nbytes
+    for start in range(0, size, _READ):
+        buffer = bytearray(min(_READ, size - start))
+        file.read_into(name, start, memoryview(buffer))
+        checksum = zlib.crc32(buffer, checksum)
+    return checksum
+
+
+def _summed(
+    chunks: Iterable[tuple[str, np.ndarray]], checksums: dict[str, int]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The chunks as they are; updates the checksums of their tensors."""
+    for name, data in chunks:
+        checksums[name] = zlib.crc32(
+            np.ascontiguousarray(data).view(np.uint8).data, checksums[name]
+        )
+        yield name, data
 
 
 def write_folder(
@@ -154,8 +189,8 @@ def write_folder(
             elif complete and not isinstance(error, CheckpointError):
                 error.add_note(
                     f"{len(complete)} of {len(files)} files {'are' if len(complete) > 1 else 'is'}"
-                    " whole, and a rerun with the same options uses them; to remove what is there: "
-                    f"qtoolkit finalize --discard {shlex.quote(str(path))}"
+                    " whole, and a rerun with the same options uses them; else "
+                    f"{removal(path)}"
                 )
             raise
     return dataclasses.replace(
@@ -184,7 +219,7 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
         raise CheckpointError(
             f"{path}: files of another conversion are there: "
             f"{difference(there['made'], shared['made'])}; finalize it, give the same options "
-            f"and source, or remove them: qtoolkit finalize --discard {shlex.quote(str(path))}"
+            f"and source, or {removal(path)}"
         )
     if not is_url(path):
         # A shard does not clear the folder: another shard may have made it a moment ago.
@@ -224,7 +259,8 @@ def _write(
         reports = unfinished.reports(name, shared["made"])
         if reports is not None and not nonfinite_error(reports):
             where = join(unfinished.partial, f"{name}.json")
-            if not newest or os.stat(where).st_mtime_ns >= newest:
+            is_current = not newest or os.stat(where).st_mtime_ns >= newest
+            if is_current and unfinished.has_checksums(name):
                 resumed[name] = reports
     production.total = sum(t.nbytes for name in mine if name not in resumed for t in mine[name])
     assert source.folder is not None
@@ -242,11 +278,13 @@ def _write(
         storage.remove(join(unfinished.partial, f"{name}.json"))
         outputs = safetensors_layout(entry for tensor in tensors for entry in tensor.entries)
         file = unfinished.inside(name)
-        write_safetensors(file, outputs, production.chunks(tensors), plan.metadata, overwrite=True)
+        checksums = {output.name: 0 for output in outputs}
+        chunks = _summed(production.chunks(tensors), checksums)
+        write_safetensors(file, outputs, chunks, plan.metadata, overwrite=True)
         reports = production.reports[done:]
         if (plan_in(unfinished.partial) or {}).get("made") != shared["made"]:
             raise OvertakenError(
-                f"{unfinished.path}: finalized, discarded or begun anew by another process "
+                f"{unfinished.path}: finalized, removed or begun anew by another process "
                 "meanwhile; nothing more was written"
             )
         if nonfinite_error(reports):  # raised at the end, when it can name all such tensors
@@ -255,6 +293,7 @@ def _write(
         record = {
             "made": shared["made"],
             "bytes": storage.file_size(file),
+            "checksums": checksums,
             "tensors": [dataclasses.asdict(report) for report in reports],
         }
         unfinished.write_json(unfinished.partial, f"{name}.json", record)
@@ -267,8 +306,8 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     """Complete a checkpoint whose files several calls of `convert(shard=...)` have written.
 
     The result has the bytes that one process would have written. Neither the source nor JAX is
-    needed. Each shard has recorded a hash of its source: of all headers and of samples of 1,024
-    tensors. Shards whose hashes differ are refused.
+    needed. Each shard has recorded a hash of the headers of its source. Shards whose hashes differ
+    are refused; other numbers under the same headers are found by `verify` alone.
 
     Args:
       dst: The `dst` that was given to all shards.
@@ -294,28 +333,6 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     unfinished, shared = _begun_by_shards(dst)
     with storage.naming(dst, unfinished.partial):
         return _finalized(unfinished, shared, overwrite)
-
-
-def discard(dst: Path) -> None:
-    """Remove the files that shards have written, if they have not been finalized.
-
-    Args:
-      dst: The `dst` that was given to the shards, a folder or its URL.
-
-    Raises:
-      CheckpointError: There are no such files.
-
-    Examples:
-      >>> import pathlib
-      >>> pathlib.Path("model").mkdir()
-      >>> qt.checkpoints.save("model/model.safetensors", {"w": jnp.ones((64, 32))})
-      >>> report = qt.checkpoints.convert("model", "fp8", shard=(0, 2), layout="plain")
-      >>> qt.checkpoints.discard("fp8")  # the second shard was never written
-      >>> sorted(path.name for path in pathlib.Path().iterdir())
-      ['model']
-    """
-    unfinished, shared = _begun_by_shards(dst)
-    unfinished.remove(shared)
 
 
 def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
@@ -346,6 +363,8 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
             weight_map |= dict.fromkeys(file.tensors, name)
             total += sum(info.nbytes for info in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    # Index and config.json come last: no loader opens a folder without them, so that behind a URL,
+    # where nothing is renamed, what can be opened is whole.
     for name, value in shared["json"].items():
         unfinished.write_json(unfinished.content, name, index if value is None else value)
     if is_url(path):

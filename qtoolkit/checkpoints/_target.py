@@ -5,7 +5,6 @@ all files contain; by the fingerprint in it a rerun recognizes files of the same
 no JAX.
 """
 
-import concurrent.futures
 import copy
 import dataclasses
 import errno
@@ -14,25 +13,25 @@ import json
 import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._containers import ORBAX_FILES, container_of
+from qtoolkit.checkpoints._containers import container_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
     INDEX,
+    MODELOPT_CONFIG,
     PARKED_CONFIG,
     is_under_way,
     weight_files,
 )
-from qtoolkit.checkpoints._report import ContainerName, Plan, Report, TensorPlan
+from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import (
     Checkpoint,
     CheckpointError,
     MisuseError,
-    Tensor,
     configs_in,
     listed,
     shown,
@@ -41,19 +40,6 @@ from qtoolkit.checkpoints._writing import check_target, exists_already
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
-# What a folder of orbax contains besides ORBAX_FILES; the arrays are in "d" and "ocdbt.process_*".
-_OTHERS_OF_ORBAX = re.compile(
-    r"_sharding|_strings\.json|commit_success\.txt|array_metadatas|d|ocdbt\.process_\w+"
-)
-# Files without weights that belong to a checkpoint. --overwrite may remove these and the weights,
-# and refuses to remove any other file.
-_OTHERS_OF_A_FOLDER = re.compile(
-    r"\w*config\w*\.json|(tokenizer|special_tokens_map|added_tokens|vocab|modules|params)\.json"
-    r"|chat_template\.(json|jinja)|.+\.safetensors\.index\.json|(merges|vocab)\.txt"
-    r"|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model|\.gitattributes"
-    r"|(configuration|modeling|processing|image_processing|tokenization)_\w+\.py"
-    r"|(README|LICENSE|NOTICE|USE_POLICY)(\.(md|txt))?"
-)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"(\d{1,99}(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
@@ -62,22 +48,9 @@ _SIZE = re.compile(r"(\d{1,99}(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
 _BASE_MEMORY = 340 * 2**20
 # Bytes of a worker: the chunks that it reads, quantizes and writes. Measured: 8 to 17 MiB.
 _WORKER_MEMORY = 20 * 2**20
-# A fingerprint has samples of so many tensors, with so many bytes at the start, in the middle and
-# at the end of each.
-_SAMPLED_TENSORS, _SAMPLE_BYTES = 1024, 1024
 _MAX_COPIED = 2**26  # bytes of a copied file that are hashed; tokenizers are smaller
-_READERS = 16  # threads that wait for a source behind a URL
 _CONFIGS = {"quantization_config", "compression_config"}
-
-
-def layout_in(to: ContainerName, layout: str | None) -> str | None:
-    """The layout that is written in a container: orbax holds the plain one only."""
-    if to == "orbax" and layout not in (None, "plain"):
-        raise MisuseError(
-            f"--to orbax: layout {layout!r}, expected 'plain': loaders of others read safetensors; "
-            "omit --to to write them"
-        )
-    return "plain" if to == "orbax" else layout
+_CONFIG_FILES = {CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,20 +59,14 @@ class Destination:
 
     src: Path
     dst: Path
-    to: ContainerName
     max_shard_size: int | str | None
     overwrite: bool
     shard: Shard | None
 
     def check(self) -> None:
         """Raises if `src` cannot be converted to `dst`; looks at names and kinds of files only."""
-        if self.to not in get_args(ContainerName):
-            containers = ", ".join(get_args(ContainerName))
-            raise ValueError(f"to={self.to!r}, expected one of {containers}")
         is_folder = container_of(self.src, "src") == "folder"
-        if self.to == "orbax":
-            self._check_unsharded("--to orbax: orbax cuts its files itself")
-        elif not is_folder:
+        if not is_folder:
             self._check_unsharded(f"{self.src}: is a file, which becomes one file")
         storage.check_path(self.dst, "dst")
         storage.check_writable(self.dst)
@@ -114,9 +81,7 @@ class Destination:
             raise CheckpointError(
                 f"{self.dst}: the source and the target lie inside one another; choose another"
             )
-        if self.to == "orbax":
-            check_folder(self.dst, self.overwrite, of_orbax=True)
-        elif not is_folder:
+        if not is_folder:
             check_target(self.dst, self.overwrite)
         elif str(self.dst).rstrip("/").endswith(".safetensors"):
             raise CheckpointError(
@@ -145,19 +110,13 @@ def check_shard(shard: Shard | None) -> None:
         raise ValueError(f"shard={shard!r}, expected (index, count) with 0 <= index < count")
 
 
-def check_folder(
-    path: Path, overwrite: bool, own: Container[str] = (), *, of_orbax: bool = False
-) -> None:
+def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     """Raises if a folder cannot be written, or if it has files that would be lost.
 
     Those in `own`, the names in the new checkpoint, are not lost: they are replaced.
     """
     if is_url(path):
         target = str(path).rstrip("/")
-        if of_orbax:
-            raise CheckpointError(
-                f"{path}: checkpoints of orbax are written to folders of this machine; give one"
-            )
     else:
         target = os.path.realpath(path)
         _check_nameable(path, target)
@@ -169,23 +128,22 @@ def check_folder(
         return
     if not overwrite:
         raise exists_already(path)
-    what = "orbax" if of_orbax else "safetensors"
     try:
-        weights = ORBAX_FILES & inside.keys() if of_orbax else weight_files(target, [*inside])[0]
-        known = _OTHERS_OF_ORBAX if of_orbax else _OTHERS_OF_A_FOLDER
+        weights = weight_files(target, [*inside])[0]
         others = [
             name
             for name, is_folder in inside.items()
-            if name not in weights and name not in own
-            if not known.fullmatch(name) or (is_folder and not of_orbax)
+            if name not in weights and name not in own and name not in _CONFIG_FILES
+            if is_folder or not name.endswith(".safetensors.index.json")
         ]
         reason = f"--overwrite would delete {listed(map(shown, others))}" if others else ""
     except CheckpointError as error:  # without its path and its advice, which are not for a target
         weights, reason = [], str(error).partition("; ")[0].removeprefix(f"{target}: ")
     if reason or not weights:
         raise CheckpointError(
-            f"{path}: {reason or 'no weights'}, expected a checkpoint of {what} and nothing else, "
-            "which --overwrite replaces; choose another name"
+            f"{path}: {reason or 'no weights'}; --overwrite replaces weights in safetensors, their "
+            "config, and files that SRC has, too; remove the folder yourself, or choose another "
+            "name"
         )
 
 
@@ -235,13 +193,6 @@ def worker_count(workers: int | None = None, max_memory: int | str | None = None
         least = (_BASE_MEMORY + _WORKER_MEMORY) // 2**20
         raise ValueError(f"max_memory={max_memory!r}, expected '{least}MiB' or more")
     return min(workers, fit)
-
-
-def check_tree(dst: Path, plan: Plan, opened: Checkpoint) -> None:
-    """Raises if orbax cannot hold what is planned. Imports JAX."""
-    from qtoolkit.checkpoints._orbax import Tree, promised_tree
-
-    promised_tree(dst, plan, opened.tree or Tree())
 
 
 # The files of a folder.
@@ -363,29 +314,13 @@ def _digest(*texts: str) -> str:
 
 
 def _source_digest(source: Checkpoint) -> str:
-    """A hash of the headers, of samples of the weights, and of the other files."""
+    """A hash of the headers of the weights, and of the other files."""
     # It has no modification times, because each process may have its own copy of the source.
-    # `modified_at` is for reruns of one process.
+    # `modified_at` is for reruns of one process. Other numbers under the same headers are found by
+    # `verify`, which reads the weights.
     assert source.folder is not None
-    tensors = [tensor for tensor in source.tensors.values() if tensor.nbytes]
-    step = max(len(tensors) / _SAMPLED_TENSORS, 1)
-    chosen = [tensors[int(i * step)] for i in range(min(len(tensors), _SAMPLED_TENSORS))]
-    with concurrent.futures.ThreadPoolExecutor(_READERS if is_url(source.path) else 1) as pool:
-        samples = [*pool.map(_sample, chosen)]
     others = []
     for name in source.folder.copied:
         data = storage.read_file(join(source.path, *name.split("/")), _MAX_COPIED, cut=True)
         others.append(_digest(name, hashlib.sha256(data).hexdigest()))
-    return _digest(repr([t.entry for t in source.tensors.values()]), *others, *samples)
-
-
-def _sample(tensor: Tensor) -> str:
-    """Bytes from the start, the middle and the end of a tensor as text; all if it is small."""
-    last = tensor.nbytes - _SAMPLE_BYTES
-    starts = (0, last // 2, last) if tensor.nbytes > 3 * _SAMPLE_BYTES else (0,)
-    text = ""
-    for start in starts:
-        data = bytearray(_SAMPLE_BYTES if len(starts) > 1 else tensor.nbytes)
-        tensor.read_into(start, memoryview(data))
-        text += data.hex()
-    return text
+    return _digest(repr([t.entry for t in source.tensors.values()]), *others)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -13,7 +14,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._folder import FolderFiles
-    from qtoolkit.checkpoints._orbax import Tree
     from qtoolkit.checkpoints._storage import Path
     from qtoolkit.checkpoints.layouts import Encoding
 
@@ -81,11 +81,16 @@ def shown(name: str) -> str:
     return name if name.isprintable() else ascii(name)
 
 
-def listed(texts: Iterable[str], most: int = 5) -> str:
+def listed(texts: Iterable[str], most: int = 5, separator: str = ", ") -> str:
     """The first of some texts, with commas between them, and how many more there are."""
     texts = [*texts]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    return separator.join(texts[:most]) + more
+
+
+def over_layers(name: str) -> str:
+    """A name with "*" for the number of its layer, by which alike tensors are named together."""
+    return re.sub(r"(?<![^./])\d+(?=[./])", "*", name)
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
@@ -187,6 +192,19 @@ class Tensor:
         return self.read().reshape(self.shape)
 
 
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes; reads a part after the other."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    for start in range(0, a.nbytes, _CHUNK):
+        one, other = (bytearray(min(_CHUNK, a.nbytes - start)) for _ in range(2))
+        a.read_into(start, memoryview(one))
+        b.read_into(start, memoryview(other))
+        if one != other:
+            return False
+    return True
+
+
 class Turning:
     """Reads stacks of matrices as those of their transposes; one matrix at a time is in memory."""
 
@@ -238,7 +256,6 @@ class Checkpoint:
       metadata: The strings that it holds in addition to tensors.
       config: The content of its `config.json`; empty without one.
       folder: What else a folder of Hugging Face holds; None of other containers.
-      tree: The tree of a checkpoint of orbax; None of other containers.
       layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
       auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
         model.
@@ -251,7 +268,6 @@ class Checkpoint:
     metadata: dict[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     folder: "FolderFiles | None" = None
-    tree: "Tree | None" = None
     layout: str = ""
     auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -290,46 +306,7 @@ class Checkpoint:
         tensor.read_into(start, view)
 
 
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Statistics of the elements of a tensor.
-
-    Attributes:
-      lowest, largest, mean, deviation: Computed over the finite elements, the standard deviation
-        as that of a population; NaN if no element is finite.
-      zeros, nans, infinities: How many elements are zero, NaN, infinite.
-    """
-
-    lowest: float
-    largest: float
-    mean: float
-    deviation: float
-    zeros: int
-    nans: int
-    infinities: int
-
-
-@np.errstate(over="ignore", invalid="ignore")  # the squares of float64 may overflow
-def statistics(tensor: Tensor) -> Statistics:
-    """Reads a tensor of floats once, in chunks."""
-    lowest, largest = math.inf, -math.inf
-    count = zeros = nans = infinities = 0
-    mean = squares = 0.0
-    for start in range(0, tensor.size, _CHUNK):
-        x = tensor.read(start, min(start + _CHUNK, tensor.size)).astype(np.float64)
-        nans += int(np.isnan(x).sum())
-        infinities += int(np.isinf(x).sum())
-        x = x[np.isfinite(x)]
-        if not len(x):
-            continue
-        zeros += int((x == 0).sum())
-        lowest, largest = min(lowest, float(x.min())), max(largest, float(x.max()))
-        # Means and squared deviations of two parts become those of both (Chan et al., 1979).
-        shift = float(x.mean()) - mean
-        between = shift * shift * count * len(x) / (count + len(x))
-        squares += float(((x - x.mean()) ** 2).sum()) + between
-        count += len(x)
-        mean += shift * len(x) / count
-    if not count:
-        return Statistics(*(math.nan,) * 4, zeros, nans, infinities)
-    return Statistics(lowest, largest, mean, math.sqrt(squares / count), zeros, nans, infinities)
+def all_zeros(tensor: Tensor) -> bool:
+    """Reads a tensor in chunks, up to the first element that is not zero."""
+    starts = range(0, tensor.size, _CHUNK)
+    return not any((tensor.read(i, min(i + _CHUNK, tensor.size)) != 0).any() for i in starts)

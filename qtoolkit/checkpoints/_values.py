@@ -14,12 +14,16 @@ import numpy as np
 from qtoolkit.checkpoints._quantize import may_be_subnormal, unit_spec
 from qtoolkit.checkpoints._slabs import Grid, Slab, columns_of, tiles_of
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
-from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, unpacked
+from qtoolkit.checkpoints.layouts._encoding import (
+    Encoding,
+    ReadEntry,
+    unpacked,
+    unpacked_entry,
+    zero_points,
+)
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Blocks, Scales, dequantized
-
-ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
 
 
 def entry_reader(stored: Mapping[str, Tensor], index: int = 0, count: int = 1) -> ReadEntry:
@@ -200,7 +204,7 @@ def qarray_of(
     """
     spec, shape = encoding.spec_as_stored, encoding.matrix_shape
     bits = spec.element.bits
-    codes = _unpacked_entry(encoding.codes, read, encoding.packing, bits, shape)
+    codes = unpacked_entry(encoding.codes, read, encoding.packing, bits, shape)
     if encoding.packing is None:
         _check_range(codes, encoding)
     if order is not None:
@@ -209,7 +213,7 @@ def qarray_of(
     scale, tensor_scale = _scales(encoding, read)
     zero = None
     if encoding.zero_point is not None:
-        zero = jnp.asarray(_zero_points(encoding, encoding.zero_point, read, counts))
+        zero = jnp.asarray(zero_points(encoding, read))
     if tensor_scale is not None and encoding.tensor_scale is not None:
         of_all = math.prod(encoding.tensor_scale.shape) == 1
         ends = range(len(shape) + 1)
@@ -230,23 +234,6 @@ def qarray_of(
     return array.transpose(*axes[:-2], axes[-1], axes[-2])
 
 
-def _unpacked_entry(
-    entry: Entry, read: ReadEntry, packing: Packing | None, bits: int, shape: tuple[int, ...]
-) -> np.ndarray:
-    data = read(entry)
-    if packing is None:
-        return data.reshape(shape)
-    rows, columns = math.prod(shape[:-1]), shape[-1]
-    if packing.axis == -1:
-        return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
-    # Elements of the entry that run along the rows: as rows of the transposed matrix.
-    height, size = shape[-2], NUMPY_DTYPES[entry.dtype].itemsize
-    words = data.reshape(math.prod(shape[:-2]), -1, columns, size)
-    turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
-    codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
-    return np.ascontiguousarray(codes.swapaxes(1, 2)).reshape(shape)
-
-
 def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.ndarray | None]:
     scale = tensor_scale = None
     if encoding.scale is not None:
@@ -258,19 +245,6 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
     if encoding.tensor_scale is not None:
         tensor_scale = read(encoding.tensor_scale).view(np.float32)
     return scale, tensor_scale
-
-
-def _zero_points(
-    encoding: Encoding, entry: Entry, read: ReadEntry, counts: tuple[int, ...]
-) -> np.ndarray:
-    packing, element = encoding.zero_packing, encoding.spec.element
-    if packing is None:
-        return read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
-    bits = element.bits
-    codes = _unpacked_entry(entry, read, packing, bits, counts).astype(np.int32)
-    codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
-    half = 1 << (bits - 1)  # codes of signed integers are two's complement
-    return (codes ^ half) - half if element.signed else codes
 
 
 def _spec_of_rank(

@@ -6,6 +6,7 @@ there. Other programs may write other configs, so less of these is checked.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -107,12 +108,18 @@ def _changed(source: Checkpoint, target: Checkpoint, progress: Progress | None) 
     plans = {t.name: _plan(t, target) for t in source.tensors.values()}
     planned = [p for p in plans.values() if isinstance(p, TensorPlan)]
     production = Production(planned, Workers(), stored=source.stored)
+    # All in one call, because it computes small tensors together.
+    planned = [plan for plan in planned if plan.source.size]
+    owner = {entry.name: plan.name for plan in planned for entry in plan.entries}
+    made = itertools.groupby(production.chunks(planned), lambda chunk: owner[chunk[0]])
     for tensor in followed(source.tensors.values(), progress):
         plan = plans[tensor.name]
         if isinstance(plan, str):
             yield f"{shown(tensor.name)}: {plan}"
-        elif tensor.size and (difference := _difference(production, plan, target)):
-            yield f"{shown(tensor.name)}: {difference}"
+        elif tensor.size:
+            _, chunks = next(made)
+            if difference := _difference(chunks, plan, target):
+                yield f"{shown(tensor.name)}: {difference}"
 
 
 def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
@@ -165,11 +172,13 @@ def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
     return dataclasses.replace(encoding, spec=spec)
 
 
-def _difference(production: Production, plan: TensorPlan, target: Checkpoint) -> str:
+def _difference(
+    chunks: Iterable[tuple[str, np.ndarray]], plan: TensorPlan, target: Checkpoint
+) -> str:
     """Where the target first differs from what is produced again; "" where it does not."""
     name = plan.name
     places: dict[str, int] = {}
-    for entry, array in production.chunks([plan]):
+    for entry, array in chunks:
         wanted = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         got = np.empty_like(wanted)
         start = places.get(entry, 0)

@@ -78,6 +78,13 @@ def partial_name(target: str) -> str:
     return os.path.join(folder, f".{name}{PARTIAL}")
 
 
+def removal(path: Path) -> str:
+    """How to remove the files of a conversion to this target that is not complete."""
+    if is_url(path):  # there they are in the target itself
+        return f"remove {path}"
+    return f"remove them: rm -r {shlex.quote(partial_name(os.path.realpath(path)))}"
+
+
 def old_name(target: str) -> str:
     """Where the folder that is replaced is, between the two renames."""
     return os.path.join(partial_name(target), OLD)
@@ -132,8 +139,8 @@ def clear_partial(target: str, path: Path, overwrite: bool) -> None:
         has_plan = os.path.lexists(os.path.join(partial, PLAN))
         if has_plan and not overwrite and (plan_in(partial) or {}).get("shards") != 0:
             raise CheckpointError(
-                f"{path}: files of a conversion in shards are there; finalize it, or remove them: "
-                f"qtoolkit finalize --discard {shlex.quote(str(path))}"
+                f"{path}: files of a conversion in shards are there; finalize it, or "
+                f"{removal(path)}"
             )
         shutil.rmtree(partial)
     storage.remove(partial)

@@ -2,31 +2,26 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
+from qtoolkit.checkpoints._cautions import ASK_FOR_WEIGHTS, CAUTIONS, PACKED_OPTION, TRIED
 from qtoolkit.checkpoints._checks import compiled
 from qtoolkit.checkpoints._codes import check_explained, check_quantized
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
-from qtoolkit.checkpoints._report import ContainerName
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._target import (
     Destination,
     byte_count,
-    check_tree,
     file_limit,
     files_of_shard,
-    layout_in,
     worker_count,
 )
 from qtoolkit.checkpoints._tensors import (
-    FLOATS,
     Checkpoint,
     MisuseError,
-    Statistics,
     listed,
     shown,
-    statistics,
 )
 from qtoolkit.checkpoints._writing import WHOLE, check_target, whole
-from qtoolkit.checkpoints.layouts import SCALINGS, WRITTEN, Encoding
+from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding

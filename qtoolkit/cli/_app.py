@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints.internal import target_names
 from qtoolkit.cli._checkpoints import convert, dequantize, finalize
 from qtoolkit.cli._compare import compare, picture, verify
 from qtoolkit.cli._errors import failure, one_line_errors, os_failure
@@ -37,11 +36,11 @@ def main() -> None:
         sys.exit(os_failure(error).exit_code)
 
 
-def _resolved(name: str, where: str = "") -> Format:
+def _resolved(name: str) -> Format:
     try:
         return resolve(name)
     except ValueError as error:
-        raise failure(f"{where}{str(error).removeprefix('format: ')}", 2) from error
+        raise failure(str(error).removeprefix("format: "), 2) from error
 
 
 def _print_version(wanted: bool) -> None:
@@ -75,7 +74,7 @@ def formats(
         typer.Argument(
             metavar="NAME",
             autocompletion=completion([fmt.name for fmt in (*FORMATS, *BLOCK_FORMATS)]),
-            help="Show this format and its values; any spelling.",
+            help="Show this format; any spelling.",
         ),
     ] = None,
 ) -> None:
@@ -98,9 +97,6 @@ def report(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="A file with the text of `Numerics.to_json()`.")
     ],
-    html: Annotated[
-        Path | None, typer.Option(metavar="PAGE", help="Write a page with histograms as well.")
-    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -121,39 +117,5 @@ def report(
         table(NUMERICS_HEADER, rows, right=NUMERICS_HEADER[5:])
         for note in numerics.notes:
             typer.echo(note)
-        if html is not None:
-            numerics.html(html)
         if plot is not None:
             numerics.plot(plot)
-
-
-@app.command()
-def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 400,
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints and plots.")] = Path(
-        "qtoolkit-demo"
-    ),
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the initialisation and the batches.")
-    ] = 0,
-    format: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            callback=lambda name: _resolved(name, "--format: ").name,
-            # Formats of elements that a checkpoint can hold, as the demo writes one.
-            autocompletion=completion([f.name for f in FORMATS if f.name in target_names()]),
-            help="Number format, in any spelling; `qtoolkit formats` lists them.",
-        ),
-    ] = "e4m3fn",
-) -> None:
-    """Train a small model in float32 and in FP8, and compare.
-
-    A third run, "astype", does not use qtoolkit: it only casts the operands of its matmuls to
-    the format and back, without scales. The float32 model is then converted, as `qtoolkit convert`
-    does it, and evaluated again.
-    """
-    with one_line_errors(f"{out} may be incomplete"):
-        from qtoolkit.demo import run  # loads JAX, Flax and optax
-
-        run(steps=steps, out=out, seed=seed, format=format)

@@ -15,11 +15,9 @@ from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
     Destination,
     check_quantized,
-    check_tree,
     dequantized,
     file_limit,
     files_of_shard,
-    layout_in,
     read_json,
     resolve_target,
     shown,
@@ -31,7 +29,6 @@ from qtoolkit.cli._summaries import (
     counted,
     loading_lines,
     plan_table,
-    report_markdown,
     report_summary,
     report_table,
 )
@@ -61,9 +58,8 @@ def convert(
 
     A folder becomes a folder that the loaders of the layout open (tested: transformers): index,
     config.json and the other files in it are written with the weights. A file or a checkpoint of
-    orbax becomes a safetensors file, or with --to orbax a checkpoint of orbax. Quantized weights of
-    SRC are dequantized first. In the layout "plain" a tensor keeps its name, and its scale is
-    NAME_scale: value = code * scale.
+    orbax becomes a safetensors file. Quantized weights of SRC are dequantized first. In the layout
+    "plain" a tensor keeps its name, and its scale is NAME_scale: value = code * scale.
     """
     if format is not None and rules is not None:
         raise failure("--format and --rules exclude each other; give one of them", 2)
@@ -118,33 +114,20 @@ def dequantize(
 def finalize(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The DST of all shards.")],
     overwrite: Annotated[bool, options.OVERWRITE] = False,
-    discard: Annotated[
-        bool, typer.Option("--discard", help="Remove the files of the shards instead.")
-    ] = False,
     *,
     output: options.Printing,
 ) -> None:
     """Make one checkpoint of the files of all shards.
 
     `convert --shard I/N` writes these files. All must exist, made with the same options from the
-    same source, as far as its headers and samples of its weights tell. The result is byte for byte
-    what one process writes.
+    same source, as far as its headers tell. The result is byte for byte what one process writes.
     """
-    if discard and (overwrite or output.style not in ("text", "nothing")):
-        raise failure(
-            "finalize --discard: nothing is written or printed; omit --overwrite, --report, "
-            "--json and --verbose",
-            2,
-        )
     with one_line_errors(f"{dst} was not written"):
-        if discard:
-            checkpoints.discard(dst)
-        else:
-            _print_report(checkpoints.finalize(dst, overwrite=overwrite), output.style)
+        _print_report(checkpoints.finalize(dst, overwrite=overwrite), output.style)
 
 
 def _destination(src: str, dst: str, writing: options.Writing) -> Destination:
-    names = ("to", "max_shard_size", "overwrite", "shard")
+    names = ("max_shard_size", "overwrite", "shard")
     return Destination(src=src, dst=dst, **{name: getattr(writing, name) for name in names})
 
 
@@ -172,8 +155,6 @@ def _print_report(report: checkpoints.Report, style: str) -> None:
         with printing():
             if style == "json":
                 typer.echo(report.to_json())
-            elif style == "md":
-                typer.echo(report_markdown(report))
             else:
                 if style == "table":
                     table(*report_table(report))
@@ -183,24 +164,19 @@ def _print_report(report: checkpoints.Report, style: str) -> None:
 
 def _dry_run(destination: Destination, arguments: dict[str, Any], style: str) -> None:
     """Print the plan that `make_plan` makes with these arguments."""
-    if style == "md":
-        raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
     destination.check()
-    to, dst, shard = destination.to, str(destination.dst), destination.shard
-    arguments["layout"] = layout_in(to, arguments.get("layout"))
+    dst, shard = str(destination.dst), destination.shard
     files = []
     with checkpoints.open_source(destination.src) as opened:
         source = dequantized(opened) if arguments["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **arguments)
-        if to == "orbax":
-            check_tree(dst, plan, opened)
         if shard is not None and opened.folder is not None:
             limit = file_limit(destination.max_shard_size)
             names, count = files_of_shard(plan, opened, limit, shard)
             listed = f": {', '.join(map(shown, names))}" if names else ""
             of_all = f"{len(names)} of {counted(count, 'file')}"
             files = [f"  shard      {shard[0]}/{shard[1]} writes {of_all}{listed}"]
-    report = plan.report(destination.src, dst, to)
+    report = plan.report(destination.src, dst)
     if style == "json":
         data = json.loads(report.to_json())
         for tensor, about in zip(plan.tensors, data["tensors"], strict=True):

@@ -59,9 +59,8 @@ _ALIGNED_LEFT = {"floats", "tables", "integers", "inf", "NaN codes"}
 _ALIGNED_LEFT |= {"blocks", "element", "scale", "rule", "tensor scale"}
 FOOTNOTE = (
     "Also: int and uint of 1 to 64 bits (int5), IEEE P3109 of 3 to 16 bits (binary8p3se).\n"
-    "`qtoolkit formats NAME` shows one format, in any spelling, and the values of small ones."
+    "`qtoolkit formats NAME` shows one format, in any spelling."
 )
-_MOST_LISTED = 128  # a page lists at most so many values from zero up
 
 
 def format_tables() -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
@@ -86,7 +85,7 @@ def block_page(fmt: BlockFormat, width: int) -> Iterator[str]:
 
 
 def format_page(fmt: Format, width: int) -> Iterator[str]:
-    """The lines of one format's page: its properties, then, if they are few, its values."""
+    """The lines of one format's page: its properties."""
     yield f"{fmt.name}: {_kind(fmt)}"
     properties = [*_properties(fmt)]
     indent = max(len(name) for name, _ in properties) + 4
@@ -99,11 +98,6 @@ def format_page(fmt: Format, width: int) -> Iterator[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    if fmt.finite_count <= 2 * _MOST_LISTED:
-        values, negatives = _listed(fmt)
-        if len(values) <= _MOST_LISTED:
-            yield ""
-            yield from _number_line(fmt, values, negatives, width)
 
 
 def _kind(fmt: Format) -> str:
@@ -194,68 +188,6 @@ def _bits(count: int) -> str:
     return f"{count} bit{'' if count == 1 else 's'}"
 
 
-def _listed(fmt: Format) -> tuple[dict[Fraction, int], str]:
-    """Codes by rising value; and, if negative values are not listed, how to get their codes.
-
-    E4M3FN lists 127 values and says "; negative values: code + 0x80".
-    """
-    pairs = [(fmt.value(code), code) for code in range(1 << fmt.bits)]
-    # Only Fractions: -0, infinities and NaN are floats.
-    codes = dict(sorted((value, code) for value, code in pairs if isinstance(value, Fraction)))
-    positive = {value: code for value, code in codes.items() if value >= 0}
-    all_fit = isinstance(fmt, IntFormat) and len(codes) <= 16
-    if len(positive) == len(codes) or all_fit:
-        return codes, ""
-    mirrored = [(code, codes.get(-value)) for value, code in positive.items() if value > 0]
-    half, down_to = 1 << (fmt.bits - 1), ""
-    if fmt.lowest < -fmt.max_finite:
-        down_to = f", down to {exact(fmt.lowest)}"
-    if all(negative == code + half for code, negative in mirrored):
-        return positive, f"; negative values: code + 0x{half:X}"
-    if all(negative == 2 * half - code for code, negative in mirrored):
-        return positive, f"; negative values: 0x{2 * half:X} - code{down_to}"
-    return codes, ""
-
-
-def _number_line(
-    fmt: Format, values: dict[Fraction, int], negatives: str, width: int
-) -> Iterator[str]:
-    binades: dict[str, list[Fraction]] = {}
-    for value in values:
-        binades.setdefault(_binade(fmt, value), []).append(value)
-    grouped = len(values) > 16 and len(values) > 2 * len(binades)
-    yield from textwrap.wrap(
-        "number line: hexadecimal codes, each followed by its value"
-        + (", a row for each power of two" if grouped else "")
-        + negatives,
-        width,
-    )
-    digits = (fmt.bits + 3) // 4
-    rows: dict[str, list[str]] = {}
-    for label, members in binades.items():
-        short = [min(decimal(v), exact(v), key=len) for v in members]
-        texts = decimals_or_multiples(members) if grouped else short
-        cells = [f"{values[v]:0{digits}X} {text}" for v, text in zip(members, texts, strict=True)]
-        rows.setdefault(label if grouped else "", []).extend(cells)
-    label_width = max(map(len, rows)) + 2 * grouped
-    cell_width = max(len(cell) for row in rows.values() for cell in row) + 2
-    columns = max(1, (width - label_width) // cell_width)
-    if grouped and columns > 1:
-        columns = 1 << (columns.bit_length() - 1)  # a binade of 2**n values fills its lines evenly
-    for label, row in rows.items():
-        for start in range(0, len(row), columns):
-            line = "".join(cell.ljust(cell_width) for cell in row[start : start + columns])
-            yield f"  {'' if start else label:<{label_width}}{line}".rstrip()
-
-
-def _binade(fmt: Format, value: Fraction) -> str:
-    if value == 0:
-        return "zero"
-    if isinstance(fmt, FloatFormat) and abs(value) < fmt.min_normal:
-        return "subnormal"
-    return ("-" if value < 0 else "") + exact(Fraction(2) ** binade(abs(value)))
-
-
 def exact(value: Fraction) -> str:
     """A number, exactly and short: 448, 2^-9, 1.75, 7*2^-9, (2-2^-7)*2^127, 2^63-1."""
     if value < 0:
@@ -285,17 +217,3 @@ def decimal(value: Fraction) -> str:
     with np.errstate(over="ignore", under="ignore"):
         single = np.float32(float(value))
     return str(single if single == value else float(value))
-
-
-def decimals_or_multiples(values: Sequence[Fraction]) -> list[str]:
-    """All values as decimals if those are short, else all as multiples of one power of two.
-
-    1, 1.125, 1.25; but 2^-9, 2*2^-9, 3*2^-9.
-    """
-    if all(len(decimal(value)) <= 7 and value < 10**6 for value in values):
-        return [decimal(value) for value in values]
-    step = Fraction(1, max(value.denominator for value in values))
-    if step == 1:
-        step *= min(value.numerator & -value.numerator for value in values)
-    power = exact(step) if step < 1 else f"2^{binade(step)}"
-    return [power if value == step else f"{value / step}*{power}" for value in values]

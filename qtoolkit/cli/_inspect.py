@@ -1,10 +1,8 @@
-"""The commands that show what there is: inspect, layouts. No JAX here, but for `--stats`."""
+"""The commands that show what there is: inspect, layouts. No JAX here."""
 
-import dataclasses
 import json
-import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -12,41 +10,30 @@ import typer
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout
 from qtoolkit.checkpoints.internal import (
-    FLOATS,
     Checkpoint,
     Encoding,
-    Statistics,
     check_explained,
     dequantized,
     shown,
-    statistics,
 )
 from qtoolkit.cli._errors import one_line_errors, printable
 from qtoolkit.cli._options import JSON, SRC, one_of
 from qtoolkit.cli._summaries import Table, counted
 from qtoolkit.cli._tables import table
 
-_STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
-
 
 def inspect(
     src: Annotated[str, SRC],
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Read the weights: range, deviation, zeros, NaN, Inf.")
-    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """List the tensors of a checkpoint, and their scales."""
     with one_line_errors("nothing was changed"), checkpoints.open_source(src) as source:
         if as_json:
-            typer.echo(json.dumps(_data(source, stats), indent=2))
+            typer.echo(json.dumps(_data(source), indent=2))
             return
         table(*_tensors_table(source))
         for line in _summary(source):
             typer.echo(line)
-        if stats:
-            typer.echo()
-            table(*_stats_table(source))
 
 
 def layouts(
@@ -139,9 +126,9 @@ def _summary(source: Checkpoint) -> list[str]:
     return lines + [f"metadata {shown(k)}: {shown(v)}" for k, v in source.metadata.items()]
 
 
-def _data(source: Checkpoint, stats: bool) -> dict[str, Any]:
-    """What the tables show, as data for JSON: null for a number if no element is finite."""
-    data: dict[str, Any] = {
+def _data(source: Checkpoint) -> dict[str, Any]:
+    """What the tables show, as data for JSON."""
+    return {
         "path": str(source.path),
         "metadata": source.metadata,
         "tensors": [
@@ -162,29 +149,6 @@ def _data(source: Checkpoint, stats: bool) -> dict[str, Any]:
             for name, encoding in _encodings(source).items()
         },
     }
-    if stats:
-        data["stats"] = []
-        for name, stats_of_one in _stats(source):
-            numbers = dataclasses.astuple(stats_of_one)
-            finite = [n if math.isfinite(n) else None for n in numbers]  # JSON has no NaN
-            data["stats"].append(dict(zip(_STATS_HEADER, (name, *finite), strict=True)))
-    return data
-
-
-def _stats_table(source: Checkpoint) -> Table:
-    rows = []
-    for name, stats in _stats(source):
-        *numbers, zeros, nans, infinities = dataclasses.astuple(stats)
-        counts = (f"{count:,}" for count in (zeros, nans, infinities))
-        rows.append([shown(name), *(f"{number:.4g}" for number in numbers), *counts])
-    return _STATS_HEADER, rows, _STATS_HEADER[1:]
-
-
-def _stats(source: Checkpoint) -> Iterator[tuple[str, Statistics]]:
-    """The statistics of every tensor of floats that has elements; quantized ones dequantized."""
-    for tensor in dequantized(source).tensors.values():
-        if (tensor.dtype in FLOATS or tensor.dtype.startswith("F8_")) and tensor.size:
-            yield tensor.name, statistics(tensor)
 
 
 def _layout_page(layout: Layout) -> list[str]:

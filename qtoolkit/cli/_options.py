@@ -13,10 +13,10 @@ import typer
 
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
+    LAYOUTS,
     SCALINGS,
     WRITTEN,
     AxisChoice,
-    ContainerName,
     byte_count,
     compiled,
     resolve_target,
@@ -51,6 +51,9 @@ def _target(name: str | None) -> str | None:
         return resolve_target(name).name
     except ValueError as error:
         message = str(error).removeprefix("format: ")
+        if name.lower() in LAYOUTS:
+            kind = "a layout" if name.lower() in WRITTEN else "a layout that is read, not written"
+            message = f"{name!r} is {kind}, expected a format of weights"
         takes = ", ".join(target_names())
         raise failure(f"--format: {message}; convert takes {takes}", 2) from error
 
@@ -88,16 +91,12 @@ def _regexes(patterns: list[str] | None) -> list[str] | None:
 
 SRC = typer.Argument(
     metavar="SRC",
-    help="A folder of Hugging Face or orbax, or a file: safetensors, npz, Flax's msgpack or "
-    "GGUF. Hugging Face folders and safetensors files may be URLs: s3://bucket/model.",
+    help="A folder of Hugging Face or orbax, or a file: safetensors or GGUF. Hugging Face folders "
+    "and safetensors files may be URLs: s3://bucket/model.",
 )
 DST = typer.Argument(
     metavar="DST",
     help="The folder to write, or the safetensors file if SRC is a file or orbax's; may be a URL.",
-)
-TO = typer.Option(
-    **one_of("--to", get_args(ContainerName)),
-    help="safetensors, or orbax: a checkpoint of orbax in layout plain, with the tree of SRC.",
 )
 FORMAT = typer.Option(
     metavar="NAME",
@@ -194,10 +193,6 @@ MAX_MEMORY = typer.Option(
     "estimate, for CPU.",
 )
 DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write nothing.")
-REPORT = typer.Option(
-    **one_of("--report", ("json", "md")),
-    help="json or md: print a report of every tensor, in place of the summary.",
-)
 JSON = typer.Option("--json", help="Print one JSON object instead of text.")
 QUIET = typer.Option("--quiet", "-q", help="Print nothing but errors.")
 VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor.")
@@ -207,25 +202,21 @@ VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor.")
 class Printing:
     """The options of all commands that write checkpoints; they say what is printed."""
 
-    report: Annotated[str | None, REPORT] = None
     as_json: Annotated[bool, JSON] = False
     quiet: Annotated[bool, QUIET] = False
     verbose: Annotated[bool, VERBOSE] = False
 
     def __post_init__(self) -> None:
-        if self.as_json and self.report == "md":
-            raise failure("--json and --report md exclude each other; give one of them", 2)
         if self.quiet and self.verbose:
             raise failure("--quiet and --verbose exclude each other; give one of them", 2)
-        if self.verbose and (self.as_json or self.report):
-            message = "--verbose: --json and --report name every tensor already; omit it"
-            raise failure(message, 2)
+        if self.verbose and self.as_json:
+            raise failure("--verbose: --json names every tensor already; omit it", 2)
 
     @property
     def style(self) -> str:
-        """How to print a report: "json", "md", "nothing", "table" or "text"."""
-        if self.as_json or self.report:
-            return "md" if self.report == "md" else "json"
+        """How to print a report: "json", "nothing", "table" or "text"."""
+        if self.as_json:
+            return "json"
         return "nothing" if self.quiet else "table" if self.verbose else "text"
 
 
@@ -233,7 +224,6 @@ class Printing:
 class Writing(Printing):
     """The options of `convert` and `dequantize`: what they write, and with what resources."""
 
-    to: Annotated[Any, TO] = "safetensors"
     max_shard_size: Annotated[str | None, SHARD_SIZE] = None
     allow_codes: Annotated[bool, ALLOW_CODES] = False
     overwrite: Annotated[bool, OVERWRITE] = False

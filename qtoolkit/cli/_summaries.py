@@ -7,17 +7,17 @@ import shlex
 from collections.abc import Sequence
 
 from qtoolkit.checkpoints import LAYOUTS, Report, TensorPlan
-from qtoolkit.checkpoints.internal import join, listed, read_json, shown
+from qtoolkit.checkpoints.internal import (
+    ASK_FOR_WEIGHTS,
+    PACKED_OPTION,
+    join,
+    listed,
+    read_json,
+    shown,
+)
 
 # Header, rows and right-aligned columns: the arguments of `table`.
 Table = tuple[Sequence[str], list[list[str]], Sequence[str]]
-
-# Models whose code asks layers for `weight`, which packed layers have not: transformers 5.24 fails
-# as it loads them (tests/interop/test_transformers.py). There are more than were tried.
-_ASK_FOR_WEIGHTS = {
-    *("falcon", "gpt_bigcode", "mamba", "mamba2", "modernbert"),
-    *("rwkv", "siglip", "t5", "umt5", "wav2vec2"),
-}
 
 
 def plan_table(tensors: Sequence[TensorPlan]) -> Table:
@@ -46,24 +46,6 @@ def report_table(report: Report) -> Table:
         for tensor in report.tensors
     ]
     return header, rows, ("bytes", "SQNR", "largest scale")
-
-
-def report_markdown(report: Report) -> str:
-    header, rows, right = report_table(report)
-    marks = ["---:" if name in right else "---" for name in header]
-    cells = [header, marks, *([*map(_escaped, row)] for row in rows)]
-    lines = [
-        f"# {_escaped(shown(report.target))}",
-        "",
-        *(f"* {_escaped(line.strip())}" for line in report_summary(report)),
-        "",
-        *(f"| {' | '.join(row)} |" for row in cells),
-    ]
-    return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("`", "\\`")
 
 
 def report_summary(report: Report, after_title: str = "") -> list[str]:
@@ -180,11 +162,6 @@ def _loading_plain(report: Report) -> str:
         )
     if report.files:
         return "no loader of models reads layout plain: `qtoolkit dequantize` undoes it"
-    if report.container == "orbax":
-        return (
-            f"load it: qtoolkit.checkpoints.load({literal}), with like=nnx.state(model) or "
-            "linen variables for a model; orbax itself restores codes and scales"
-        )
     return f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"
 
 
@@ -203,9 +180,8 @@ def _call(report: Report, literal: str) -> str:
         first = "AutoModel"
     name = "AutoModelForCausalLM" if first.endswith("ForCausalLM") else first
     packed = "pack-quantized" in json.dumps(report.quantization_config)
-    if packed and str(config.get("model_type")) in _ASK_FOR_WEIGHTS:
-        option = "quantization_config=transformers.CompressedTensorsConfig(dequantize=True)"
-        return f"{name}.from_pretrained({literal}, {option})"
+    if packed and str(config.get("model_type")) in ASK_FOR_WEIGHTS:
+        return f"{name}.from_pretrained({literal}, {PACKED_OPTION})"
     return f"{name}.from_pretrained({literal})"
 
 

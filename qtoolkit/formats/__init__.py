@@ -1,7 +1,9 @@
 """Number formats as frozen data; every property is derived from the fields, exactly. No JAX."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.formats._block import BlockFormat
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
+from qtoolkit.formats._format import format
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     BFLOAT16,
@@ -41,11 +43,9 @@ from qtoolkit.formats._names import (
     UINT64,
     Format,
     FormatLike,
-    format,
 )
 from qtoolkit.formats._p3109 import p3109
 from qtoolkit.formats._posit import posit
-from qtoolkit.formats._promote import promote
 from qtoolkit.formats._published import (
     BLOCK_FORMATS,
     DEEPSEEK_1X128,
@@ -133,6 +133,7 @@ __all__ = [
     "format",
     "p3109",
     "posit",
-    "promote",
     "spec",
 ]
+
+hint_at_names(__name__)

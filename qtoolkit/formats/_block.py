@@ -10,14 +10,9 @@ import numpy as np
 
 from qtoolkit.formats._element import check_fields, hashed_once, plain_number
 from qtoolkit.formats._float import FloatFormat
+from qtoolkit.formats._format import BLOCKS, format
 from qtoolkit.formats._int import IntFormat
-from qtoolkit.formats._names import (
-    E2M1FN,
-    FLOAT32,
-    Format,
-    FormatLike,
-    format,
-)
+from qtoolkit.formats._names import E2M1FN, FLOAT32, Format, FormatLike
 
 POWER_RULES = ("floor", "ceil", "rceil", "even", "below")
 QUOTIENT_RULES = ("amax", "range", "four_over_six")
@@ -193,9 +188,9 @@ class BlockFormat:
     def name(self) -> str:
         """The published name, "mxfp4", else a description, "int8 by channel"; along 0 "mxfp4@0"."""
         at = "" if self.axes is None else f"@{','.join(map(str, self.axes))}"
-        published = NAMES.get(dataclasses.replace(self, axes=None))
+        published = _published_name(dataclasses.replace(self, axes=None))
         if published is None and self.tries_scales:
-            published = NAMES.get(dataclasses.replace(self, axes=None, rule=None))
+            published = _published_name(dataclasses.replace(self, axes=None, rule=None))
             if published is not None:
                 at += f", rule={self._rule_name}"
         return self._description(at) if published is None else published + at
@@ -439,5 +434,5 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-# Of the published formats, which `_published` adds.
-NAMES: dict[BlockFormat, str] = {}
+def _published_name(fmt: BlockFormat) -> str | None:
+    return next((name for name, published in BLOCKS.items() if published == fmt), None)

@@ -11,6 +11,10 @@ import numpy as np
 
 Class = TypeVar("Class", bound=type)
 
+# The formats that ship by their spellings in lower case. `_names` adds them: they are objects of
+# classes that inherit from the one below.
+BY_SPELLING: dict[str, Any] = {}
+
 
 def hashed_once(cls: Class) -> Class:
     """A frozen dataclass whose objects compute their hash only once.
@@ -58,9 +62,6 @@ class ElementFormat:
         if changes_values and fmt.dtype_name is not None:
             new_fields.setdefault("dtype_name", None)
         new = dataclasses.replace(fmt, **new_fields)
-        # Imported late: `_names` holds formats of the classes that inherit this.
-        from qtoolkit.formats._names import BY_SPELLING
-
         if BY_SPELLING.get(new.name.lower(), new) != new:
             raise ValueError(
                 f"{type(new).__name__}: name={new.name!r} is that of another format, expected one "

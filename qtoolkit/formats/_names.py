@@ -1,10 +1,11 @@
-"""The formats that ship, and how any of their spellings is resolved."""
+"""The formats that ship, and which of them a spelling is."""
 
 import re
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from qtoolkit.formats._element import BY_SPELLING
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._p3109 import from_name
@@ -101,7 +102,7 @@ E4M3B11FNUZ = _float(
     spellings=("f8e4m3b11fnuz", "float8_e4m3b11"),
 )
 # IEEE 754's rules at 8 bits. LLVM and ml_dtypes call the first one E4M3, but ONNX, OpenVINO and
-# safetensors mean E4M3FN by that: the bare name is ambiguous, see `_hints`.
+# safetensors mean E4M3FN by that: the bare name is ambiguous, see `_format`.
 E4M3_IEEE = _float("e4m3_ieee", 4, 3, 7, Specials.IEEE, dtype_name="float8_e4m3")
 E3M4 = _float("e3m4", 3, 4, 3, Specials.IEEE, dtype_name="float8_e3m4", spellings=("f8e3m4",))
 # Scales: of NVFP4, E4M3FN without its sign; of OCP Microscaling Formats (MX) 1.0, powers of two.
@@ -170,46 +171,14 @@ FORMATS: tuple[Format, ...] = (
     *(UINT64, UINT32, UINT16, UINT8, UINT4, UINT2, BOOL),
 )
 
-BY_SPELLING = {
-    spelling.lower(): fmt
+BY_SPELLING.update(
+    (spelling.lower(), fmt)
     for fmt in FORMATS
     for spelling in (fmt.name, fmt.dtype_name, *fmt.spellings)
     if spelling is not None
-}
+)
 _INTEGER = re.compile(r"(int|uint|i|u)([1-9]\d?)", re.IGNORECASE)  # of any width
 _BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS if fmt.dtype is not None}
-
-
-def format(spec: FormatLike) -> Format:
-    """The format that `spec` names.
-
-    Args:
-      spec: A format (returned as it is); a string in any of the spellings of qtoolkit ("e4m3fn"),
-        numpy and JAX ("float8_e4m3fn"), PyTorch ("torch.float8_e4m3fn"), ONNX ("FLOAT8E4M3FN"),
-        OpenVINO ("f8e4m3") or safetensors ("F8_E4M3"), IEEE P3109 ("Binary8p3se"), a posit
-        ("posit16") or an integer of any width ("int5"), upper or lower case; or a numpy, ml_dtypes
-        or JAX dtype. numpy's type codes are not read: "i8" is OpenVINO's int8, "f4" safetensors'
-        FP4.
-
-    Raises:
-      ValueError: No format has that name, several may be meant ("e4m3", "fp8"), or it is a block
-        format ("mxfp4"); the message names up to three to use instead.
-      TypeError: `spec` is neither a format nor a string nor a dtype.
-
-    Examples:
-      >>> qt.format("F8_E4M3") is qt.format("float8_e4m3fn") is qt.format(jnp.float8_e4m3fn)
-      True
-      >>> fmt = qt.format("e4m3fn")
-      >>> float(fmt.max_finite), fmt.min_positive, fmt.dtype
-      (448.0, Fraction(1, 512), dtype(float8_e4m3fn))
-    """
-    fmt = find(spec)
-    if fmt is None:
-        # Imported late: hints name block formats, too, whose elements are resolved by `format`.
-        from qtoolkit.formats._hints import not_found
-
-        raise not_found("format", spec)
-    return fmt
 
 
 def find(spec: Any) -> Format | None:

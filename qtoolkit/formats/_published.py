@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from qtoolkit.formats._block import NAMES, BlockFormat
+from qtoolkit.formats._block import BlockFormat
+from qtoolkit.formats._format import BLOCKS
 from qtoolkit.formats._names import (
     E2M1FN,
     E2M3FN,
@@ -20,7 +21,7 @@ from qtoolkit.formats._names import (
 
 def _published(name: str, **fields: Any) -> BlockFormat:
     fmt = BlockFormat(**fields)
-    NAMES[fmt] = name
+    BLOCKS[name] = fmt
     return fmt
 
 
@@ -51,4 +52,4 @@ INT4_GROUP32 = _published("int4_group32", element=INT4, block=(32,))
 INT4_GROUP128 = _published("int4_group128", element=INT4, block=(128,))
 NF4_BLOCK64 = _published("nf4_block64", element=NF4, block=(64,))  # arXiv:2305.14314
 
-BLOCK_FORMATS = tuple(NAMES)
+BLOCK_FORMATS: tuple[BlockFormat, ...] = tuple(BLOCKS.values())

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from qtoolkit.formats._names import Format, format
+from qtoolkit.formats._format import format
+from qtoolkit.formats._names import Format
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
@@ -19,7 +20,7 @@ Pairs = Mapping[Any, Value | None] | Iterable[tuple[Key, Value | None]]
 class Rules(Generic[Value]):
     """An ordered list of rules, of which the first that matches decides. Frozen, hashable data.
 
-    The values are formats for `cast_tree` and checkpoint conversion, recipes for `nnx.wrap`. With
+    The values are formats for checkpoint conversion, recipes for `nnx.wrap`. With
     the value None a rule excludes what it matches.
 
         Rules({"(^|/)head/": None, "mlp/.*kernel$": "e4m3fn", nnx.Conv: "e5m2"}, default="bfloat16")

@@ -1,30 +1,20 @@
 """Derivatives of rounding: estimators, rounded cotangents, and differentiable casts."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.casts.internal import linear_with_transpose
 from qtoolkit.gradients._cotangent import round_cotangent
-from qtoolkit.gradients._estimators import (
-    Clipped,
-    CotangentEstimator,
-    Estimator,
-    Identity,
-    Zero,
-)
+from qtoolkit.gradients._estimators import Clipped, Estimator, Identity, Ramp, Zero
 from qtoolkit.gradients._fake_cast import fake_cast
 from qtoolkit.gradients._fake_convert import fake_convert
 from qtoolkit.gradients._fake_quantize import fake_quantize
 from qtoolkit.gradients._initial_scales import lsq_plus_scale_offset, lsq_scale
-from qtoolkit.gradients._learned import lsq, lsq_plus, pact
-from qtoolkit.gradients._soft import DSQ, EWGS, Ramp, ReSTE
+from qtoolkit.gradients._learned import lsq, lsq_plus
 
 __all__ = [
-    "DSQ",
-    "EWGS",
     "Clipped",
-    "CotangentEstimator",
     "Estimator",
     "Identity",
     "Ramp",
-    "ReSTE",
     "Zero",
     "fake_cast",
     "fake_convert",
@@ -34,6 +24,7 @@ __all__ = [
     "lsq_plus",
     "lsq_plus_scale_offset",
     "lsq_scale",
-    "pact",
     "round_cotangent",
 ]
+
+hint_at_names(__name__)

@@ -1,14 +1,17 @@
 """Straight-through estimators: slopes that replace the derivative of a rounding."""
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Hashable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import inside, linear_in_dtype, linear_product, linear_with_transpose
+from qtoolkit.casts.internal import differentiable_widened, inside, linear_product
 from qtoolkit.formats import Format
 
 
@@ -37,36 +40,6 @@ class Estimator(Protocol):
           x: What is rounded: in `fake_convert`, after scale and shift.
           lower, upper: The finite range of `fmt`.
           fmt: The format that `x` is rounded to.
-        """
-
-
-@runtime_checkable
-class CotangentEstimator(Estimator, Protocol):
-    """An estimator whose reverse mode is no slope: it depends on the cotangent.
-
-    Tangents are multiplied by `slope`; cotangents go through `cotangent` instead.
-
-    Examples:
-      >>> isinstance(qt.gradients.EWGS(), qt.gradients.CotangentEstimator)
-      True
-      >>> isinstance(qt.gradients.DSQ(), qt.gradients.CotangentEstimator)
-      False
-    """
-
-    def cotangent(
-        self,
-        g: jax.Array,
-        x: jax.Array,
-        q: jax.Array,
-        lower: float,
-        upper: float,
-        fmt: Format,
-    ) -> jax.Array:
-        """The cotangent of `x`, for the cotangent `g` of its rounding `q`; all of one dtype.
-
-        Args:
-          g, x, q: One shape and dtype, that of the result.
-          lower, upper, fmt: As in `slope`.
         """
 
 
@@ -114,6 +87,57 @@ class Zero:
         return jnp.zeros_like(x)
 
 
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """Slope 1 within the format's range, falling linearly to 0 over a flank on either side.
+
+    Values just beyond the range can still come back; far ones no longer drift. 0 at NaN and at the
+    infinities.
+
+    Attributes:
+      width: The width of each flank, as a part of `upper - lower`; positive. As it goes to 0 the
+        ramp becomes `Clipped`, as it grows `Identity`.
+
+    Source: no published one; the saturating estimator of arXiv:1602.02830 with a flank in place of
+    its jump.
+
+    Examples:
+      >>> ramp = qt.gradients.Ramp(width=0.5)
+      >>> x = jnp.asarray([448.0, 560.0, 672.0, 896.0])  # a flank is 0.5 * 896 wide
+      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient=ramp).sum())(x)
+      Array([1.  , 0.75, 0.5 , 0.  ], dtype=float32)
+    """
+
+    width: float
+
+    def __post_init__(self) -> None:
+        width: Any = self.width
+        is_number = isinstance(width, numbers.Real) and not isinstance(width, bool)
+        if not is_number or not 0 < width < math.inf:
+            raise ValueError(f"Ramp: width={width!r}, expected a finite number above 0")
+        object.__setattr__(self, "width", float(width))
+
+    def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
+        wide = differentiable_widened(x)
+        # Halves, since the length of a range may overflow.
+        half = jnp.where(wide > upper, wide / 2 - upper / 2, lower / 2 - wide / 2)
+        length = self.width * (upper / 2 - lower / 2)
+        way = _over(half, min(max(length, 2.0**-126), 2.0**250))  # factors within float32
+        flank = 1 - lax.clamp(np.array(0, way.dtype), way, np.array(1, way.dtype))
+        flank = jnp.where(x == x, flank, jnp.zeros_like(flank))
+        return jnp.where(inside(x, lower, upper), jnp.ones_like(flank), flank).astype(x.dtype)
+
+
+def _over(x: jax.Array, length: float) -> jax.Array:
+    """`x / length` by two products, because the reciprocal of a format's range may be subnormal."""
+    # The clamp changes only infinities, and keeps a compiler from merging the two products.
+    significand, exponent = math.frexp(length)
+    first = exponent // 2
+    largest = np.array(jnp.finfo(x.dtype).max, x.dtype)
+    part = lax.clamp(-largest, x * 2.0**-first, largest)
+    return part * (2.0 ** (first - exponent) / significand)
+
+
 ESTIMATORS: dict[str, Estimator] = {"identity": Identity(), "clipped": Clipped(), "zero": Zero()}
 
 
@@ -129,7 +153,7 @@ def estimator(where: str, gradient: str | Estimator) -> Estimator:
         return gradient
     raise ValueError(
         f"{where}: gradient={gradient!r}, expected one of {', '.join(ESTIMATORS)} or a "
-        "hashable object with slope(x, lower, upper, fmt), e.g. qtoolkit.gradients.DSQ()"
+        "hashable object with slope(x, lower, upper, fmt), e.g. qtoolkit.gradients.Ramp(0.5)"
     )
 
 
@@ -155,7 +179,7 @@ def slope_times_tangent(rule: Estimator, slope: jax.Array, x_dot: jax.Array) -> 
     # Slopes of 0 and 1 need no rounding. With others `linear_product` rounds the product and its
     # transpose: XLA would skip the rounding of a bfloat16 product that is widened in the same
     # `jit`, and contract a float32 one with an addition.
-    if isinstance(rule, Identity | Clipped | Zero | CotangentEstimator):
+    if isinstance(rule, Identity | Clipped | Zero):
         slope = slope if slope.dtype == x_dot.dtype else slope.astype(x_dot.dtype)
         return times_slope(slope, x_dot)
     return linear_product(slope, x_dot)
@@ -164,42 +188,14 @@ def slope_times_tangent(rule: Estimator, slope: jax.Array, x_dot: jax.Array) -> 
 def tangent(
     rule: Estimator,
     x: jax.Array,
-    q: jax.Array,
     x_dot: jax.Array,
     fmt: Format,
     ends: tuple[float, float] | None = None,
 ) -> jax.Array:
-    """The tangent of `q`, the rounding of `x` to `fmt`, for the tangent `x_dot` of `x`.
-
-    Linear in `x_dot`; the estimator defines its transpose.
+    """The tangent of the rounding of `x` to `fmt`, for the tangent `x_dot` of `x`.
 
     Args:
       x_dot: In the dtype of `x`, or for float32 `x` in a narrower one, which the result has, too.
       ends: The ends of the range; None for those of `fmt`.
     """
-    d = slope(rule, x, fmt, ends)
-    if not isinstance(rule, CotangentEstimator):
-        return slope_times_tangent(rule, d, x_dot)
-    residuals = (d, x, lax.stop_gradient(q))
-    dot = linear_with_transpose(
-        _slope_times_tangent,
-        _Cotangent(rule, fmt, _ends(fmt) if ends is None else ends),
-        residuals,
-        linear_in_dtype(x_dot, x.dtype),
-    )
-    return linear_in_dtype(dot, x_dot.dtype)
-
-
-def _slope_times_tangent(residuals: tuple[jax.Array, ...], x_dot: jax.Array) -> jax.Array:
-    return times_slope(residuals[0], x_dot)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cotangent:
-    rule: CotangentEstimator
-    fmt: Format
-    ends: tuple[float, float]
-
-    def __call__(self, residuals: tuple[jax.Array, ...], g: jax.Array) -> jax.Array:
-        _, x, q = residuals
-        return self.rule.cotangent(g, x, q, *self.ends, self.fmt)
+    return slope_times_tangent(rule, slope(rule, x, fmt, ends), x_dot)

@@ -11,6 +11,7 @@ from qtoolkit.casts.internal import (
     check_arguments,
     check_holds,
     check_unnarrowed,
+    hinting,
     result_dtype,
     round_values,
     rounded,
@@ -19,6 +20,7 @@ from qtoolkit.formats import Format, FormatLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 
 
+@hinting
 def fake_cast(
     x: ArrayLike,
     fmt: FormatLike,
@@ -40,7 +42,7 @@ def fake_cast(
       rounding, saturation, key, random_bits, index_offset: As in `round_to_format`.
       gradient: The slope that replaces the derivative of the rounding: "clipped" (1 within the
         finite range of `fmt`, else 0, also at infinities and NaN), "identity", "zero", or an object
-        such as `qtoolkit.gradients.DSQ()`, see `qtoolkit.gradients.Estimator`.
+        such as `qtoolkit.gradients.Ramp(0.5)`, see `qtoolkit.gradients.Estimator`.
 
     Returns:
       Shape and dtype of `x`. Where JAX has 64-bit types off, NumPy's float64 and Python's floats
@@ -84,8 +86,7 @@ def _fake_cast_jvp(
     fmt: Format, rule: Estimator, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     (x, projection), (x_dot, _) = primals, tangents
-    q = _fake_cast(x, projection, fmt, rule)
-    return q, tangent(rule, x, q, x_dot, fmt)
+    return _fake_cast(x, projection, fmt, rule), tangent(rule, x, x_dot, fmt)
 
 
 _fake_cast_jitted = jax.jit(_fake_cast, static_argnums=(2, 3))

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
@@ -22,10 +21,9 @@ from qtoolkit.casts.internal import (
     differentiable_product,
     differentiable_quotient,
     differentiable_widened,
+    hinting,
     in_dtype,
-    linear_in_dtype,
     linear_product,
-    linear_quotient,
     linear_with_transpose,
     parameter,
     product,
@@ -38,15 +36,14 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import FLOAT32, Format, FormatLike, format
 from qtoolkit.gradients._estimators import (
-    CotangentEstimator,
     Estimator,
     estimator,
     slope,
     slope_times_tangent,
-    tangent,
 )
 
 
+@hinting
 def fake_convert(
     x: ArrayLike,
     scale: ArrayLike = 1.0,
@@ -141,19 +138,13 @@ def _shifted(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Arr
 
 @_shifted.defjvp
 def _shifted_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    x, scale, _ = primals
-    return _shifted(*primals), _shifted_tangent(x, scale, *tangents)
-
-
-def _shifted_tangent(
-    x: jax.Array, scale: jax.Array, x_dot: Any, scale_dot: Any, shift_dot: Any
-) -> jax.Array:
-    """The tangent of u in the dtype of `x`; `x_dot` is the tangent of `x`, and so on."""
+    x, scale, shift = primals
+    x_dot, scale_dot, shift_dot = tangents
     u_dot = linear_product(spread(scale, x), x_dot)
     u_dot += _broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
     if shift_dot is not None:
         u_dot -= _broadcast_product(jnp.ones_like(differentiable_widened(x)), shift_dot, x.dtype)
-    return u_dot
+    return _shifted(x, scale, shift), u_dot
 
 
 def _broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -225,27 +216,7 @@ def _fake_convert_jvp(
     x_dot, scale_dot, shift_dot, _ = tangents
     y = _fake_convert(x, scale, shift, projection, fmt, rule)
     wide_y, wide_scale = differentiable_widened(y), differentiable_widened(scale)
-    if isinstance(rule, CotangentEstimator):
-        # This estimator changes the cotangent of `conv`. So the tangents of x, scale and shift must
-        # be added to that of u before `conv`. Add them in float32 or float64, because the gradient
-        # by the scale is a small difference of two large sums.
-        def widened_dot(primal: jax.Array, dot: Any) -> jax.Array:
-            dot = jnp.zeros_like(primal) if isinstance(dot, SymbolicZero) else dot
-            return linear_in_dtype(dot, wide_y.dtype)
-
-        x_dot, scale_dot = widened_dot(x, x_dot), widened_dot(scale, scale_dot)
-        if shift is not None:
-            shift_dot = widened_dot(shift, shift_dot)
-        u = differentiable_widened(_shifted(x, scale, shift))
-        q = round_values(lax.stop_gradient(u), fmt, projection.drawn(x.shape))
-        u_dot = _shifted_tangent(differentiable_widened(x), scale, x_dot, scale_dot, shift_dot)
-        y_dot = linear_quotient(tangent(rule, u, q, u_dot, fmt), wide_scale)
-        y_dot -= _broadcast_product(differentiable_quotient(wide_y, wide_scale), scale_dot, u.dtype)
-        if shift is not None:
-            inverse = differentiable_quotient(jnp.ones_like(wide_y), wide_scale)
-            y_dot += _broadcast_product(inverse, shift_dot, u.dtype)
-        return y, linear_in_dtype(y_dot, y.dtype)
-    # The other estimators are a slope D: add the terms in the docstring of `fake_convert`.
+    # The slope D: add the terms in the docstring of `fake_convert`.
     d = slope(rule, _shifted(x, scale, shift), fmt)
     wide_d = differentiable_widened(d)
     y_dot = jnp.zeros_like(y)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import Projection, Stochastic
-from qtoolkit.casts.internal import result_dtype, types_of
+from qtoolkit.casts.internal import hinting, result_dtype, types_of
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 from qtoolkit.scaling.internal import (
@@ -20,13 +20,13 @@ from qtoolkit.scaling.internal import (
     blocks_of,
     check_quantize,
     dequantized,
-    element_values,
     find_scales,
     scaled_values,
     unclamped_range,
 )
 
 
+@hinting
 def fake_quantize(
     x: ArrayLike,
     spec: SpecLike,
@@ -107,14 +107,13 @@ def _fake_quantize_jvp(
     y = _fake_quantize(x, given, projection, spec, rule)
     scales, _ = find_scales(x, spec, given)
     u = _scaled(x, scales, spec)
-    q = element_values(u, spec, projection.drawn(x.shape), None)
     # Values that are rounded to an end of the range lie up to half a step beyond it. They count as
     # that end: clamping them is only rounding, and the slope of `Clipped` there is 1.
     lowest, largest = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
     first, last = map(np.float32, unclamped_range(spec))
     u = jnp.where((u < np.float32(lowest)) & (u >= first), np.float32(lowest), u)
     u = jnp.where((u > np.float32(largest)) & (u <= last), np.float32(largest), u)
-    return y, tangent(rule, u, q, x_dot, spec.element, (lowest, largest))
+    return y, tangent(rule, u, x_dot, spec.element, (lowest, largest))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

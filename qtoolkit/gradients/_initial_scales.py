@@ -53,7 +53,7 @@ def lsq_plus_scale_offset(
     fmt: FormatLike,
     axis: int | Sequence[int] | None = None,
     *,
-    of: str = "activations",
+    kind: str = "activations",
     steps: int = 50,
 ) -> tuple[jax.Array, jax.Array]:
     """The scale and the offset that LSQ+ starts from.
@@ -69,7 +69,7 @@ def lsq_plus_scale_offset(
 
     Args:
       x, fmt, axis: As in `lsq_scale`.
-      of: "activations" or "weights".
+      kind: "activations" or "weights".
       steps: For activations, how often to fit; 0 leaves the scale and offset of the range.
 
     Returns:
@@ -77,7 +77,7 @@ def lsq_plus_scale_offset(
       that have but one value have it as their offset.
 
     Raises:
-      TypeError, ValueError: As `lsq`; `of` is unknown; weights with a format without a sign;
+      TypeError, ValueError: As `lsq`; `kind` is unknown; weights with a format without a sign;
         `steps` is no integer of at least 0.
 
     Gradient: none; both are constants of `x`.
@@ -92,17 +92,17 @@ def lsq_plus_scale_offset(
     """
     where = "lsq_plus_scale_offset"
     x, fmt = check_data_format(where, x, fmt)
-    if of not in _KINDS:
-        raise ValueError(f"{where}: of={of!r}, expected one of {', '.join(_KINDS)}")
-    if of == "weights" and fmt.lowest >= 0:
+    if kind not in _KINDS:
+        raise ValueError(f"{where}: kind={kind!r}, expected one of {', '.join(_KINDS)}")
+    if kind == "weights" and fmt.lowest >= 0:
         raise ValueError(
-            f"{where}: of='weights' with {fmt.name}, which has no negative values; expected a "
-            "signed format, or of='activations'"
+            f"{where}: kind='weights' with {fmt.name}, which has no negative values; expected a "
+            "signed format, or kind='activations'"
         )
     steps = plain_number(steps)
     if type(steps) is not int or steps < 0:
         raise ValueError(f"{where}: steps={steps!r}, expected an integer of at least 0")
-    if of == "weights":
+    if kind == "weights":
         return _of_weights(x, fmt, check_axes(where, axis, x.ndim))
     return _of_activations(x, fmt, check_axes(where, axis, x.ndim), steps)
 
@@ -118,8 +118,8 @@ class _Finite:
         count = jnp.sum(self.is_finite, axis, dtype=jnp.float32, keepdims=self.keepdims)
         self.count = jnp.maximum(count, np.float32(1))
 
-    def mean(self, of: jax.Array) -> jax.Array:
-        x = jnp.where(self.is_finite, of, jnp.zeros_like(of))
+    def mean(self, values: jax.Array) -> jax.Array:
+        x = jnp.where(self.is_finite, values, jnp.zeros_like(values))
         return jnp.sum(x, self.axis, keepdims=self.keepdims) / self.count
 
     def least(self) -> jax.Array:

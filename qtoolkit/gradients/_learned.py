@@ -1,4 +1,4 @@
-"""Learned scales: fake quantizers whose scale, offset or clipping bound trains with the model.
+"""Learned scales: fake quantizers whose scale or offset trains with the model.
 
 The rounding is that of `casts`; learned is the number by which x is divided before. All arithmetic
 is float32, whatever the dtype of x, and so are the sums of the gradients of the parameters.
@@ -28,7 +28,6 @@ from qtoolkit.casts.internal import (
     inside,
     linear_in_dtype,
     linear_product,
-    ordinal,
     parameter,
     product,
     quotient,
@@ -37,11 +36,9 @@ from qtoolkit.casts.internal import (
     settled,
     spread,
 )
-from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
-from qtoolkit.formats.internal import plain_number
+from qtoolkit.formats import BlockFormat, Format, FormatLike, format
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
-_MAX_PACT_BITS = 8
 
 Factors = tuple[float | None, float | None]  # None: see `_factor`
 
@@ -156,64 +153,15 @@ def lsq_plus(
     return _learned_jitted(x, scale, offset, fmt, (factor, offset_factor))
 
 
-def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
-    """Clips `x` to [0, alpha], rounds it to `bits` bits, and learns the clipping bound (PACT).
-
-    The bits of `lsq(x, alpha / (2**bits - 1), f"uint{bits}")`, whose scale is the float32 quotient:
-    what an unsigned integer with that scale stands for. Where x >= alpha, that is within one ulp
-    of alpha. NaN becomes 0.
-
-    Args:
-      x: float32, float16 or bfloat16, any shape, not empty.
-      alpha: A positive number, or an array of them in float32 or the dtype of `x` that broadcasts
-        to the shape of `x`: a scalar for one bound per tensor, (n, 1) for one per row.
-      bits: 1 to 8.
-
-    Returns:
-      Shape and dtype of `x`.
-
-    Raises:
-      TypeError: `x` or `alpha` has another dtype.
-      ValueError: Shapes do not broadcast; `x` is empty; an alpha that is not traced and is zero,
-        negative, subnormal, infinite or NaN; `bits` out of range.
-
-    Gradient: dy/dx = 1 where 0 <= x < alpha, else 0; dy/dalpha = 1 where x >= alpha, else 0; both 0
-    at NaN. Second derivatives are 0.
-
-    A traced alpha that training has made zero or negative counts as (2**bits - 1) * 2**-126. Then y
-    is almost 0, every x above it moves alpha, and descent on an error makes alpha grow again. A NaN
-    or infinite alpha gives NaN.
-
-    Source: arXiv:1805.06085, equations 1 and 2 (y) and 3 (alpha).
-
-    Examples:
-      >>> x = jnp.asarray([-1.0, 0.4, 2.0, 7.0])
-      >>> qt.gradients.pact(x, 3.0, bits=2)  # 0, 1, 2 or 3
-      Array([0., 0., 2., 3.], dtype=float32)
-      >>> jax.grad(lambda alpha: qt.gradients.pact(x, alpha, bits=2).sum())(3.0)  # by 7 alone
-      Array(1., dtype=float32)
-    """
-    x = _checked_data("pact", x)
-    bits = plain_number(bits)
-    if type(bits) is not int or not 1 <= bits <= _MAX_PACT_BITS:
-        raise ValueError(f"pact: bits={bits!r}, expected an integer from 1 to {_MAX_PACT_BITS}")
-    return _pact_jitted(x, _parameter("pact", "alpha", alpha, x), bits)
-
-
 def check_data_format(where: str, x: ArrayLike, fmt: FormatLike) -> tuple[jax.Array, Format]:
-    x, element = _checked_data(where, x), format(fmt)
+    array, element = check_differentiable(where, x, wide=False), format(fmt)
+    if array.size == 0:
+        raise ValueError(f"{where}: x has shape {array.shape}, expected at least one element")
     try:
         BlockFormat.tensor(element)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return x, element
-
-
-def _checked_data(where: str, x: ArrayLike) -> jax.Array:
-    array = check_differentiable(where, x, wide=False)
-    if array.size == 0:
-        raise ValueError(f"{where}: x has shape {array.shape}, expected at least one element")
-    return array
+    return array, element
 
 
 def _parameter(
@@ -249,6 +197,7 @@ def _rounded(
     x: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The float32 numbers u = (x - offset) / scale, its rounding q, and y = q * scale + offset."""
+    # LSQ's equations 1 (q) and 2 (y), without an offset; with one those of LSQ+, section 3.1.
     wide, scale = exact_float32(x), exact_float32(scale)
     if offset is not None:
         offset = exact_float32(offset)
@@ -278,12 +227,12 @@ def _learned_jvp(
     is_number = u == u
     is_inside = inside(u, float(fmt.lowest), float(fmt.max_finite))
     y_dot = jnp.zeros_like(y)
-    if not isinstance(x_dot, SymbolicZero):
+    if not isinstance(x_dot, SymbolicZero):  # LSQ's equation 5
         y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
-    if not isinstance(scale_dot, SymbolicZero):
+    if not isinstance(scale_dot, SymbolicZero):  # equation 3; q is -Qn or Qp beyond the range
         slope = jnp.where(is_inside, q - u, jnp.where(is_number, q, jnp.zeros_like(q)))
         y_dot += _times(slope, scale_dot, _factor_of(factors[0], x, scale, fmt), y.dtype)
-    if offset is not None and not isinstance(offset_dot, SymbolicZero):
+    if offset is not None and not isinstance(offset_dot, SymbolicZero):  # LSQ+, section 3.1
         slope = (is_number & ~is_inside).astype(jnp.float32)
         y_dot += _times(slope, offset_dot, _factor_of(factors[1], x, offset, fmt), y.dtype)
     return y, y_dot
@@ -292,6 +241,7 @@ def _learned_jvp(
 def _factor_of(factor: float | None, x: jax.Array, parameter: jax.Array, fmt: Format) -> Any:
     if factor is not None:
         return factor
+    # LSQ's section 2.2: g = 1 / sqrt(N * Qp).
     count = jnp.asarray(x.size // parameter.size).astype(jnp.float32)
     return 1 / jnp.sqrt(count * np.float32(float(fmt.max_finite)))
 
@@ -313,39 +263,3 @@ def _learned_jitted(
     x: jax.Array, scale: jax.Array, offset: jax.Array | None, *options: Any
 ) -> jax.Array:
     return _learned(x, ranked(scale, x.ndim), ranked(offset, x.ndim), *options)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _pact(x: jax.Array, alpha: jax.Array, bits: int) -> jax.Array:
-    levels = 2**bits - 1
-    alpha = _bound(alpha, bits)
-    step = quotient(alpha, jnp.full_like(alpha, levels))
-    fmt = IntFormat(name=f"uint{bits}", bits=bits, signed=False)
-    return in_dtype(_rounded(x, step, None, fmt)[2], x.dtype)
-
-
-def _bound(alpha: jax.Array, bits: int) -> jax.Array:
-    least, wide = np.float32(2**bits - 1) * LEAST, exact_float32(alpha)
-    return jnp.where(wide < least, least, wide)
-
-
-def _pact_jvp(bits: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, alpha), (x_dot, alpha_dot) = primals, tangents
-    y = _pact(x, alpha, bits)
-    place, end = (ordinal(exact_float32(lax.stop_gradient(a))) for a in (x, _bound(alpha, bits)))
-    y_dot = jnp.zeros_like(y)
-    if not isinstance(x_dot, SymbolicZero):
-        is_inside = (place >= 0) & (place < end)
-        y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
-    if not isinstance(alpha_dot, SymbolicZero):
-        is_above = (place >= end) & (x == x)
-        y_dot += _times(is_above.astype(jnp.float32), alpha_dot, 1.0, y.dtype)
-    return y, y_dot
-
-
-_pact.defjvp(_pact_jvp, symbolic_zeros=True)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _pact_jitted(x: jax.Array, alpha: jax.Array, bits: int) -> jax.Array:
-    return _pact(x, ranked(alpha, x.ndim), bits)

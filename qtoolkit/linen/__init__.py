@@ -1,5 +1,6 @@
 """FP8-aware training of Flax linen modules, without editing them."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.linen._allocation import allocate
 from qtoolkit.linen._flow import calibrate, freeze, numerics, sensitivity, start_scales
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
@@ -24,3 +25,5 @@ __all__ = [
     "value_and_grad",
     "wrap",
 ]
+
+hint_at_names(__name__)

@@ -6,14 +6,17 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core import unfreeze
+from flax.traverse_util import flatten_dict
 
 from qtoolkit.linen._flow import sensitivity
+from qtoolkit.linen._function import Bound
 from qtoolkit.linen._post_training import plain_model
-from qtoolkit.linen._state import at, unboxed
+from qtoolkit.linen._state import unboxed
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.post_training import Allocation
 from qtoolkit.post_training.internal import allocated, serving_rules, stored_kernel
-from qtoolkit.products.internal import Kernels, noting_kernels
+from qtoolkit.products.internal import KernelUses
 
 
 def allocate(
@@ -61,21 +64,22 @@ def allocate(
         def loss(variables: Any, batch: Any) -> Any:
             return loss_fn(wrapped, variables, batch)
 
-        with noting_kernels() as kernels:
-            jax.eval_shape(loss, variables, batch)
+        call = Bound.of(loss, variables, (batch,), {})
+        kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
         sizes = _kernel_bytes(variables["params"], kernels)
         return sensitivity(wrapped, variables, batch, loss), *sizes
 
     return allocated(choices, bytes, measured)
 
 
-def _kernel_bytes(params: Any, kernels: Kernels) -> tuple[dict[str, int], dict[str, int]]:
+def _kernel_bytes(params: Any, kernels: KernelUses) -> tuple[dict[str, int], dict[str, int]]:
     """The bytes of the kernels of each layer as `quantize` stores them, and as they are."""
     sizes: dict[str, int] = {}
     unquantized: dict[str, int] = {}
+    flat = {"/".join(map(str, path)): x for path, x in flatten_dict(unfreeze(params)).items()}
     for path in kernels.uses:
-        use, x, layer = kernels.storable(path), unboxed(at(params, path)), "/".join(path[:-1])
-        if use is None or use.operand is None:
+        use, x, layer = kernels.storable(path), unboxed(flat.get(path)), path.rpartition("/")[0]
+        if use is None or use.operand is None or x is None:
             continue
         lead = x.ndim - len(use.shape)
         if tuple(x.shape[lead:]) != use.shape:

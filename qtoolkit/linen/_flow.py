@@ -1,7 +1,6 @@
 """Measuring wrapped modules, and setting the scales that they keep."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from qtoolkit.formats import Rules
+from qtoolkit.linen._function import Bound
 from qtoolkit.linen._post_training import plain_model
 from qtoolkit.linen._state import (
     COLLECTION,
@@ -24,28 +24,34 @@ from qtoolkit.linen._state import (
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.post_training.internal import input_statistics
 from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
-from qtoolkit.products.internal import AMAX, Batch, Constant, Kept, flow
+from qtoolkit.products.internal import AMAX, Batch, Kept, flow
 
 Model = TypeVar("Model", bound=nn.Module)
 Loss = Callable[[Any, Any], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Adapter:
-    """A linen module for `products._flow`: its arrays are its variables."""
-
-    module: Constant
-
-    def model(self, variables: Any) -> Any:
-        return variables
-
-    def call(self, variables: Any) -> Callable[..., Any]:
-        return functools.partial(self.module.value.apply, variables)
-
-
-def _opened(where: str, wrapped: Any, variables: Any) -> tuple[_Adapter, Any]:
+def _call(where: str, wrapped: Any, variables: Any, batch: Batch) -> Bound:
+    """A call of a module with a batch."""
     check_arguments(where, wrapped, variables)
-    return _Adapter(Constant(wrapped)), variables
+    inputs = batch.inputs
+    args, options = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return Bound.of(_Apply(wrapped), variables, args, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Apply:
+    """`apply` of a module, which hashes if the module does."""
+
+    module: nn.Module
+
+    def __call__(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.module.apply(variables, *args, **kwargs)
+
+
+def _call_of_loss(where: str, wrapped: Any, variables: Any, batch: Any, loss_fn: Any) -> Bound:
+    check_arguments(where, wrapped, variables)
+    loss = flow.checked_loss(where, loss_fn, "wrapped, variables")
+    return Bound.of(loss, variables, (batch,), {})
 
 
 def _learned(scales: Any) -> dict[tuple[str, ...], Kept]:
@@ -86,7 +92,10 @@ def calibrate(
     """
     if observer == "hessian":
         return input_statistics(plain_model("calibrate", wrapped, variables), batches, **options)
-    return flow.calibrate(*_opened("calibrate", wrapped, variables), batches, observer, options)
+    check_arguments("calibrate", wrapped, variables)
+    return flow.calibrate(
+        lambda batch: _call("calibrate", wrapped, variables, batch), batches, observer, options
+    )
 
 
 def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Model, Any]:
@@ -158,7 +167,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
       >>> jax.tree.map(lambda scale: f"{scale.item():.3f}", variables["qtoolkit_scales"])
       {'self': {'__call__.kernel': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
     """
-    opened = _opened("start_scales", wrapped, variables)
+    check_arguments("start_scales", wrapped, variables)
     scales = variables.get(SCALES) or _unstarted(wrapped, batch)
     if not scales:
         raise ValueError(
@@ -166,7 +175,8 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
             "wrap and a recipe with Learned scaling such as qtoolkit.recipes.int4_lsq"
         )
     variables, products = {**variables, SCALES: scales}, _learned(scales)
-    new = flow.start_scales(opened[0], variables, batch, list(products.values()))
+    call = _call("start_scales", wrapped, variables, Batch.of(batch))
+    new = flow.start_scales(call, list(products.values()))
     for path, values in zip(products, new, strict=True):
         scales = with_part(scales, path, {**at(scales, path), **values})
     return {**variables, SCALES: scales}
@@ -194,8 +204,7 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
       rhs forward, dgrad 0%
       cotangent dgrad, wgrad 0%
     """
-    opened = _opened("numerics", wrapped, variables)
-    return flow.numerics(*opened, batch, loss_fn, "wrapped, variables")
+    return flow.numerics(_call_of_loss("numerics", wrapped, variables, batch, loss_fn))
 
 
 def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
@@ -213,9 +222,8 @@ def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -
       >>> [path for path, _ in qt.linen.sensitivity(module, variables, x, loss).ranking]
       ['layers_0', 'layers_1']
     """
-    opened = _opened("sensitivity", wrapped, variables)
-    products = _learned(variables.get(SCALES, {})).values()
-    return flow.sensitivity(*opened, batch, loss_fn, "wrapped, variables", products)
+    call = _call_of_loss("sensitivity", wrapped, variables, batch, loss_fn)
+    return flow.sensitivity(call, _learned(variables.get(SCALES, {})).values())
 
 
 def _unstarted(module: nn.Module, batch: Any) -> Any:

@@ -12,13 +12,14 @@ from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import check_rounding
 from qtoolkit.formats import FormatLike, Rules
 from qtoolkit.gradients import Estimator, fake_convert
-from qtoolkit.linen._wrap import entered
+from qtoolkit.linen._call import entered
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import check_recipe
 
 Initializer = Callable[..., jax.Array]
 
 
+@nn.nowrap
 def _own_recipe(layer: Any) -> Rules[Recipe]:
     return Rules((), default=check_recipe(type(layer).__name__, layer.recipe))
 
@@ -39,7 +40,8 @@ class Fp8Dense(nn.Dense):
     """
 
     recipe: Recipe = Recipe()
-    __call__ = entered(nn.Dense.__call__, _own_recipe)
+    qtoolkit_rules = property(_own_recipe)
+    __call__ = entered(nn.Dense.__call__)
 
 
 class Fp8Conv(nn.Conv):
@@ -55,7 +57,8 @@ class Fp8Conv(nn.Conv):
     """
 
     recipe: Recipe = Recipe()
-    __call__ = entered(nn.Conv.__call__, _own_recipe)
+    qtoolkit_rules = property(_own_recipe)
+    __call__ = entered(nn.Conv.__call__)
 
 
 class Fp8Einsum(nn.Einsum):
@@ -72,7 +75,8 @@ class Fp8Einsum(nn.Einsum):
     """
 
     recipe: Recipe = Recipe()
-    __call__ = entered(nn.Einsum.__call__, _own_recipe)
+    qtoolkit_rules = property(_own_recipe)
+    __call__ = entered(nn.Einsum.__call__)
 
 
 class FakeConvert(nn.Module):

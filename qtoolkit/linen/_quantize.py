@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import DenyList
+from flax.core import DenyList, unfreeze
+from flax.traverse_util import flatten_dict
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.linen._function import Bound
 from qtoolkit.linen._post_training import plain_model, with_params
 from qtoolkit.linen._state import (
     COLLECTION,
-    SCALES,
     at,
     boxed_as,
     check_variables,
@@ -24,15 +25,15 @@ from qtoolkit.linen._wrap import wrap
 from qtoolkit.post_training.internal import (
     PlainModel,
     Storable,
+    kept_or_serving_rules,
+    not_wrapped,
     quantize_kernels,
-    serving_rules,
     settings,
 )
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
-    Kernel,
-    noting_kernels,
+    KernelUses,
     of_kernel,
 )
 from qtoolkit.scaling import QArray
@@ -43,7 +44,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def quantize(
     module: Model,
     variables: Any,
-    recipe: Recipe | Rules[Recipe] | SpecLike | None,
+    recipe: Recipe | Rules[Recipe] | SpecLike,
     inputs: Any,
     calibration: Any = None,
     *,
@@ -72,12 +73,12 @@ def quantize(
     only methods that were traced: one that looks up a stored table raises.
 
     Args:
-      module: As for `wrap`; one from `wrap`, whose recipes are then kept where `recipe` is None.
+      module: As for `wrap`.
       variables: As `init` returns them. `QArray`s in "params" are used as they are. Kernels are
         rounded with the state of `Delayed` and `Static` scaling and of stochastic rounding, and
         with learned scales (LSQ), if there are any.
       recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
-        with unquantized activations.
+        with unquantized activations. "wrapped" keeps the recipes of a module from `wrap`.
       inputs: What the module is called with, as a batch of `calibrate`.
       calibration, algorithm, sequential, damping, act_order: As `calibration`, `method` and so on
         of `qtoolkit.nnx.quantize`: "gptq", "awq" and others, for a module that is not wrapped.
@@ -92,7 +93,7 @@ def quantize(
       TypeError: As `wrap`; `variables` is no dictionary with "params".
       ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, has a
         learned scale that was not started, or a learned offset (LSQ+), which codes cannot hold
-        since their zero points are integers; or `recipe` is None and `module` is not wrapped.
+        since their zero points are integers; or `recipe` is "wrapped" and `module` is not.
 
     Gradient: Stored kernels have none; `jax.grad` refuses integers.
 
@@ -132,11 +133,13 @@ class _Served:
             method=method,
             mutable=DenyList(["params", COLLECTION]),
         )
-        batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
-        with noting_kernels() as kernels:
-            jax.eval_shape(lambda v, batch: batch.given_to(apply, v), variables, batch)
+        given = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs).inputs
+        args, options = ((), given) if isinstance(given, dict) else (given, {})
+        call = Bound.of(apply, variables, args, options)
+        kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
         uses = {path: kernels.storable(path) for path in kernels.uses}
         self.uses = {path: use for path, use in uses.items() if use is not None}
+        self.states = call.states
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original, self.given, self.method)
@@ -144,32 +147,27 @@ class _Served:
     def take(self, params: Mapping[str, Any]) -> None:
         self.variables = {**self.given, "params": with_params(self.given, params)}
 
-    def kernels(self) -> Iterator[tuple[tuple[str, ...], Storable]]:
-        for path, use in self.uses.items():
-            x, name = unboxed(at(self.variables["params"], path)), "/".join(path)
-            where = f"quantize: {name}"
+    def kernels(self) -> Iterator[tuple[tuple[Any, ...], Storable]]:
+        flat = flatten_dict(unfreeze(self.variables["params"]))
+        places = {"/".join(map(str, path)): path for path in flat}
+        for name, use in self.uses.items():
+            if name not in places:  # in a list
+                continue
+            place, where = places[name], f"quantize: {name}"
+            x = unboxed(flat[place])
             if isinstance(x, QArray):
-                yield path, Storable(name, where, x, use.operand, use.axes, 0)
+                yield place, Storable(name, where, x, use.operand, use.axes, 0)
                 continue
             lead = x.ndim - len(use.shape)
             if use.operand is None or tuple(x.shape[lead:]) != use.shape:
                 continue
+            kept = self.states.get((use.path, use.name), {})
             amax, key, scale = (
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
-                for part, own in zip(of_kernel(self._state(use)), ((), (2,), ()), strict=True)
+                for part, own in zip(of_kernel(kept), ((), (2,), ()), strict=True)
             )
             state = amax, key, scale
-            yield path, Storable(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
-
-    def _state(self, use: Kernel) -> dict[str, Any]:
-        """The state that the collections hold for a matmul."""
-        parts: dict[str, Any] = {}
-        for collection in (COLLECTION, SCALES):
-            part = self.variables.get(collection, {})
-            for name in (*use.layer, use.product):
-                part = part.get(name, {})
-            parts |= part
-        return parts
+            yield place, Storable(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
 
     def store(self, place: tuple[str, ...], array: QArray) -> None:
         params = self.variables["params"]
@@ -178,12 +176,10 @@ class _Served:
 
 
 def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
-    if recipe is not None:
-        return wrap(module, serving_rules(recipe), kv_cache=kv_cache)
+    rules = kept_or_serving_rules(recipe)
+    if rules is not None:
+        return wrap(module, rules, kv_cache=kv_cache)
     rules = getattr(module, "qtoolkit_rules", None)
     if rules is None:
-        raise ValueError(
-            f"quantize: recipe is None for {type(module).__name__}, which is not wrapped, expected "
-            "a recipe, e.g. qtoolkit.recipes.weight_only_e4m3"
-        )
+        raise not_wrapped(type(module).__name__)
     return wrap(module, rules, kv_cache=kv_cache or module.qtoolkit_cache)

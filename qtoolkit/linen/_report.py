@@ -2,25 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import DenyList
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
-from qtoolkit.linen._run import recording_modules
-from qtoolkit.linen._state import COLLECTION, check_arguments, path_of
+from qtoolkit.linen._function import Bound, found_modules
+from qtoolkit.linen._state import COLLECTION, check_arguments
 from qtoolkit.products import Report
 from qtoolkit.products.internal import (
     Batch,
-    Place,
     check_all_quantized,
-    flow,
-    kernels_in,
+    report_of,
     strict_inputs,
+    traced_with_axes,
     unused_rules,
 )
 
@@ -77,48 +74,39 @@ def report(
         _check_no_options(rngs=rngs, method=method)
     else:
         check_arguments("report", wrapped, variables)
-    # Replace state by zeros, so that it counts as constant and nothing differentiates by it.
-    kept = variables.get(COLLECTION, {}) if isinstance(variables, Mapping) else {}
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
-    others = variables
-    if kept:
-        others = {name: held for name, held in variables.items() if name != COLLECTION}
     if rngs is None:
         rngs = {"params": jax.random.key(0)}
 
-    def traced(mutable: Any) -> Report:
-        def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            given = {**variables, COLLECTION: state} if state else variables
-            if is_function:
-                return wrapped(given, *args, **kwargs)
+    def bound(mutable: Any) -> Bound:
+        def apply(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
             flags = {"rngs": rngs, "method": method, "mutable": mutable}
-            return wrapped.apply(given, *args, **flags, **kwargs)
+            return wrapped.apply(variables, *args, **flags, **kwargs)
 
-        return flow.report(function, others, (inputs, options), layers)
+        if is_function:
+            return Bound.of(wrapped, variables, inputs, options)
+        return Bound.of(apply, variables, (rngs, *inputs), options)
 
-    layers = [
-        (
-            path_of(key).replace(".", "/"),
-            [x["history"] for x in products.values() if "history" in x],
-        )
-        for key, products in kept.items()
-    ]
-    with recording_modules() as recorded:
+    call = bound(mutable)
+    try:
+        found = report_of(call.traced, call.leaves, call.planted({}))
+    except ScopeCollectionNotFound as error:
+        # Where a collection may be written, but "params" may not, Flax's
+        # `nn.map_variables(init=True)` loses the parameters: it keeps what may be written.
+        if mutable is not _EVERY_WRITTEN:
+            raise
         try:
-            found = traced(mutable)
-        except ScopeCollectionNotFound as error:
-            # Where a collection may be written, but "params" may not, Flax's
-            # `nn.map_variables(init=True)` loses the parameters: it keeps what may be written.
-            if mutable is not _EVERY_WRITTEN:
-                raise
-            try:
-                found = traced(False)
-            except ModifyScopeVariableError:  # another collection must be written
-                raise error from None
+            call = bound(False)
+            found = report_of(call.traced, call.leaves, call.planted({}))
+        except ModifyScopeVariableError:  # another collection must be written
+            raise error from None
+    program = traced_with_axes(call.traced, call.leaves)
     unused = tuple(
         f"rule {key if isinstance(key, str) else key.__name__}"
-        for rules in recorded
-        for key in unused_rules(rules, recorded.modules(rules))
+        for rules in dict.fromkeys(x.rules for x in call.layers.modules.values())
+        if rules is not None
+        for key in unused_rules(
+            rules, found_modules(call.layers, rules, program.matmuls, variables)
+        )
     )
     return dataclasses.replace(found, unreached=unused)
 
@@ -132,11 +120,14 @@ def _check_no_options(**options: Any) -> None:
             )
 
 
-def kernels_of(wrapped: nn.Module, inputs: Any) -> dict[Place, tuple[int, ...] | None]:
-    """The matmuls that run when a module is called with `inputs`: see `kernels_in`."""
-    batch, variables = _initialized(wrapped, inputs)
+def kernels_of(wrapped: nn.Module, inputs: Any) -> list[str]:
+    """The paths of the modules whose kernels run, in their order."""
+    args, options = strict_inputs(inputs)
+    _, variables = _initialized(wrapped, inputs)
     apply = functools.partial(wrapped.apply, rngs={"params": jax.random.key(0)}, mutable=True)
-    return kernels_in(batch.bound(apply), variables, batch.arrays)
+    call = Bound.of(apply, variables, args, options)
+    matmuls = call.traced.program(call.leaves).matmuls
+    return list(dict.fromkeys(m.path for m in matmuls if m.parameter is not None))
 
 
 def _initialized(wrapped: nn.Module, inputs: Any) -> tuple[Batch, Any]:

@@ -1,24 +1,29 @@
 """The state of wrapped modules in collections, and the step that updates it.
 
 The collection "qtoolkit" holds, in the scope of the wrapped module, a dictionary for each layer
-with matmuls, "self.mlp.Dense_0"; that holds one for each matmul, "__call__.kernel", with arrays
-as `products._states` names them. The collection "qtoolkit_scales" holds learned scales likewise.
+with matmuls, "self.mlp.Dense_0"; that holds one for each matmul, named after its kernel, "kernel",
+or its place, "attend@3:12", with arrays as `products._states` names them. The collection
+"qtoolkit_scales" holds learned scales likewise.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
-from flax.core import FrozenDict, freeze
+from flax.core import FrozenDict, freeze, unfreeze
 
 from qtoolkit.products.internal import (
     HISTORY,
+    LEARNED,
+    MODEL,
     MOVING,
     PROBE,
+    Key,
     advance,
+    as_float32,
     flow,
     observe,
     probe_of,
@@ -27,17 +32,6 @@ from qtoolkit.scaling import QArray
 
 COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
 _ROOT = "self"  # the wrapped module
-MISSING = (
-    "differentiated without the state of delayed scales or a warm-up, which the variables lack: "
-    'scales are current ones; pass {**variables, "params": params}, with the collection "qtoolkit" '
-    "that init returned"
-)
-KEPT_NOWHERE = (
-    "differentiated under nn.jit, or where Flax differentiates inside of the model: layers keep no "
-    "state there, so their delayed scales are current ones; use a recipe with current scales for "
-    "them, e.g. te_current, or compile the whole step by jax.jit in place of nn.jit"
-)
-
 Kept = Mapping[str, Any]
 Path = tuple[str, ...]
 
@@ -58,22 +52,22 @@ def value_and_grad(
     A step with an infinity or a NaN in an operand or a cotangent does not change the histories of
     that matmul. Its state `bad` counts such steps, and those with an operand that is more than
     twice as large as the history by which it is scaled: without a `margin` such elements saturate.
-    The devices of `jax.pmap` and `jax.shard_map` share one history; so do layers that `nn.scan`
-    stacks inside of the wrapped module. A matmul that did not run keeps its history.
+    The devices of `jax.pmap` and `jax.shard_map` share one history. Each layer that `nn.scan`
+    stacks has its own. A matmul that did not run keeps its history.
     `jax.grad` and `jax.value_and_grad` work as well: with `mutable=["qtoolkit"]`, `apply` returns
     updated histories of inputs and kernels, and cotangents have current scales; without `mutable`,
     or without the collection, all scales are current ones. A warning says so. Calls of `apply` that
     are not differentiated use the delayed scales and do not change them. A matmul with a kernel is
-    identified by method and kernel, "__call__.kernel"; a matmul of two activations by its number
-    among these. A matmul that did not run in `init`, because of an `if` in Python, has no history
-    and uses current scales.
+    identified by the kernel, "kernel"; a matmul of two activations, or one of several with one
+    kernel, by its place in the code of the module, "attend@3:12": function, line and column. A
+    matmul that did not run in `init`, because of an `if` in Python, has no history and uses current
+    scales.
 
     Args:
       loss: A function of (variables, *args, **kwargs) that returns a scalar or (scalar, aux). It
         passes the variables to `apply` of wrapped modules.
-      has_aux: As in `jax.value_and_grad`. Where the aux holds the state that the loss was given,
-        or a part of it, as `apply(..., mutable=True)` returns it unchanged, it gets the state after
-        the step. State of other models stays.
+      has_aux: As in `jax.value_and_grad`. Where the aux holds the collection "qtoolkit", as
+        `apply(..., mutable=True)` returns it, that is the state before the step.
       wrt: The collection to differentiate by, or several: ("params", "qtoolkit_scales") where
         scales are learned.
       metrics: As for `qtoolkit.nnx.value_and_grad`; they are the last result.
@@ -110,6 +104,8 @@ def value_and_grad(
 class _Step:
     """A training step with the variables of a linen module, see `products._flow.Step`."""
 
+    package = "linen"
+
     def __init__(self, variables: Any, wrt: str | Sequence[str], has_aux: bool) -> None:
         hint = '; pass {"params": params, "qtoolkit": state}'
         check_variables("value_and_grad", variables, hint)
@@ -118,17 +114,15 @@ class _Step:
         self.trained = _trained(variables, wrt)
         self.state = variables.get(COLLECTION, {})
 
-    def pure(self, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-        return loss, self.variables
+    def called(self, loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        from qtoolkit.linen._function import Bound  # it imports this file
+
+        return Bound.of(loss, self.variables, args, kwargs)
 
     def differentiated(
         self, loss: Callable[..., Any], zeros: Any, args: Any, kwargs: Any
     ) -> tuple[Any, Any, Any, Any]:
-        probes = {
-            path: probe_of(kept)
-            for path, kept in _parts((), self.state)
-            if _is_product(kept) and HISTORY in kept
-        }
+        probes = {path: probe_of(kept) for path, kept in products_of(self.state) if HISTORY in kept}
 
         def function(trained: Any, probes: Any, zeros: Any) -> Any:
             def with_probe(path: Path, kept: Kept) -> Kept:
@@ -137,20 +131,18 @@ class _Step:
             variables = {**self.variables, **trained}
             if COLLECTION in variables:
                 variables[COLLECTION] = _mapped(self.state, with_probe)
-            out = loss(variables, zeros, *args, **kwargs)
-            if not self.has_aux or not isinstance(out, tuple) or len(out) != 2:
-                return out  # JAX says what is wrong
-            return out[0], _marked(out[1], variables.get(COLLECTION, {}))
+            return loss(variables, zeros, *args, **kwargs)
 
         graded = jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=self.has_aux)
         value, (grads, histograms, rows) = graded(self.trained, probes, zeros)
         return value, grads[self.wrt] if isinstance(self.wrt, str) else grads, histograms, rows
 
     def finished(self, value: Any, grads: Any, probes: Any) -> tuple[Any, ...]:
-        state = _mapped(self.state, lambda path, kept: advance(observe(kept, probes.get(path))))
+        def after(path: Path, kept: Kept) -> Kept:
+            return as_before(advance(observe(as_float32(kept), probes.get(path))), kept)
+
+        state = _mapped(self.state, after)
         state = freeze(state) if isinstance(self.state, FrozenDict) else state
-        if self.has_aux:
-            value = value[0], _with_state(value[1], state)
         return value, grads, state
 
 
@@ -169,56 +161,6 @@ def _check_bridged(variables: Mapping[str, Any]) -> None:
                 "Delayed scaling and stochastic rounding, e.g. te_current; or train the model with "
                 "qtoolkit.nnx.value_and_grad"
             )
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """Stands in an aux for the part of the state at `path` that the loss was given."""
-
-    path: tuple[str, ...]
-
-
-def _marked(aux: Any, state: Any) -> Any:
-    """What a loss returned beside its value, with `_Given` in place of state that it was given.
-
-    Such state is known by its arrays, which are the same objects.
-    """
-    parts = {_arrays(part): _Given(path) for path, part in _parts((), state) if _arrays(part)}
-
-    def is_part(node: Any) -> bool:
-        return isinstance(node, Mapping) and _arrays(node) in parts
-
-    return jax.tree.map(
-        lambda node: parts[_arrays(node)] if is_part(node) else node, aux, is_leaf=is_part
-    )
-
-
-def _with_state(aux: Any, state: Any) -> Any:
-    """`aux` with the parts of the state after the step in place of `_Given`.
-
-    With those from before it, whoever merges the updates of all collections into the variables
-    would undo the step: histories would never move.
-    """
-    return jax.tree.map(
-        lambda node: at(state, node.path) if isinstance(node, _Given) else node,
-        aux,
-        is_leaf=lambda node: isinstance(node, _Given),
-    )
-
-
-def _arrays(part: Any) -> tuple[int, ...]:
-    """Which arrays they are, but for the probes: of these differentiation makes others."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(part)
-    return tuple(id(x) for path, x in leaves if path[-1:] != (jax.tree_util.DictKey(PROBE),))
-
-
-def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
-    """The mappings in `part`, the outer ones last."""
-    if isinstance(part, Mapping):
-        for name, inner in part.items():
-            yield from _parts((*path, name), inner)
-        yield path, part
 
 
 def key_of(path: str) -> str:
@@ -245,6 +187,73 @@ def _holds_mapping(part: Kept) -> bool:
     return any(isinstance(inner, Mapping) for inner in part.values())
 
 
+def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
+    """The mappings in `part`, the outer ones last."""
+    if isinstance(part, Mapping):
+        for name, inner in part.items():
+            yield from _parts((*path, name), inner)
+        yield path, part
+
+
+def planted_in(variables: Any, root: Path) -> dict[Key, dict[str, Any]]:
+    """The states of matmuls in both collections, by the paths of their modules in the model.
+
+    Args:
+      root: The path of the module whose variables these are.
+    """
+    states: dict[Key, dict[str, Any]] = {}
+    if isinstance(variables, Mapping):
+        for collection in (COLLECTION, SCALES):
+            for path, arrays in products_of(variables.get(collection)):
+                states.setdefault(_key(root, path), {}).update(as_float32(arrays))
+    return states
+
+
+def _key(root: Path, path: Path) -> Key:
+    *around, layer, name = path
+    return "/".join(filter(None, (*root, *around, *path_of(layer).split(".")))), name
+
+
+def with_states(
+    collection: Any, root: Path, new: Mapping[Key, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The entries of a collection that get new states of matmuls: each where its old one is."""
+    places = {_key(root, path): path for path, _ in products_of(collection)}
+    changed: dict[str, Any] = {}
+    before = unfreeze(collection) if isinstance(collection, FrozenDict) else collection
+    for key, arrays in new.items():
+        path, name = key
+        inner = path[len("/".join(root)) :].strip("/")
+        place = places.get(key, (key_of(inner), name))
+        first, rest = place[0], place[1:]
+        tree = changed.get(first, before.get(first, {}))
+        kept = functools.reduce(lambda part, key: part.get(key, {}), rest, tree)
+        changed[first] = with_part(tree, rest, {**kept, **as_before(arrays, kept)})
+    return changed
+
+
+def as_before(arrays: Kept, before: Kept) -> dict[str, Any]:
+    """Arrays in the dtypes that they had: somebody may have cast the state to bfloat16."""
+    return {n: x.astype(before[n].dtype) if n in before else x for n, x in arrays.items()}
+
+
+def has_nan(arrays: Kept) -> bool:
+    """Whether a learned scale has no value yet. Under `jit` nobody can look."""
+    scales = (x for name, x in arrays.items() if name in LEARNED)
+    known = (x for x in scales if not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
+    return any(bool(np.isnan(np.asarray(x)).any()) for x in known)
+
+
+def check_started(key: Key, arrays: Kept) -> None:
+    """Raises if a learned scale of a matmul has no value yet. Under `jit` it makes NaN."""
+    if has_nan(arrays):
+        raise ValueError(
+            f"wrap: {key[0] or MODEL}: a learned scale of {key[1]} has not been started; write "
+            "variables = qtoolkit.linen.start_scales(wrapped, variables, batch) before the "
+            "optimizer is made"
+        )
+
+
 def at(tree: Any, path: Path) -> Any:
     return functools.reduce(lambda part, name: part[name], path, tree)
 
@@ -267,7 +276,7 @@ def with_part(tree: Any, path: Path, part: Any) -> Any:
     if not path:
         return part
     first, *rest = path
-    return {**tree, first: with_part(tree[first], tuple(rest), part)}
+    return {**tree, first: with_part(tree.get(first, {}), tuple(rest), part)}
 
 
 def check_arguments(where: str, module: Any, variables: Any) -> None:

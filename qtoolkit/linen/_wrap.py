@@ -3,35 +3,36 @@
 import dataclasses
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.linen._arguments import converting
+from qtoolkit.linen._call import Applied, applied, entered, static_filter
+from qtoolkit.linen._function import Bound, found_modules
 from qtoolkit.linen._report import check_strict, kernels_of
-from qtoolkit.linen._run import is_recording_modules, recording_modules, run
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     FirstLast,
-    Module,
+    FoundModule,
     cache_format,
     check_rules,
+    is_in_program,
+    traced_with_axes,
     training_rules,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
+_DEFAULT = Recipe()
 
 _FRAMEWORK = set(dir(nn.Module)) - {"__call__"}
 _CHECKED = "qtoolkit_checked"  # an attribute: whether each rule has matched something
-_rules_of = operator.attrgetter("qtoolkit_rules")
 
 
 def wrap(
     module: Model,
-    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -72,7 +73,7 @@ def wrap(
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
         patched. Inside of `@nn.compact` make it with `parent=None`:
         `wrap(nn.Dense(8, parent=None))`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+      recipe: What to round; `Recipe()` is E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules`
         of recipes, over paths such as "blocks_0/Dense_0", parameters with two axes or more such as
         "moe/router_weights", and types; None excludes a layer,
@@ -154,12 +155,10 @@ def wrap(
 @functools.cache
 def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -> Any:
     """The subclass whose public methods run by `rules`."""
-    body: dict[str, Any] = {
-        name: entered(method, _rules_of, cache) for name, method in _public_methods(kind).items()
-    }
-    for name in ("apply", "init_with_output"):
-        body[name] = _checking(_with_method(getattr(kind, name), cache))
+    body: dict[str, Any] = {name: entered(method) for name, method in _public_methods(kind).items()}
     body |= {
+        "apply": _apply(kind),
+        "init_with_output": _init(kind),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -209,80 +208,103 @@ def _public_methods(kind: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def entered(
-    method: Callable[..., Any],
-    rules_of: Callable[[Any], Rules[Recipe]],
-    cache: BlockFormat | None = None,
-) -> Callable[..., Any]:
-    """A method of a module that runs by its rules."""
+def _apply(kind: Any) -> Callable[..., Any]:
+    """`apply` of the subclass: compiled if nothing else is, and with any `method` quantized."""
 
-    def entering(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return run(self, rules_of(self), method, args, kwargs, cache)
+    @functools.wraps(kind.apply)
+    def apply(
+        self: Any,
+        variables: Any,
+        *args: Any,
+        rngs: Any = None,
+        method: Any = None,
+        mutable: Any = False,
+        capture_intermediates: Any = False,
+        **kwargs: Any,
+    ) -> Any:
+        run = _method(kind, self, method)
+        call = Applied(kind.apply, self, run, static_filter(mutable), capture_intermediates)
+        if is_in_program():
+            return call(run, variables, rngs, args, kwargs)
+        if method is None and self.qtoolkit_rules.rules and not getattr(self, _CHECKED):
 
-    # updated=() leaves out the attributes by which Flax marks functions: `method` has them.
-    return nn.nowrap(functools.update_wrapper(entering, method, updated=()))
+            def plain(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+                return call(run, variables, rngs, args, kwargs)
+
+            _check_rules(self, plain, variables, (rngs, *args), kwargs)
+        is_stable = isinstance(method, str | None) or run is getattr(kind, run.__name__, None)
+        return applied(call, variables, rngs, args, kwargs, is_stable=is_stable)
+
+    return nn.nowrap(apply)
 
 
-def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callable[..., Any]:
-    """`apply` or `init_with_output`, changed so that any `method` runs by the rules.
+def _init(kind: Any) -> Callable[..., Any]:
+    """`init_with_output` of the subclass, which `init` calls."""
+
+    @functools.wraps(kind.init_with_output)
+    def init_with_output(
+        self: Any, rngs: Any, *args: Any, method: Any = None, **options: Any
+    ) -> Any:
+        run = _method(kind, self, method)
+        out = kind.init_with_output(self, rngs, *args, method=entered(run), **options)
+        is_checked = getattr(self, _CHECKED) or is_in_program()
+        if method is None and self.qtoolkit_rules.rules and not is_checked:
+
+            def plain(_: Any, *args: Any, **options: Any) -> Any:
+                return kind.init_with_output(self, rngs, *args, method=run, **options)[0]
+
+            _check_rules(self, plain, out[1], args, options)
+        return out
+
+    return nn.nowrap(init_with_output)
+
+
+def _method(kind: Any, module: Any, method: Any) -> Callable[..., Any]:
+    """What `apply` calls, as a function of the module.
 
     That may be `Model.encode` of the original class, a lambda, or the name of a private method or
     of a submodule; none of these is a method that the subclass has replaced.
     """
-
-    @functools.wraps(call)
-    def called(self: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        if isinstance(method, str):
-            if callable(getattr(self, method)):
-                method = entered(_named(method), _rules_of, cache)
-        elif callable(method):
-            unbound = method.__func__ if inspect.ismethod(method) else method
-            method = entered(unbound, _rules_of, cache)
-        calling = functools.partial(call, self, *args, method=method, **kwargs)
-        return converting(calling, (args[1:], kwargs))
-
-    return nn.nowrap(called)
+    if method is None or (isinstance(method, str) and method in _public_methods(kind)):
+        method = getattr(kind, method or "__call__")
+    if isinstance(method, str):
+        getattr(module, method)
+        return _named(method)
+    unbound = method.__func__ if inspect.ismethod(method) else method
+    return inspect.unwrap(unbound) if getattr(unbound, "__name__", "") == "entering" else unbound
 
 
-def _checking(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply` or `init_with_output` that raises if a rule matches nothing, until a call has passed.
+def _check_rules(module: Any, call: Any, variables: Any, args: Any, kwargs: Any) -> None:
+    """Raises if a rule matches nothing, until a call has passed.
 
     Which layers there are is known only now. With another `method` some of them may not run.
     """
-
-    @functools.wraps(call)
-    def checking(self: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        if method is not None or getattr(self, _CHECKED) or is_recording_modules():
-            return call(self, *args, method=method, **kwargs)
-        with recording_modules() as recorded:
-            out = call(self, *args, **kwargs)
-        rules = self.qtoolkit_rules
-        ran = recorded.modules(rules)
-        made = out[1] if call.__name__ == "init_with_output" else None
-        idle = _idle(made or (args[0] if args else kwargs.get("variables")), ran)
-        if idle:  # their types are not known
-            rules = Rules([(key, value) for key, value in rules.rules if isinstance(key, str)])
-        check_rules("wrap", rules, [*ran, *idle])
-        object.__setattr__(self, _CHECKED, True)
-        return out
-
-    return nn.nowrap(checking)
+    rules = module.qtoolkit_rules
+    bound = Bound.of(call, variables, args, kwargs)
+    matmuls = traced_with_axes(bound.traced, bound.leaves).matmuls
+    ran = found_modules(bound.layers, rules, matmuls, variables)
+    idle = _idle(variables, ran)
+    if idle:  # their types are not known
+        rules = Rules([(key, value) for key, value in rules.rules if isinstance(key, str)])
+    check_rules("wrap", rules, [*ran, *idle])
+    object.__setattr__(module, _CHECKED, True)
 
 
-def _idle(variables: Any, ran: Sequence[Module]) -> list[Module]:
+def _idle(variables: Any, ran: Sequence[FoundModule]) -> list[FoundModule]:
     """The modules with parameters that did not run, as an auxiliary head."""
     paths = {path for module in ran for path in module.paths}
 
-    def found(node: Any, path: str) -> Iterator[Module]:
+    def found(node: Any, path: str) -> Iterator[FoundModule]:
         if isinstance(node, Mapping):
             if path not in paths:
-                yield Module([path], (), "", True)
+                yield FoundModule([path], (), "", True)
             for name, child in node.items():
                 yield from found(child, f"{path}/{name}".strip("/"))
 
     return list(found(variables.get("params"), "")) if isinstance(variables, Mapping) else []
 
 
+@functools.lru_cache(maxsize=256)
 def _named(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, name)(*args, **kwargs)

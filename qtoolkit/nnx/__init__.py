@@ -1,15 +1,13 @@
 """FP8-aware training of Flax nnx models, without editing them."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.nnx._allocation import allocate
 from qtoolkit.nnx._flow import calibrate, freeze, numerics, sensitivity, start_scales
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
 from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._report import report
-from qtoolkit.nnx._serialization import register
 from qtoolkit.nnx._state import LsqOffset, LsqScale, Probe, ScalingState, roll, value_and_grad
 from qtoolkit.nnx._wrap import wrap
-
-register()
 
 __all__ = [
     "FakeConvert",
@@ -32,3 +30,5 @@ __all__ = [
     "value_and_grad",
     "wrap",
 ]
+
+hint_at_names(__name__)

@@ -63,7 +63,7 @@ def calibrate(
       wrapped: A model from `wrap`. Its state stays as it is.
       batches: The model is called with each: as `*batch` if it is a tuple, as `**batch` if it is a
         dictionary. Arrays are traced, all else is passed as it is.
-      observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
+      observer: "absmax", "moving_average", "percentile", "mse" or "amax_history", or
         such a class of `qtoolkit.scaling`; `options` are arguments for its `of`. "hessian" takes
         the model before `wrap`, for `quantize(model, recipe, calibration, method="gptq")`.
 
@@ -139,7 +139,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
         found, quantizing = amaxes.get(site.path, {}), quantizing_of(site)
         traced = {}
         for name in found:
-            parameter = Parameter(site.path, name.split("#")[0])
+            parameter = Parameter(site.path, name.split("#")[0].split("@")[0])
             is_kernel = hasattr(module, parameter.name.split(".")[0])
             recipe = quantizing.by_rules(site.path, parameter if is_kernel else None)
             if recipe is not None:

@@ -145,8 +145,13 @@ class Function:
         nodes, given = self._given(leaves)
         graph, values = _values(nodes)
         before = jax.tree.flatten(given, is_leaf=is_node)
-        with in_module(_path_of(nodes), is_root=True) if self.is_method else tracing_function():
-            out = self._run(*given)
+        if self.is_method:
+            with in_module(_path_of(nodes), is_root=True):
+                out = self.run_method(*given)
+        else:
+            with tracing_function():
+                model, args, kwargs = given
+                out = self.function(model, *args, **kwargs)
         known = [(path, x) for path, x in nnx.iter_graph(nodes, graph=True) if is_node(x)]
         arrays = _Arrays()
         result = _parted(out, known, arrays)
@@ -157,13 +162,13 @@ class Function:
             arguments = _parted(given, known, arrays)
         return arrays.all, Result(result, changed, changed_graph, arguments)
 
-    def _run(self, model: Any, args: Any, kwargs: Any) -> Any:
+    def run_method(self, model: Any, args: Any, kwargs: Any) -> Any:
         out = self.function(model, *args, **kwargs)
         kind = type(out).__name__
-        if self.is_method and kind not in _LATER:
+        if kind not in _LATER:
             leaves = jax.tree.leaves(out, is_leaf=is_node)
             kind = "function" if any(map(_computes_later, leaves)) else kind
-        if self.is_method and kind in (*_LATER, "function"):
+        if kind in (*_LATER, "function"):
             raise TypeError(
                 f"wrap: {type(model).__name__}.{self.function.__name__} returns a {kind}, whose "
                 "code runs later, expected arrays: its matmuls would not be quantized; return a "

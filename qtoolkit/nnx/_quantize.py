@@ -21,12 +21,13 @@ from qtoolkit.nnx._state import product_states
 from qtoolkit.nnx._wrap import quantizing_of, rewired, traced_call
 from qtoolkit.post_training import InputStatistics
 from qtoolkit.post_training.internal import (
+    AS_WRAPPED,
     PlainModel,
     Storable,
     checked_batches,
     einsum_axes,
+    kept_or_serving_rules,
     quantize_kernels,
-    serving_rules,
     settings,
 )
 from qtoolkit.products import Operand, Recipe
@@ -44,7 +45,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 def quantize(
     model: Model,
-    recipe: Recipe | Rules[Recipe] | SpecLike | None = None,
+    recipe: Recipe | Rules[Recipe] | SpecLike = AS_WRAPPED,
     calibration: Any = None,
     *,
     method: str = "nearest",
@@ -93,10 +94,9 @@ def quantize(
     names them. Memory for GPTQ: channels**2 float32 numbers for each kernel.
 
     Args:
-      model: Any `nnx.Module`. If it is from `wrap` and `recipe` is None, it keeps its recipes and
-        scales. It is not changed.
+      model: Any `nnx.Module`. It is not changed.
       recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
-        with unquantized activations.
+        with unquantized activations. "wrapped" keeps the recipes and scales of a model from `wrap`.
       calibration: Batches of inputs, as for `calibrate`, all of one shape; the model must not be
         wrapped then. For GPTQ that is not sequential also what `calibrate(model, batches,
         "hessian")` returns.
@@ -119,7 +119,7 @@ def quantize(
       ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, is
         stored in another format than `recipe` says, has a learned scale that was not started, or a
         learned offset (LSQ+), which codes cannot hold since their zero points are integers;
-        `recipe` is None and `model` is not wrapped; or the calibration is missing, reaches a kernel
+        `recipe` is "wrapped" and `model` is not; or the calibration is missing, reaches a kernel
         with too few rows (fewer than channels), not at all, or only with infinities and NaNs.
 
     Gradient: Stored kernels have none: `value_and_grad` raises, and `nnx.grad` refuses integers, so
@@ -149,7 +149,7 @@ def quantize(
             inputs = calibration[0].inputs
     if inputs is not None and not callable(inputs):
         strict_inputs(inputs, "inputs", "quantize")
-    served = _Served(model, None if recipe is None else serving_rules(recipe), kv_cache, inputs)
+    served = _Served(model, kept_or_serving_rules(recipe), kv_cache, inputs)
     if not quantize_kernels(served, calibration, how):
         names = ", ".join(layer.shown for layer in served.layers()[:3])
         raise ValueError(

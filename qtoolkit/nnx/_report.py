@@ -9,7 +9,7 @@ from qtoolkit.nnx._call import bound_function
 from qtoolkit.nnx._function import site_of
 from qtoolkit.nnx._modules import matmuls_of_layer
 from qtoolkit.products import Report, native_calls
-from qtoolkit.products.internal import MODEL, report_of
+from qtoolkit.products.internal import MODEL, naming_missing_inputs, report_of
 
 
 def check_module(where: str, model: Any) -> None:
@@ -74,7 +74,8 @@ def report(
         for path, module in _layers_of(wrapped)
         if path in modules and matmuls_of_layer(module) and quantizing.of_module(path) is not None
     ]
-    found = report_of(call.traced, call.leaves, call.planted({}), [p or MODEL for p in paths])
+    with naming_missing_inputs("report", inputs, options):
+        found = report_of(call.traced, call.leaves, call.planted({}), [p or MODEL for p in paths])
     if not modules:  # what `wrap` returned was not used
         reason = "no layer of the model is wrapped"
         left = (dataclasses.replace(product, reason=reason) for product in found.left)

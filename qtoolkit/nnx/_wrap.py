@@ -22,6 +22,7 @@ from qtoolkit.nnx._modules import (
 )
 from qtoolkit.nnx._report import check_module, report
 from qtoolkit.nnx._state import Products, ProductState, product_states
+from qtoolkit.post_training.internal import not_wrapped
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     FirstLast,
@@ -38,6 +39,7 @@ from qtoolkit.products.internal import (
 )
 
 Model = TypeVar("Model", bound=nnx.Module)
+_DEFAULT = Recipe()
 
 
 def _kernels_in(wrapped: Any, given: Any) -> list[str]:
@@ -49,7 +51,7 @@ def _kernels_in(wrapped: Any, given: Any) -> list[str]:
 
 def wrap(
     model: Model,
-    recipe: Recipe | Rules[Recipe] | FirstLast | None = None,
+    recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
@@ -84,11 +86,11 @@ def wrap(
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
-      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or a policy
+      recipe: What to round; `Recipe()` is E4M3 forward and E5M2 for gradients. Or a policy
         of `qtoolkit.policies`. Or `Rules` of recipes, over paths such as "blocks/0/mlp" and types;
-        None excludes a layer, and so does a missing default. A type means layers of that type and layers inside of modules
-        of that type. A layer that is shared has several paths; a rule has to match one of them. A
-        rule may also name a parameter with two axes or more:
+        None excludes a layer, and so does a missing default. A type means layers of that type and
+        layers inside of modules of that type. A layer that is shared has several paths; a rule has
+        to match one of them. A rule may also name a parameter with two axes or more:
         `{"moe/router_weights": None, "moe": recipe}`.
       strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
         or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a matmul
@@ -198,10 +200,7 @@ def _check_layers(
         )
     if rules is None:
         if all(site_of(one.module) is None for one in layers):
-            raise ValueError(
-                f"{where}: recipe is None for {name}, which is not wrapped, expected a recipe, "
-                "e.g. qtoolkit.recipes.weight_only_e4m3"
-            )
+            raise not_wrapped(name)
         return
     named = [one for one in modules if not isinstance(one.module, nnx.List | nnx.Dict)]
     matched = [one.as_matched() for one in named]
@@ -292,14 +291,23 @@ def keep_traced(where: str, wrapped: Any, given: Any) -> None:
     """Gives matmuls in modules of the user what they keep, if a call with `given` runs them."""
     call = traced_call(where, wrapped, given)
     multiply, found = call.traced.quantizing(), dict[str, dict[str, Any]]()
-    for matmul in call.traced.program(call.leaves).matmuls:
+    matmuls = call.traced.program(call.leaves).matmuls
+    stacks = {matmul.path: matmul.stack for matmul in matmuls if matmul.stack}
+    for matmul in matmuls:
         recipe = multiply.recipe_of(matmul)
         if recipe is not None:
-            found.setdefault(matmul.path, {})[matmul.name] = recipe, matmul.stack
+            # Two activations in a stack of modules are told apart as its kernels are.
+            inner = (lead for path, lead in stacks.items() if _is_in(path, matmul.path))
+            stack = next(inner, ()) if matmul.parameter is None else matmul.stack
+            found.setdefault(matmul.path, {})[matmul.name] = recipe, stack
     for _, module in list(nnx.iter_modules(wrapped, graph=True)):
         site = site_of(module)
         if site is not None and site.path in found:
             keep(module, found[site.path], product_states(module))
+
+
+def _is_in(path: str, module: str) -> bool:
+    return not module or f"{path}/".startswith(f"{module}/")
 
 
 def traced_call(where: str, wrapped: Any, given: Any) -> Bound:

@@ -1,5 +1,6 @@
 """The casting and quantizing operators of ONNX, as its published pages say."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.onnx._bit_cast import bit_cast
 from qtoolkit.onnx._cast import cast, cast_like
 from qtoolkit.onnx._quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
@@ -16,3 +17,5 @@ __all__ = [
     "quantize_linear",
     "range",
 ]
+
+hint_at_names(__name__)

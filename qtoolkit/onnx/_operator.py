@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qtoolkit.casts.internal import is_array
+from qtoolkit.casts.internal import hint_for_others, is_array
 from qtoolkit.formats import Format
 from qtoolkit.onnx._types import LATEST_OPSET, TYPES_OF_64_BITS, DataType, of_spec, of_value
 
@@ -119,7 +119,10 @@ class Operator:
         if dtype is None:
             has_dtype = getattr(x, "dtype", None) is not None
             got = f"dtype {x.dtype}" if has_dtype else f"type {type(x).__name__}"
-            raise TypeError(f"{self.name}: {name} has {got}, expected an array of a type of ONNX")
+            raise TypeError(
+                f"{self.name}: {name} has {got}, expected an array of a type of ONNX"
+                f"{hint_for_others(name, x)}"
+            )
         if types is not None:
             self.check_type(name, dtype, types)
         return dtype

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.casts.internal import is_array
+from qtoolkit.casts.internal import hint_for_others, is_array
 from qtoolkit.formats import Format, format
 
 _NUMBERS = (
@@ -55,7 +55,7 @@ def element_type_of(where: str, argument: str, x: Any) -> str:
         got = f"type {type(x).__name__}" if dtype is None else f"dtype {dtype}"
         raise TypeError(
             f"{where}: {argument} has {got}, expected an array of a float, integer or bool dtype "
-            "that OpenVINO has"
+            f"that OpenVINO has{hint_for_others(argument, x)}"
         )
     return name
 

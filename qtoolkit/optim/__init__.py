@@ -1,6 +1,6 @@
-"""Optimizers in few bits: optax transforms for states, for weights and for scaled losses."""
+"""Optimizers in few bits: optax transforms for states and for weights."""
 
-from qtoolkit.optim._loss_scale import DynamicLossScaleState, dynamic_loss_scale, loss_scale
+from qtoolkit._names import hint_at_names
 from qtoolkit.optim._moments import SecondMoment
 from qtoolkit.optim._quantize_state import QuantizedState, quantize_state
 from qtoolkit.optim._weights import (
@@ -11,14 +11,13 @@ from qtoolkit.optim._weights import (
 )
 
 __all__ = [
-    "DynamicLossScaleState",
     "MasterWeightsState",
     "QuantizedState",
     "SecondMoment",
     "StochasticRoundState",
-    "dynamic_loss_scale",
-    "loss_scale",
     "master_weights",
     "quantize_state",
     "stochastic_round_updates",
 ]
+
+hint_at_names(__name__)

@@ -1,4 +1,4 @@
-"""Checks of arguments, and keys, that the transforms share."""
+"""Checks of arguments, paths of leaves, and keys, that the transforms share."""
 
 import zlib
 from typing import Any
@@ -18,18 +18,20 @@ def check_transform(where: str, tx: Any) -> None:
 
 def check_integer(where: str, name: str, value: Any, least: int, largest: int) -> None:
     if isinstance(value, jax.Array):
-        raise TypeError(injected(where, name))
+        raise TypeError(
+            f"{where}: {name} is an array, expected a number of Python; do not let "
+            f"optax.inject_hyperparams inject it: write optax.inject_hyperparams(lambda rate: "
+            f"qtoolkit.optim.{where}(...))(rate=1e-3)"
+        )
     if type(value) is not int or not least <= value <= largest:
         raise ValueError(f"{where}: {name}={value!r}, expected an integer of {least} to {largest}")
 
 
-def injected(where: str, name: str) -> str:
-    """The message for a number of which `optax.inject_hyperparams` made an array."""
-    return (
-        f"{where}: {name} is an array, expected a number of Python; do not let "
-        f"optax.inject_hyperparams inject it: write optax.inject_hyperparams(lambda rate: "
-        f"qtoolkit.optim.{where}(...))(rate=1e-3)"
-    )
+def leaf_path(keys: tuple[Any, ...]) -> str:
+    """A path such as "a/0/kernel". Boxes of one array, such as Flax's variables, add nothing."""
+    if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
+        keys = keys[:-1]
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def key_words(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import optax
 import optax.contrib
 
-from qtoolkit.casts.internal import FLOATS, leaf_path
+from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import (
     BlockFormat,
     FloatFormat,
@@ -20,6 +20,7 @@ from qtoolkit.formats import (
     TableFormat,
     spec,
 )
+from qtoolkit.optim._arguments import leaf_path
 from qtoolkit.scaling import QArray
 
 BLOCK = 128  # elements that share a scale where only a format is given
@@ -82,10 +83,10 @@ class SecondMoment:
 MomentLike: TypeAlias = SpecLike | SecondMoment
 
 
-def block_format(where: str, of: SpecLike) -> BlockFormat:
-    """The blocks that `of` stands for: its own, or `BLOCK` elements of an element format."""
-    fmt = spec(of)
-    if not isinstance(of, BlockFormat) and fmt.block == () and fmt.scale is not None:
+def block_format(where: str, like: SpecLike) -> BlockFormat:
+    """The blocks that `like` stands for: its own, or `BLOCK` elements of an element format."""
+    fmt = spec(like)
+    if not isinstance(like, BlockFormat) and fmt.block == () and fmt.scale is not None:
         fmt = dataclasses.replace(fmt, block=(BLOCK,), other_axes=1)
     element = fmt.element
     if fmt.zero_point:
@@ -161,7 +162,7 @@ def _is_named_tuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def checked_rules(of: MomentLike | Rules[Any]) -> Rules[Any]:
+def checked_rules(spec: MomentLike | Rules[Any]) -> Rules[Any]:
     """The argument of `quantize_state` as rules whose values are block formats."""
 
     def checked(value: MomentLike) -> BlockFormat | SecondMoment:
@@ -177,14 +178,14 @@ def checked_rules(of: MomentLike | Rules[Any]) -> Rules[Any]:
             "Rules({path: SecondMoment(...)})"
         )
 
-    if isinstance(of, Rules):
-        return of.map(checked)
-    if isinstance(of, SecondMoment):
+    if isinstance(spec, Rules):
+        return spec.map(checked)
+    if isinstance(spec, SecondMoment):
         raise TypeError(
             "quantize_state: spec is a SecondMoment, expected what holds first moments, too; write "
             "Rules({path: SecondMoment(...)}, default='e4m3fn')"
         )
-    return Rules({}, default=checked(of))
+    return Rules({}, default=checked(spec))
 
 
 def formats(state: Any, rules: Rules[Any], min_size: int) -> list[BlockFormat | None]:

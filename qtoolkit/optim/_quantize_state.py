@@ -9,13 +9,14 @@ import optax
 from optax import GradientTransformation, GradientTransformationExtraArgs
 
 from qtoolkit.casts import Stochastic
-from qtoolkit.casts.internal import FLOATS, check_rounding, exact_float32
+from qtoolkit.casts.internal import FLOATS, check_rounding, exact_float32, serializable
 from qtoolkit.formats import BlockFormat, Rules, TableFormat
 from qtoolkit.optim._arguments import check_integer, check_transform, key_words
 from qtoolkit.optim._moments import MomentLike, checked_rules, formats, is_float, leaves
 from qtoolkit.scaling import QArray, quantize
 
 
+@serializable
 class QuantizedState(NamedTuple):
     """The state of `quantize_state`.
 

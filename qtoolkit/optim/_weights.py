@@ -9,13 +9,20 @@ import optax
 from optax import GradientTransformation, GradientTransformationExtraArgs
 
 from qtoolkit.casts import round_to_format
-from qtoolkit.casts.internal import FLOATS, check_holds, exact_float32, in_dtype, leaf_path
+from qtoolkit.casts.internal import (
+    FLOATS,
+    check_holds,
+    exact_float32,
+    in_dtype,
+    serializable,
+)
 from qtoolkit.formats import Format, FormatLike, format
-from qtoolkit.optim._arguments import check_integer, check_transform, key_words
+from qtoolkit.optim._arguments import check_integer, check_transform, key_words, leaf_path
 
 _HALVES = FLOATS[1:]
 
 
+@serializable
 class StochasticRoundState(NamedTuple):
     """The state of `stochastic_round_updates`: uint32 scalars, a seed and the number of updates."""
 
@@ -98,6 +105,7 @@ def stochastic_round_updates(
     return GradientTransformationExtraArgs(init, update)
 
 
+@serializable
 class MasterWeightsState(NamedTuple):
     """The state of `master_weights`.
 

@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.plots._curves import loss_curves, sqnr_by_tensor, weight_errors
 from qtoolkit.plots._errors import error_against_magnitude
 from qtoolkit.plots._histograms import code_histogram
@@ -23,3 +24,5 @@ __all__ = [
     "sqnr_by_tensor",
     "weight_errors",
 ]
+
+hint_at_names(__name__)

@@ -18,8 +18,8 @@ from qtoolkit.post_training._channels import Key, Node, Root
 from qtoolkit.post_training._tracking import Use
 from qtoolkit.products import Operand
 from qtoolkit.products.internal import Axes, listed, rounding_of, warn
-from qtoolkit.scaling import Hessian, smoothing_factors
-from qtoolkit.scaling.internal import Contraction, InputTransform, check_inputs, search_factors
+from qtoolkit.scaling import Hessian, awq_factors, smoothing_factors
+from qtoolkit.scaling.internal import Contraction, InputTransform, check_inputs
 
 Array = jax.Array
 Params = dict[str, Array]
@@ -133,15 +133,16 @@ def _searched(
     is_half = any(use.kernel.dtype != jnp.float32 for use in multiplied.values())
     where = f"quantize: {shown(next(iter(uses)))}"
     if method == "awq":
-        hows = [
+        read = [
             (
+                use.kernel,
                 spec_of(kernels[key[0]], use.how, use.kernel.shape),
                 use.how,
                 rotations.get(key[0], InputTransform()).rotation,
             )
             for key, use in uses.items()
         ]
-        return search_factors(where, arrays, hessian, hows, power_of_two=is_half)
+        return awq_factors(read, hessian, power_of_two=is_half, where=where)
     amaxes = []
     for array, use in zip(arrays, uses.values(), strict=True):
         check_inputs(where, array, hessian, use.how)

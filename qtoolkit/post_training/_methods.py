@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts.internal import FLOATS, WIDTHS, exact_float32
+from qtoolkit.casts.internal import FLOATS, WIDTHS, exact_float32, serializable
 from qtoolkit.post_training._channels import Key
 from qtoolkit.post_training._folding import (
     Graph,
@@ -27,8 +27,8 @@ from qtoolkit.post_training._storing import stored_kernel
 from qtoolkit.post_training._tracking import Use, tracked
 from qtoolkit.products import Current, Operand
 from qtoolkit.products.internal import Batch, listed, warn
-from qtoolkit.scaling import Hessian, QArray
-from qtoolkit.scaling.internal import Contraction, InputTransform, solved
+from qtoolkit.scaling import Hessian, QArray, gptq
+from qtoolkit.scaling.internal import Contraction, InputTransform
 
 Array = jax.Array
 _STEPS = (("", "hadamard"), ("", "awq", "smoothquant"), ("", "gptq"))  # in this order
@@ -36,6 +36,7 @@ METHODS = ("nearest", *("+".join(filter(None, x)) for x in itertools.product(*_S
 _STATIC: Any = {"static": True}
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class InputStatistics:
@@ -326,9 +327,15 @@ class _Solver:
     def solve(self, key: Key) -> QArray:
         (hessian, how), kernel = self.seen[key], self.params[key[0]][key[1]]
         spec, transform = spec_of(self.kernels[key[0]], how, kernel.shape), self.transform(key)
-        options = self.settings.damping, self.settings.act_order, spec.element.bits in WIDTHS
-        w = transform.of_kernel(kernel) if transform else kernel
-        made = solved(f"quantize: {shown(key)}", w, spec, hessian, how, *options)
+        made = gptq(
+            transform.of_kernel(kernel) if transform else kernel,
+            *(spec, hessian),
+            axis=how,
+            damping=self.settings.damping,
+            act_order=self.settings.act_order,
+            packed=spec.element.bits in WIDTHS,
+            where=f"quantize: {shown(key)}",
+        )
         return dataclasses.replace(made, dtype=kernel.dtype, **transform._asdict())
 
     def warn_of_few_rows(self) -> None:

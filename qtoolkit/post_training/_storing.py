@@ -14,6 +14,7 @@ from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     Einsum,
+    check_not_none,
     check_storable,
     code_values,
     poisoned,
@@ -23,6 +24,20 @@ from qtoolkit.products.internal import (
 from qtoolkit.scaling import QArray
 
 Array = jax.Array
+AS_WRAPPED = "wrapped"  # in place of a recipe: those that `wrap` gave to the model
+
+
+def kept_or_serving_rules(recipe: Any) -> Rules[Recipe] | None:
+    """As `serving_rules`; None for `AS_WRAPPED`."""
+    is_kept = isinstance(recipe, str) and recipe == AS_WRAPPED
+    return None if is_kept else serving_rules(recipe)
+
+
+def not_wrapped(name: str) -> ValueError:
+    return ValueError(
+        f"quantize: recipe is {AS_WRAPPED!r} for {name}, which is not wrapped, expected a recipe, "
+        "e.g. qtoolkit.recipes.weight_only_e4m3"
+    )
 
 
 def serving_rules(recipe: Any) -> Rules[Recipe]:
@@ -37,6 +52,7 @@ def _serving_recipe(recipe: Any) -> Recipe:
         return recipe
     if isinstance(recipe, str | Operand | BlockFormat | Format):
         return Recipe((None, recipe), gradient=None)
+    check_not_none("quantize", recipe, f"write {AS_WRAPPED!r} for the recipes of `wrap`")
     raise TypeError(
         f"quantize: recipe has type {type(recipe).__name__}, expected a Recipe, Rules of them or a "
         "format, e.g. qtoolkit.recipes.weight_only_e4m3"

@@ -10,4 +10,11 @@ from qtoolkit.post_training._methods import (
     settings,
 )
 from qtoolkit.post_training._quantize import Storable, quantize_kernels
-from qtoolkit.post_training._storing import einsum_axes, serving_rules, stored_kernel
+from qtoolkit.post_training._storing import (
+    AS_WRAPPED,
+    einsum_axes,
+    kept_or_serving_rules,
+    not_wrapped,
+    serving_rules,
+    stored_kernel,
+)

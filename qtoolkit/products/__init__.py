@@ -1,5 +1,6 @@
 """Quantized products on plain arrays, and the recipes that say how."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.products import _policies as policies
 from qtoolkit.products import _presets as recipes
 from qtoolkit.products._calibration import Calibration
@@ -39,3 +40,5 @@ __all__ = [
     "ragged_dot",
     "recipes",
 ]
+
+hint_at_names(__name__)

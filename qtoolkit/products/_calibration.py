@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qtoolkit.casts.internal import exact_float32
+from qtoolkit.casts.internal import exact_float32, serializable
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._inputs import Batch
 from qtoolkit.products._matmul import Call, Key, Matmul
@@ -24,7 +24,6 @@ from qtoolkit.scaling import (
     AbsMax,
     AmaxHistory,
     Bins,
-    Entropy,
     MinMax,
     MovingAverage,
     Observer,
@@ -42,10 +41,9 @@ OBSERVERS: dict[str, type[Observer]] = {
     "moving_average": MovingAverage,
     "percentile": Percentile,
     "mse": MSE,
-    "entropy": Entropy,
     "amax_history": AmaxHistory,
 }
-_HISTOGRAMS = (Percentile, MSE, Entropy)
+_HISTOGRAMS = (Percentile, MSE)
 _STATIC: Any = {"static": True}
 
 
@@ -121,6 +119,7 @@ def _summary_by(bins: Bins | None) -> Callable[..., Any]:
     return summary
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:

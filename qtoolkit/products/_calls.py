@@ -63,17 +63,27 @@ class MeasuredStep:
 
 # The package whose `value_and_grad` runs, and what it measures. It is part of the key by which
 # `jax.jit` finds a trace: a matmul in ours tells its magnitudes as the gradient of a probe.
+# Its last part is new for each program that asks for traces of its own.
 _step = jax.make_user_context(None)
 
 
 def training_step(package: str, measured: MeasuredStep | None = None) -> Any:
     """In this context `value_and_grad` of a package, "nnx" or "linen", differentiates."""
-    return _step((package, measured))
+    return _step((package, measured, None))
+
+
+def own_traces() -> Any:
+    """In this context JAX and Flax do not reuse traces of functions from before.
+
+    In those, other modules run, and nobody would know which these are.
+    """
+    package, measured, _ = _step.value or ("", None, None)
+    return _step((package, measured, object()))
 
 
 def step_of(package: str) -> tuple[bool, MeasuredStep | None]:
     """Whether the package's `value_and_grad` runs, and what it measures."""
-    running, measured = _step.value or ("", None)
+    running, measured, _ = _step.value or ("", None, None)
     return running == package, measured if running == package else None
 
 

@@ -43,12 +43,14 @@ from qtoolkit.products._stored import check_trainable
 class Call(Protocol):
     """A call of a wrapped model, or a function of one, as `Program`s need it.
 
-    Attributes:
-      traced, leaves: The function of arrays, and the arrays.
+    `traced` is the function of arrays, `leaves` the arrays.
     """
 
-    traced: Traced
-    leaves: list[Any]
+    @property
+    def traced(self) -> Traced: ...
+
+    @property
+    def leaves(self) -> list[Any]: ...
 
     def planted(
         self, zeros: Mapping[Key, Any], *, has_probes: bool = False

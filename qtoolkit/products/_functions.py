@@ -81,7 +81,7 @@ def dot_general(
       >>> contract = (((1,), (0,)), ((), ()))
       >>> qt.dot_general(x, w, contract)  # 0.3 became 0.3125
       Array([[588.]], dtype=float32)
-      >>> qt.dot_general(x, w, contract, recipe=qt.Recipe(None))  # nothing is rounded
+      >>> qt.dot_general(x, w, contract, recipe=qt.Recipe(None, None))  # nothing is rounded
       Array([[582.4]], dtype=float32)
     """
     function = DotGeneral(dimension_numbers, precision, out_sharding)
@@ -93,7 +93,7 @@ def einsum(
     subscripts: str,
     lhs: jax.Array | QArray,
     rhs: jax.Array | QArray,
-    *,
+    *others: jax.Array,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     recipe: Recipe = _DEFAULT,
@@ -119,6 +119,11 @@ def einsum(
       >>> qt.einsum("btd,df->btf", x, w, recipe=qt.Recipe(("bfloat16", "bfloat16")))
       Array([[[582.75]]], dtype=float32)
     """
+    if others:
+        raise TypeError(
+            f"einsum: got {2 + len(others)} operands, expected two; multiply two at a time, e.g. "
+            "qtoolkit.einsum('ac,cd->ad', qtoolkit.einsum('ab,bc->ac', a, b), c)"
+        )
     function = Einsum(subscripts, precision, out_sharding)
     dtype, state = preferred_element_type, _keyed("einsum", key)
     return quantized_product("einsum", function, lhs, rhs, recipe, dtype, state)

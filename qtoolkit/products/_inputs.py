@@ -1,8 +1,9 @@
 """Models and their inputs as arguments of JAX's transformations."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,20 @@ _NEEDS_NUMBERS = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+
+@contextlib.contextmanager
+def naming_missing_inputs(where: str, inputs: Any, options: Any) -> Iterator[None]:
+    """Says that there are no inputs where the call of a model fails without any."""
+    try:
+        yield
+    except TypeError as error:
+        if inputs or options:
+            raise
+        raise TypeError(
+            f"{where}: the model was called without inputs ({error}), expected those of its call; "
+            f"add them: {where}(..., x)"
+        ) from error
 
 
 def as_jax(tree: Any, integers: bool = True, is_leaf: Callable[[Any], bool] | None = None) -> Any:

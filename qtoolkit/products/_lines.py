@@ -48,6 +48,11 @@ def _shown(frame: Any) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
 
 
+# Our functions that call a method of a module: any, and that of the outermost one in a program. JAX
+# cuts a traceback where a program begins, so `entering` of the outermost one is not in it.
+_METHODS = ("entering", "run_method")
+
+
 def place_of(eqn: Any, functions: Sequence[str] = ()) -> tuple[str, str]:
     """Where a module's method made an equation: "__call__@3:12.attend@5:8".
 
@@ -66,7 +71,7 @@ def place_of(eqn: Any, functions: Sequence[str] = ()) -> tuple[str, str]:
     for code, last in zip(*traceback.raw_frames(), strict=True) if traceback else ():
         file = code.co_filename
         if file.startswith(_FOLDERS["qtoolkit"]):
-            if code.co_name == "entering":  # here the method of a module begins
+            if code.co_name in _METHODS:
                 ends.append(len(places))
             continue
         if file.startswith(_LIBRARIES) or file.startswith("<"):

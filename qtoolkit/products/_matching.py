@@ -50,11 +50,11 @@ def _within(paths: Sequence[str], kernel: str) -> list[str]:
 
 
 def training_rules(recipe: Any) -> Rules[Recipe]:
-    """The recipes for a model to be trained, as `wrap` takes them; None stands for `Recipe()`."""
+    """The recipes for a model to be trained, as `wrap` takes them."""
     check = functools.partial(check_recipe, "wrap")
     if isinstance(recipe, Rules):
         return recipe.map(check)
-    return Rules((), default=Recipe() if recipe is None else check(recipe))
+    return Rules((), default=check(recipe))
 
 
 def unused_rules(rules: Rules[Recipe], modules: Sequence[FoundModule]) -> list[str | type]:

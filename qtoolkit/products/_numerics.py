@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from qtoolkit.casts.internal import serializable
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._report import Product, text_table
 from qtoolkit.scaling import Tally
@@ -30,6 +31,7 @@ _VERSION = 1
 _STATIC: Any = {"static": True}
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
@@ -90,6 +92,7 @@ class Row:
         )
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Numerics:

@@ -132,11 +132,15 @@ class Step(NamedTuple):
         return self.outputs[0].dtype in (jnp.bfloat16, jnp.float16)
 
 
+# JAX computes no derivative through these.
+_CONSTANT_DERIVATIVE = ("stop_gradient", "sign", "round", "floor", "ceil")
+
+
 def origins_after(step: Step, origins: Sequence[Origin]) -> list[Origin]:
     """The origin of each result of an operation, from those of its operands."""
     if not origins:
         return [CONSTANT] * len(step.outputs)
-    trained = step.name != "stop_gradient" and any(x.is_trained for x in origins)
+    trained = step.name not in _CONSTANT_DERIVATIVE and any(x.is_trained for x in origins)
     places = features_of(step, [x.features for x in origins])
     source = _source_after(step, origins)
     return [

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from qtoolkit.formats.internal import add_json_kinds
+
 MODEL = "(model)"  # the path of the model itself
 
 
@@ -19,3 +21,6 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path or MODEL}:{self.name}"
+
+
+add_json_kinds(Place)

@@ -36,11 +36,13 @@ class Module(NamedTuple):
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it.
       computes_unquantized: Whether all matmuls that it computes itself stay in high precision.
+      rules: Those of a part that was wrapped by itself; None for those of the model.
     """
 
     paths: tuple[str, ...]
     kinds: tuple[type, ...]
     computes_unquantized: bool = False
+    rules: Rules[Recipe] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,30 +99,40 @@ class Quantizing:
         return ""
 
     def _by_rules(self, matmul: Matmul) -> Recipe | None:
-        return self.by_rules(matmul.path, matmul.parameter)
+        module, running = self.module_at(matmul.path), self.modules.get(matmul.module or "")
+        if matmul.path not in self.modules and running is not None:
+            # Equal modules under `nn.jit` share one trace, in which the first of them runs.
+            module = module._replace(kinds=(*running.kinds, *module.kinds))
+        return self._recipe(module, matmul.parameter)
 
     def by_rules(self, path: str, parameter: Parameter | None) -> Recipe | None:
         """The recipe of matmuls with a parameter of a module, or of two activations in it."""
+        return self._recipe(self.module_at(path), parameter)
+
+    def _recipe(self, module: Module, parameter: Parameter | None) -> Recipe | None:
         if parameter is None:
-            recipe = self.of_module(path)
+            recipe = self._lookup(module)
             return None if recipe is None else recipe.of_activations()
-        module = self._module(path)
         name = parameter.name.replace(".", "/")
         paths = [*module.paths, *(f"{path}/{name}".strip("/") for path in module.paths)]
-        return self.rules.lookup(paths, module.kinds)
+        return self._lookup(module._replace(paths=tuple(paths)))
 
     def of_module(self, path: str) -> Recipe | None:
         """The recipe of a module."""
-        module = self._module(path)
-        return self.rules.lookup(module.paths, module.kinds)
+        return self._lookup(self.module_at(path))
 
-    def _module(self, path: str) -> Module:
-        """The module of a path, or with the types of the nearest module around."""
+    def _lookup(self, module: Module) -> Recipe | None:
+        rules = self.rules if module.rules is None else module.rules
+        return rules.lookup(module.paths, module.kinds)
+
+    def module_at(self, path: str) -> Module:
+        """The module of a path, or what the nearest module around tells of it."""
         around = path
         while around and around not in self.modules:
             around = around.rpartition("/")[0]
-        module = self.modules.get(around, Module((), ()))
-        return module if around == path and module.paths else Module((path,), module.kinds)
+        module, rest = self.modules.get(around, Module((), ())), path[len(around) :].strip("/")
+        within = tuple(f"{one}/{rest}".strip("/") for one in module.paths)
+        return module._replace(paths=within or (path,), computes_unquantized=False)
 
     def __call__(
         self, matmul: Matmul, call: Call, planted: Planted | None

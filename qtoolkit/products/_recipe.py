@@ -371,9 +371,18 @@ def check_recipe(where: str, recipe: Any) -> Recipe:
     """`recipe`; TypeError where it is something else, with the line to write."""
     if isinstance(recipe, Recipe):
         return recipe
+    check_not_none(where, recipe, "omit it for E4M3, or write qtoolkit.Recipe(None, None)")
     raise TypeError(
         f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe{_instead(recipe)}"
     )
+
+
+def check_not_none(where: str, recipe: Any, instead: str) -> None:
+    """Refuses None, which excludes a layer in `Rules` and must not mean a default elsewhere."""
+    if recipe is None:
+        raise TypeError(
+            f"{where}: recipe is None, which means not quantized, expected a Recipe; {instead}"
+        )
 
 
 def _instead(value: Any) -> str:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.products._derivative import Cotangent
 from qtoolkit.products._matmul import MATMULS, Call, Key, Matmul, Planted
 from qtoolkit.products._origins import following_features
@@ -53,6 +54,9 @@ class Product:
     where: str = ""
     count: int = 1
     multiplications: int = 0
+
+
+add_json_kinds(Product)
 
 
 @dataclasses.dataclass(frozen=True)

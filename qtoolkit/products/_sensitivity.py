@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.casts.internal import serializable
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
 from qtoolkit.products._matmul import Call, Key, Matmul, Planted
@@ -25,6 +26,7 @@ _STATIC: Any = {"static": True}
 Kernels = tuple[tuple[str, Recipe | None], ...]  # parameters with recipes of their own
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sensitivity:

@@ -81,12 +81,12 @@ def needs_state(recipe: Recipe) -> bool:
     return is_updated or any(recipe.learned)
 
 
+_HALF = (jnp.bfloat16, jnp.float16)
+
+
 def as_float32(kept: Kept) -> dict[str, Any]:
     """The state after somebody has cast all floats of a model, to bfloat16 for instance."""
-    return {
-        name: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for name, x in kept.items()
-    }
+    return {name: x.astype(jnp.float32) if x.dtype in _HALF else x for name, x in kept.items()}
 
 
 def lead_of(kept: Kept) -> int:

@@ -10,11 +10,12 @@ from qtoolkit.products._calls import (
     in_module,
     is_eager,
     is_in_program,
+    own_traces,
     step_of,
     tracing_function,
 )
 from qtoolkit.products._flow import Kept
-from qtoolkit.products._inputs import Batch
+from qtoolkit.products._inputs import Batch, naming_missing_inputs
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
@@ -35,13 +36,14 @@ from qtoolkit.products._place import MODEL, Place, listed
 from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
 from qtoolkit.products._program import Program
-from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced
-from qtoolkit.products._recipe import check_recipe
+from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced, compiled
+from qtoolkit.products._recipe import check_not_none, check_recipe
 from qtoolkit.products._report import (
     check_all_quantized,
     report_of,
     strict_inputs,
     text_table,
+    traced_with_axes,
 )
 from qtoolkit.products._residuals import code_values, poisoned
 from qtoolkit.products._rounded import rounding_of

@@ -15,6 +15,7 @@ from qtoolkit.casts.internal import (
     check_source,
     check_value_source,
     encode_for,
+    hint_for_others,
     is_array,
 )
 from qtoolkit.formats import (
@@ -286,7 +287,8 @@ def _formats(
     source = None if got is None else _format_of(got)
     if source not in pairs:
         what = f"dtype {got}" if got is not None else f"type {type(input).__name__}"
-        remedy = "; extended=True takes it" if source in EXTENDED_PAIRS else ""
+        remedy = hint_for_others("input", input)
+        remedy = "; extended=True takes it" if source in EXTENDED_PAIRS else remedy
         raise TypeError(
             f"{_WHERE}: input has {what}, expected an array of {_listed(pairs)}{remedy}"
         )

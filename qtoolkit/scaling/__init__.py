@@ -1,13 +1,13 @@
 """Chooses scales, x ~ q * scale, and quantizes arrays in blocks. Nothing here has derivatives."""
 
+from qtoolkit._names import hint_at_names
 from qtoolkit.scaling._awq import awq_factors
 from qtoolkit.scaling._blocks import amax
 from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage
-from qtoolkit.scaling._equalization import cross_layer_factors, equalize, smoothing_factors
 from qtoolkit.scaling._gptq import gptq
 from qtoolkit.scaling._hadamard import hadamard_transform
 from qtoolkit.scaling._hessian import Hessian
-from qtoolkit.scaling._histogram import MSE, Bins, Entropy, Percentile
+from qtoolkit.scaling._histogram import MSE, Bins, Percentile
 from qtoolkit.scaling._history import AmaxHistory
 from qtoolkit.scaling._metrics import Metrics, sqnr_db
 from qtoolkit.scaling._metrics_table import MetricsTable, metrics
@@ -15,6 +15,7 @@ from qtoolkit.scaling._observer import Observer
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._quantize import quantize
 from qtoolkit.scaling._scales import scale_from_amax
+from qtoolkit.scaling._smoothing import smoothing_factors
 from qtoolkit.scaling._tally import Tally
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "AbsMax",
     "AmaxHistory",
     "Bins",
-    "Entropy",
     "Hessian",
     "Metrics",
     "MetricsTable",
@@ -34,8 +34,6 @@ __all__ = [
     "Tally",
     "amax",
     "awq_factors",
-    "cross_layer_factors",
-    "equalize",
     "gptq",
     "hadamard_transform",
     "metrics",
@@ -44,3 +42,5 @@ __all__ = [
     "smoothing_factors",
     "sqnr_db",
 ]
+
+hint_at_names(__name__)

@@ -25,18 +25,18 @@ from qtoolkit.scaling._input_transform import InputTransform, Rotation
 
 Array = jax.Array
 _LIMIT = np.float32(2.0**20)
+Axis = int | tuple[int, ...] | Contraction
 # How a kernel is rounded, its axes in the matmul, and the rotation that follows its factors.
 Layout = tuple[BlockFormat, Contraction, Rotation | None]
 
 
 def awq_factors(
-    w: Array | Sequence[Array],
-    spec: SpecLike,
+    kernels: Sequence[tuple[Array, SpecLike, Axis] | tuple[Array, SpecLike, Axis, Rotation | None]],
     hessian: Hessian,
     *,
-    axis: int | tuple[int, ...] = 0,
     grid: int = 20,
     power_of_two: bool = False,
+    where: str = "awq_factors",
 ) -> Array:
     """Search AWQ's factors, by which the input channels of a kernel are multiplied before rounding.
 
@@ -45,15 +45,15 @@ def awq_factors(
     channel is its mean |x| to a power between 0 and 1; then all are scaled, so that the largest
     times the smallest is 1. Of several powers, take the one with the least squared error of the
     result. `hessian` suffices to compute this error, so inputs need not be stored.
-    `x, w = equalize(x, w, factors)` applies the factors.
 
     Args:
-      w: The kernel, float32, float16 or bfloat16; or several that share their inputs, such as those
-        of queries, keys and values, for which the errors are added.
-      spec, axis: As in `gptq`.
+      kernels: One or more that share their inputs, such as those of queries, keys and values, for
+        which the errors are added: each as a tuple (w, spec, axis), which are as in `gptq`. A
+        fourth item is a rotation of the channels after the factors.
       hessian: The sums over the inputs x, as `Hessian.observe` collects them.
       grid: How many powers to try, evenly spaced. The first is 0: all factors are 1.
       power_of_two: Whether to round factors to powers of two. Then multiplying by them is exact.
+      where: What messages of errors begin with.
 
     Returns:
       [channels], float32, positive. 1 for channels whose inputs were all zeros.
@@ -67,38 +67,24 @@ def awq_factors(
       >>> x = jax.random.normal(jax.random.key(0), (512, 32)) * jnp.ones(32).at[3].set(30.0)
       >>> w = jax.random.normal(jax.random.key(1), (32, 8))
       >>> hessian = qt.scaling.Hessian.of(32).observe(x)
-      >>> factors = qt.scaling.awq_factors(w, "int4_group32", hessian)
+      >>> factors = qt.scaling.awq_factors([(w, "int4_group32", 0)], hessian)
       >>> bool(factors[3] > 2 * jnp.median(factors))
       True
     """
-    kernels = tuple(w) if isinstance(w, list | tuple) else (w,)
     if not kernels:
-        raise ValueError("awq_factors: there are no kernels, expected one or more")
+        raise ValueError(f"{where}: there are no kernels, expected one or more")
     if isinstance(grid, bool) or not isinstance(grid, int) or grid < 2:
-        raise ValueError(f"awq_factors: grid={grid!r}, expected an integer of 2 or more")
-    resolved = formats.spec(spec)
+        raise ValueError(f"{where}: grid={grid!r}, expected an integer of 2 or more")
     arrays, layouts = [], []
-    for kernel in kernels:
-        array = lax.stop_gradient(check_differentiable("awq_factors", kernel, wide=False))
-        contraction = Contraction.of("awq_factors", array.shape, axis)
-        layouts.append((contraction.along(resolved, array.shape), contraction, None))
-        arrays.append(array)
-    return search_factors("awq_factors", arrays, hessian, layouts, grid, power_of_two)
-
-
-def search_factors(
-    where: str,
-    kernels: Sequence[Array],
-    hessian: Hessian,
-    layouts: Sequence[Layout],
-    grid: int = 20,
-    power_of_two: bool = False,
-) -> Array:
-    """`awq_factors`, where each kernel has a layout of its own."""
-    for w, (spec, contraction, _) in zip(kernels, layouts, strict=True):
-        scale_shape(where, spec, w.shape)
+    for kernel, spec, axis, *rotation in kernels:
+        w = lax.stop_gradient(check_differentiable(where, kernel, wide=False))
+        contraction = Contraction.of(where, w.shape, axis)
+        resolved = contraction.along(formats.spec(spec), w.shape)
+        scale_shape(where, resolved, w.shape)
         check_inputs(where, w, hessian, contraction)
-    return _search(tuple(kernels), hessian, tuple(layouts), grid, bool(power_of_two))
+        arrays.append(w)
+        layouts.append((resolved, contraction, rotation[0] if rotation else None))
+    return _search(tuple(arrays), hessian, tuple(layouts), grid, bool(power_of_two))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from qtoolkit.formats import BlockFormat
+from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.scaling._blocks import Blocks
 from qtoolkit.scaling._elements import Scales
 from qtoolkit.scaling._hessian import Hessian
@@ -33,12 +34,16 @@ class Contraction(NamedTuple):
     places: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, where: str, shape: tuple[int, ...], axis: int | tuple[int, ...]) -> "Contraction":
-        """From the axis or axes that a user names.
+    def of(
+        cls, where: str, shape: tuple[int, ...], axis: "int | tuple[int, ...] | Contraction"
+    ) -> "Contraction":
+        """From the axis or axes that a user names; a `Contraction` is returned as it is.
 
         Raises:
           ValueError: An axis is out of range or comes twice.
         """
+        if isinstance(axis, Contraction):
+            return axis
         axes = (axis,) if isinstance(axis, int) else tuple(axis)
         rank = len(shape)
         if not axes or any(not -rank <= a < rank for a in axes):
@@ -48,7 +53,7 @@ class Contraction(NamedTuple):
             raise ValueError(f"{where}: axis={axis} of shape {shape}, expected different axes")
         return cls(places)
 
-    def apart(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def matrix_axes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """`shape` with an axis for groups, and the order of axes: batch, contracted, others."""
         batch, contracted = self.batch, self.contracted
         if self.groups > 1:
@@ -66,13 +71,13 @@ class Contraction(NamedTuple):
 
     def matrices(self, x: Array) -> Array:
         """The kernel as [batch, channels, columns]."""
-        shape, order = self.apart(x.shape)
+        shape, order = self.matrix_axes(x.shape)
         return lax.transpose(x.reshape(shape), order).reshape(self.sizes(x.shape))
 
     def restored(self, matrices: Array, shape: tuple[int, ...]) -> Array:
         """The kernel of `shape` that `matrices` were made of; or its scales, in their shape."""
-        apart, order = self.apart(shape)
-        x = matrices.reshape([apart[axis] for axis in order])
+        split, order = self.matrix_axes(shape)
+        x = matrices.reshape([split[axis] for axis in order])
         return lax.transpose(x, [order.index(axis) for axis in range(len(order))]).reshape(shape)
 
     def pooled(
@@ -108,15 +113,15 @@ class Contraction(NamedTuple):
           ValueError: Blocks of the kernel would be torn: those of several contracted axes must
             divide the last one, or cover all of them.
         """
-        apart, order = self.apart(shape)
-        blocks = Blocks(shape, spec.block_lengths(shape)).reshaped(apart)
-        turned = (tuple(sizes[a] for a in order) for sizes in (apart, blocks.lengths))
+        split, order = self.matrix_axes(shape)
+        blocks = Blocks(shape, spec.block_lengths(shape)).reshaped(split)
+        turned = (tuple(sizes[a] for a in order) for sizes in (split, blocks.lengths))
         return Blocks(*turned).reshaped(self.sizes(shape))
 
     def scales(self, scales: Scales, spec: BlockFormat, shape: tuple[int, ...]) -> Scales:
         """Scales of the kernel as those of its matrices."""
-        apart, order = self.apart(shape)
-        before = Blocks(shape, spec.block_lengths(shape)).reshaped(apart).counts
+        split, order = self.matrix_axes(shape)
+        before = Blocks(shape, spec.block_lengths(shape)).reshaped(split).counts
         counts = self.blocks(spec, shape).counts
 
         def moved(x: Array) -> Array:
@@ -124,6 +129,9 @@ class Contraction(NamedTuple):
 
         scale, zero_point = (None if x is None else moved(x) for x in scales[::2])
         return Scales(scale, scales.tensor_scale, zero_point)
+
+
+add_json_kinds(Contraction)
 
 
 def check_inputs(where: str, w: Array, hessian: Hessian, how: Contraction) -> None:

@@ -151,7 +151,7 @@ def by_elements(
     projection = projection.drawn(first.shape).reshaped(blocks.split)
     zero_point = jax.tree.map(blocks.spread, scales.zero_point)  # None stays None
     elements = Elements(view, projection, zero_point, np.dtype(dtype))
-    exact, fast = _ways(
+    exact, fast = _scalings(
         spec,
         scales,
         blocks,
@@ -175,7 +175,7 @@ def by_elements(
     return jax.tree.map(blocks.join, out)
 
 
-def _ways(
+def _scalings(
     spec: BlockFormat,
     scales: Scales,
     blocks: Blocks,

@@ -4,7 +4,29 @@ x is float32, float16 or bfloat16, read as exact float32 through a view of its b
 float64, whose scales follow from its float32. q is x / scale, rounded: one IEEE division by the
 scale as it is stored, then one rounding.
 `quantize`, `fake_quantize`, `metrics`, quantized matmuls, `round_cotangent` and the converter of
-checkpoints all call these functions. Each of them is one computation on elements, above it.
+checkpoints all call these functions.
+
+Each is a pair: a public function of whole arrays, and above it a private one of elements.
+
+    block_codes          _codes                      x -> codes of x / scale
+    block_values         _values                     x -> those codes times scale
+    dequantized          _numbers                    codes -> numbers
+    operand_values       _operands, or a short form  x -> q for a matmul, without scale
+    operand_codes        _native_codes               the same as codes of 8-bit floats
+    unscaled_values      _products                   q -> q * scale
+    scaled_values        _scaled                     x -> x / scale + zero point
+    scaled_and_unscaled  _quotients_and_products     both, with scales that are broadcast once
+
+A value goes this way: `block_codes(x, spec, ..., scales)` calls `by_elements(_codes, x, ...)`. That
+splits x into its view of blocks, spreads the scales over it, and calls `_codes(elements, spec,
+scaling)` for all elements at once; the result is joined to the shape of x. So `_codes` says what is
+computed, `by_elements` of which elements, `scaling` how one divides and multiplies by a scale.
+
+They are apart for two reasons. There are six kinds of `scaling`, such as a division by float32
+scales, or exponents of E8M0: `by_elements` chooses by the format, and no computation asks which.
+And where scales are powers of two, one multiplication is faster than shifting exponents, but exact
+only if no number is subnormal: then both branches of a condition have the same computation. It
+becomes one primitive of JAX, too, which is traced once for all shapes (`casts.elementwise`).
 """
 
 import jax

@@ -40,10 +40,11 @@ def gptq(
     spec: SpecLike,
     hessian: Hessian,
     *,
-    axis: int | tuple[int, ...] = 0,
+    axis: int | tuple[int, ...] | Contraction = 0,
     damping: float = 0.01,
     act_order: bool = False,
     packed: bool = False,
+    where: str = "gptq",
 ) -> QArray:
     """Quantize a kernel by GPTQ: the error of `x @ w` is minimized, not that of `w`.
 
@@ -61,6 +62,7 @@ def gptq(
       act_order: Whether channels are rounded in descending order of their mean square. Scales then
         follow from `w` as it is.
       packed: As in `quantize`.
+      where: What messages of errors begin with.
 
     Returns:
       A `QArray` in the shape and dtype of `w`. Channels whose inputs were all zeros are rounded to
@@ -82,26 +84,12 @@ def gptq(
       >>> print([f"{jnp.square(x @ (w - q.dequantize())).mean():.3f}" for q in kernels])
       ['0.306', '7.370']
     """
-    w = lax.stop_gradient(check_differentiable("gptq", w, wide=False))
-    how = Contraction.of("gptq", w.shape, axis)
-    return solved("gptq", w, formats.spec(spec), hessian, how, damping, act_order, packed)
-
-
-def solved(
-    where: str,
-    w: Array,
-    spec: BlockFormat,
-    hessian: Hessian,
-    how: Contraction,
-    damping: float = 0.01,
-    act_order: bool = False,
-    packed: bool = False,
-) -> QArray:
-    """`gptq` for a kernel whose axes are known."""
+    w = lax.stop_gradient(check_differentiable(where, w, wide=False))
     check_number(where, "damping", damping)
     if not damping >= 0:
         raise ValueError(f"{where}: damping={damping}, expected 0 or more")
-    spec = how.along(spec, w.shape)
+    how = Contraction.of(where, w.shape, axis)
+    spec = how.along(formats.spec(spec), w.shape)
     check_holds(where, spec.element, w.dtype)
     scale_shape(where, spec, w.shape)
     check_inputs(where, w, hessian, how)
@@ -164,6 +152,10 @@ def _solved(
 class _Problem(NamedTuple):
     """One matrix [channels, columns] to be rounded; static.
 
+    Comments name the lines of algorithm 1 of arXiv:2210.17323. Its W has a row for each output: `w`
+    is its transpose, `rows` are some of its channels, `upper` is the paper's Cholesky factor of
+    H^-1, and `errors` is E of all channels so far.
+
     Attributes:
       group, width: The lengths of a block along channels and columns.
       is_fixed: Whether scales follow from the kernel as it is; else each group of channels gets
@@ -182,7 +174,7 @@ class _Problem(NamedTuple):
         """Codes, scales and whether the damped H is positive definite."""
         channels = w.shape[0]
         order = jnp.argsort(-jnp.diagonal(total)) if self.act_order else jnp.arange(channels)
-        upper = _factor(total[order][:, order], damping)
+        upper = _factor(total[order][:, order], damping)  # H^-1 <- Cholesky(H^-1)'
         step = min(_STEP, channels) if self.is_fixed else self.group
         missing = -channels % step
         ordered, upper = w[order], jnp.pad(upper, ((0, missing), (0, missing)))
@@ -194,6 +186,7 @@ class _Problem(NamedTuple):
         def block(errors: Array, start: Array) -> tuple[Array, tuple[Array, Scales]]:
             across = lax.dynamic_slice_in_dim(upper, start, step, 1)
             rows = lax.dynamic_slice_in_dim(ordered, start, step, 0)
+            # W[:, i+B:] <- W[:, i+B:] - E H^-1[i:i+B, i+B:], put off until these channels come.
             rows -= jnp.matmul(across.T, errors, precision=lax.Precision.HIGHEST)
             scales = fixed
             if not self.is_fixed:  # from what the channels of this group have become
@@ -234,6 +227,8 @@ class _Problem(NamedTuple):
             place = 0 if places is None else places[i]
             scale, zero_point = (None if x is None else x[place][None] for x in scales[::2])
             own = Scales(scale, scales.tensor_scale, zero_point)
+            # Q[:, j] <- quant(W[:, j]); E[:, j] <- (W[:, j] - Q[:, j]) / H^-1[j, j];
+            # W[:, j:i+B] <- W[:, j:i+B] - E[:, j] H^-1[j, j:i+B]
             value = block_values(in_float32(rows[i][None]), spec, NEAREST, own)
             error = (rows[i] - value[0].astype(rows.dtype)) / upper[i, i]
             return rows - later[i][:, None] * error, errors.at[i].set(error)

@@ -1,4 +1,4 @@
-"""Calibration from histograms: percentiles, least squared error, least divergence.
+"""Calibration from histograms: percentiles, least squared error.
 
 The bins are fixed beforehand, from bits of the float32 pattern. So histograms of different batches,
 devices and hosts can simply be added.
@@ -15,7 +15,6 @@ from jax import lax
 
 from qtoolkit.casts.internal import (
     bucket,
-    codes_of,
     exact_float32,
     floor_log2,
     is_zero,
@@ -24,6 +23,7 @@ from qtoolkit.casts.internal import (
     round_values,
 )
 from qtoolkit.formats import SpecLike, TableFormat
+from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.scaling._observer import (
     COUNT,
     MAX,
@@ -44,7 +44,6 @@ _POINTS = 3  # magnitudes that stand for the elements of a bin
 _STEPS = 16  # candidates to the octave, where scales are no powers of two
 _BLOCKS = 16  # that are searched at once
 _LARGEST = np.finfo(np.float32).max
-_TINY = np.finfo(np.float32).tiny
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +109,9 @@ class Bins:
     def _place(self, exponent: int) -> int:
         """The exponent and mantissa bits of 2**exponent."""
         return (exponent + 127) << self.mantissa_bits
+
+
+add_json_kinds(Bins)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -226,9 +228,34 @@ class Percentile(Histogram):
         return jnp.where(edge > 0, jnp.minimum(edge, largest), largest)
 
 
+@pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Search(Histogram):
-    """The base class of observers that try several scales and take the one with the least cost."""
+class MSE(Histogram):
+    """The scale with the least mean squared error of the quantized elements.
+
+    Candidates are scales that the rule of the format gives for amax * 2**(-i / 16), down to amax /
+    2**octaves; where scales are powers of two, for amax * 2**-i and 2 * amax. The elements of a bin
+    are taken as spread evenly over it: three points, rounded by the format's own rounding to
+    nearest even; those above all bins as amax, and -128 as 127. Within the range of the bins no
+    magnitude is moved by more than 2**-mantissa_bits of itself, and the error of rounding to
+    nearest changes by no more than the magnitude does. So the root mean squared error is at most
+    that of amax itself, or of any candidate, plus 2 * 2**-mantissa_bits of the root mean square of
+    the data; in practice it is much closer. Sums are float32.
+
+    Attributes:
+      spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
+      octaves: How far below amax the search goes.
+
+    Source: arXiv:2106.08295, section 3.1, range setting by mean squared error.
+
+    Examples:
+      >>> x = jax.random.normal(jax.random.key(0), (10_000,))
+      >>> observer = qt.scaling.MSE.of("int4", x.shape).observe(x)
+      >>> for scale in (None, observer.scale()):  # of amax; with the tails clipped
+      ...     print(f"{qt.metrics(x, 'int4', scale=scale).sqnr_db:.1f} dB")
+      16.0 dB
+      19.5 dB
+    """
 
     octaves: int = dataclasses.field(default=8, metadata=STATIC)
 
@@ -236,19 +263,29 @@ class Search(Histogram):
     def of(
         cls, spec: SpecLike, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
     ) -> Self:
-        """The state before the first batch; the docstring of `MSE` says more."""
-        where = f"{cls.__name__}.of"
-        fields = _start(where, spec, shape, bins or Bins())
+        """The state before the first batch.
+
+        Args:
+          spec, shape: As in `AbsMax.of`.
+          octaves: 1 to 32.
+          bins: Where the bins lie; `Bins()` by default.
+
+        Raises:
+          TypeError: As `AbsMax.of`.
+          ValueError: As `AbsMax.of`; the values of the element format are not symmetric, as those
+            of NF4; `octaves` is out of range; there are 2**31 counts or more.
+        """
+        fields = _start("MSE.of", spec, shape, bins or Bins())
         element = fields["spec"].element
         if isinstance(element, TableFormat):
             negative = [-v for v in element.finite if v < 0]
             if element.signed and set(negative) != {v for v in element.finite if v > 0}:
                 raise ValueError(
-                    f"{where}: the negative values of {element.name} are not those of its positive "
+                    f"MSE.of: the negative values of {element.name} are not those of its positive "
                     "ones, and a histogram holds magnitudes; use AbsMax or Percentile"
                 )
         if not 1 <= octaves <= 32:
-            raise ValueError(f"{where}: octaves={octaves}, expected 1 to 32")
+            raise ValueError(f"MSE.of: octaves={octaves}, expected 1 to 32")
         return cls(**fields, octaves=int(octaves))
 
     def _block_amax(self) -> Array:
@@ -273,44 +310,6 @@ class Search(Histogram):
         return best.reshape(self.shape)  # `_BLOCKS` at a time: memory stays bounded
 
     def _cost(self, counts: Array, amax: Array, scale: Array) -> Array:
-        """The cost of a scale for a block with these counts, without zeros, and this amax."""
-        raise NotImplementedError
-
-
-@pytree
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MSE(Search):
-    """The scale with the least mean squared error of the quantized elements.
-
-    Candidates are scales that the rule of the format gives for amax * 2**(-i / 16), down to amax /
-    2**octaves; where scales are powers of two, for amax * 2**-i and 2 * amax. The elements of a bin
-    are taken as spread evenly over it: three points, rounded by the format's own rounding to
-    nearest even; those above all bins as amax, and -128 as 127. Within the range of the bins no
-    magnitude is moved by more than 2**-mantissa_bits of itself, and the error of rounding to
-    nearest changes by no more than the magnitude does. So the root mean squared error is at most
-    that of amax itself, or of any candidate, plus 2 * 2**-mantissa_bits of the root mean square of
-    the data; in practice it is much closer. Sums are float32.
-
-    `MSE.of(spec, shape, octaves=8, bins=Bins())` makes the state before the first batch. It raises
-    what `AbsMax.of` raises, and ValueError if the values of the element format are not symmetric,
-    as those of NF4, if `octaves` is not 1 to 32, or if there are 2**31 counts or more.
-
-    Attributes:
-      spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
-      octaves: How far below amax the search goes.
-
-    Source: arXiv:2106.08295, section 3.1, range setting by mean squared error.
-
-    Examples:
-      >>> x = jax.random.normal(jax.random.key(0), (10_000,))
-      >>> observer = qt.scaling.MSE.of("int4", x.shape).observe(x)
-      >>> for scale in (None, observer.scale()):  # of amax; with the tails clipped
-      ...     print(f"{qt.metrics(x, 'int4', scale=scale).sqnr_db:.1f} dB")
-      16.0 dB
-      19.5 dB
-    """
-
-    def _cost(self, counts: Array, amax: Array, scale: Array) -> Array:
         """The sum of squared errors, in units of a power of two near amax, so that it is finite."""
         edges = self.bins.edges[:-1]
         low, width = edges[:-1, None], np.diff(edges)[:, None]
@@ -322,64 +321,3 @@ class MSE(Search):
         u = quotient(x, step)
         q = round_values(u, self.spec.element)
         return jnp.sum(counts[:, None] * ((q - u) * step) ** 2)
-
-
-@pytree
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Entropy(Search):
-    """The scale with the least Kullback-Leibler divergence of the quantized distribution.
-
-    Candidates are as in `MSE`. Two distributions are compared. The reference is that of the
-    magnitudes, where those that the scale clips are moved to the last bin that it does not clip.
-    The other one is what remains after quantizing: for each value of the format, the elements that
-    are rounded to it, without clipped ones, spread evenly over its non-empty bins. The divergence
-    is infinite if this has nothing in a bin in which the reference has something. If it is infinite
-    for all candidates, amax is taken.
-
-    What differs from the published method: the bins here have different widths, so a value's
-    elements are spread over its bins in proportion to their widths. Exact zeros do not count,
-    because every scale keeps them. A bin is rounded as its centre is, by the format's own rounding,
-    so that float formats work as integers do. The published search ends with 128 bins for 128
-    values, a candidate whose rounding costs nothing; here every candidate has more bins than
-    values. What stays the same: where a bin is wider than a step of the format, the error of
-    rounding inside it is not seen. Sums are float32.
-
-    `Entropy.of` has the arguments and errors of `MSE.of`.
-
-    Attributes:
-      spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
-      octaves: How far below amax the search goes.
-
-    Source: S. Migacz, 8-bit inference with TensorRT, GTC 2017 (S7310); arXiv:2004.09602, section
-    on calibration, "entropy".
-
-    Examples:
-      >>> x = jax.random.normal(jax.random.key(0), (10_000,))
-      >>> observer = qt.scaling.Entropy.of("int4", x.shape).observe(x)
-      >>> print(f"{observer.amax()[0]:.1f} of {qt.scaling.amax(x):.1f}")
-      3.3 of 3.9
-    """
-
-    def _cost(self, counts: Array, amax: Array, scale: Array) -> Array:
-        """The divergence between the clipped histogram and the quantized one."""
-        low, high = self.bins.edges[:-1], jnp.asarray(self.bins.edges[1:])
-        element = self.spec.element
-        high = high.at[-1].set(jnp.maximum(amax, low[-1]))
-        is_inside = low < scale * np.float32(float(element.max_finite))
-        inside = jnp.where(is_inside, counts, np.float32(0))
-        last = jnp.sum(is_inside.astype(jnp.int32)) - 1
-        reference = inside.at[last].add(jnp.sum(jnp.where(is_inside, np.float32(0), counts)))
-
-        centre = jnp.minimum((low + high) * np.float32(0.5), amax)
-        code = codes_of(quotient(centre, scale), element).astype(jnp.int32)
-        by_code = functools.partial(
-            jax.ops.segment_sum, segment_ids=code, num_segments=2**element.bits
-        )
-        filled = jnp.where(inside > 0, high - low, np.float32(0))
-        density = by_code(inside) / jnp.maximum(by_code(filled), _TINY)
-        quantized = filled * density[code]
-
-        p, q = reference / jnp.sum(reference), quantized / jnp.sum(quantized)
-        # The sum of q - p is zero. With it no term is negative, and errors of the norms do not
-        # matter.
-        return jnp.sum(jnp.where(p > 0, p * jnp.log(p / q) + (q - p), q))

@@ -23,6 +23,7 @@ from qtoolkit.casts.internal import (
     magnitude_ordinal,
     ordinal,
     power_of_two,
+    serializable,
     settled,
     times_power_of_two,
     types_of,
@@ -44,6 +45,7 @@ _LIFT = 60  # arrays below 2**60 are measured in units of 2**-60, in which nothi
 _LEAST_NORMAL = np.finfo(np.float32).tiny
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Metrics:
@@ -316,8 +318,8 @@ def occurrences(integers: jax.Array, count: int) -> jax.Array:
     return jnp.zeros(count, jnp.uint32).at[integers].add(np.uint32(1), mode="drop", **where)
 
 
-def _fraction(count: jax.Array, of: jax.Array) -> jax.Array:
-    return count.astype(jnp.float32) / jnp.maximum(of, np.float32(1))
+def _fraction(count: jax.Array, total: jax.Array) -> jax.Array:
+    return count.astype(jnp.float32) / jnp.maximum(total, np.float32(1))
 
 
 def _percent(fraction: ArrayLike) -> str:

@@ -10,10 +10,12 @@ from jax.typing import ArrayLike
 
 from qtoolkit import formats
 from qtoolkit.casts import Stochastic
+from qtoolkit.casts.internal import hinting, serializable
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._metrics import Metrics, cells_of, metrics_of
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MetricsTable(Mapping[str, Metrics]):
@@ -101,6 +103,7 @@ def metrics(
 ) -> MetricsTable: ...
 
 
+@hinting
 def metrics(
     x: ArrayLike,
     spec: SpecLike | Sequence[SpecLike],
@@ -158,7 +161,7 @@ def metrics(
                 f"metrics: {name} is given for several specs, expected one spec with it; call "
                 "metrics once for each"
             )
-    names = tuple(of if isinstance(of, str) else formats.spec(of).name for of in spec)
+    names = tuple(one if isinstance(one, str) else formats.spec(one).name for one in spec)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"metrics: specs {list(names)}, expected one or more, each once")
     return MetricsTable(names, tuple(metrics_of(x, one, scales, keywords) for one in spec))

@@ -36,6 +36,7 @@ from qtoolkit.casts.internal import (
     from_stored,
     is_zero,
     magnitude_ordinal,
+    serializable,
     to_stored,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
@@ -90,7 +91,7 @@ def merged(state: Any, value: Callable[[Merge, str], Array]) -> Any:
 def pytree(kind: Kind) -> Kind:
     """Registers a dataclass as a pytree whose structure differs from that of any other class."""
     # JAX (0.10 to 0.12) takes the structures of two classes from `jax.tree_util.register_dataclass`
-    # as equal if their static fields are equal, as those of `MSE` and `Entropy` are. When their
+    # as equal if their static fields are equal, as those of two observers may be. When their
     # hashes collided, `jax.jit` returned a state of the other class. It tells classes apart that
     # `register_pytree_with_keys` registers. Other dataclasses use `register_dataclass`, which
     # flattens in C++ and is faster; no two with equal static fields enter one jitted function.
@@ -111,7 +112,7 @@ def pytree(kind: Kind) -> Kind:
         return kind(**dict(zip((*static, *arrays), (*known, *children), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
-    return kind
+    return serializable(kind)
 
 
 class Mergeable:

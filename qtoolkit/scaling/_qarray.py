@@ -19,6 +19,7 @@ from qtoolkit.casts.internal import (
     dtype_from_codes,
     linear_in_dtype,
     linear_product,
+    serializable,
     spread,
 )
 from qtoolkit.formats import BlockFormat, FloatFormat
@@ -33,6 +34,7 @@ _LEAVES = ("codes", "scale", "tensor_scale", "zero_point", "factors")
 _STATIC = ("spec", "dtype", "lengths", "packed_size", "rotation")
 
 
+@serializable
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QArray:
@@ -65,8 +67,8 @@ class QArray:
 
     Invariants, checked when you make one and by `dequantize`, not when JAX rebuilds the tree: along
     an axis with n elements and blocks of b, `scale` has ceil(n / b) elements; dtypes are as above;
-    a scale or zero point that `spec` does not have is None. `import qtoolkit.nnx` lets Flax
-    serialize it.
+    a scale or zero point that `spec` does not have is None. `flax.serialization` and `jax.export`
+    store it.
 
     Examples:
       >>> codes = qt.encode(jnp.asarray([[1.0, -2.0], [3.0, 4.0]]), "e4m3fn")

@@ -20,6 +20,7 @@ from qtoolkit.casts.internal import (
     check_holds,
     check_unnarrowed,
     exact_float32,
+    hinting,
     number,
     result_dtype,
     to_stored,
@@ -35,6 +36,7 @@ from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._scales import least_scale
 
 
+@hinting
 def quantize(
     x: ArrayLike,
     spec: SpecLike,

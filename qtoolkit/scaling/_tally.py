@@ -18,6 +18,7 @@ from qtoolkit.casts.internal import (
     is_zero,
     magnitude_ordinal,
     power_of_two,
+    serializable,
 )
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling._blocks import blocks_of
@@ -39,6 +40,7 @@ _SLOTS, _SLOT_BITS, _FIRST = 10, 6, -384
 _COUNTS = ("saturated", "alive", "flushed", "nonfinite", "compared")
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Tally(Mergeable):

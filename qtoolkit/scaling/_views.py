@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,10 @@ import numpy as np
 
 from qtoolkit.formats import BlockFormat
 
-if TYPE_CHECKING:
-    from qtoolkit.scaling._qarray import QArray
+QArray: TypeAlias = Any  # of `_qarray`, which imports this file
 
 
-def indexed(array: "QArray", index: Any) -> "QArray":
+def indexed(array: QArray, index: Any) -> QArray:
     if isinstance(index, jax.core.Tracer) or (hasattr(index, "dtype") and np.ndim(index)):
         return _rows(array, jnp.asarray(index))
     items = _index_of_each_axis(array, index)
@@ -61,7 +60,7 @@ def indexed(array: "QArray", index: Any) -> "QArray":
     )
 
 
-def transposed(array: "QArray", axes: tuple[Any, ...]) -> "QArray":
+def transposed(array: QArray, axes: tuple[Any, ...]) -> QArray:
     is_reversed = not axes or (len(axes) == 1 and axes[0] is None)
     order = tuple(range(array.ndim))[::-1] if is_reversed else _flat("transpose", axes)
     in_range = all(-array.ndim <= axis < array.ndim for axis in order)
@@ -90,7 +89,7 @@ def transposed(array: "QArray", axes: tuple[Any, ...]) -> "QArray":
     )
 
 
-def reshaped(array: "QArray", shape: tuple[Any, ...]) -> "QArray":
+def reshaped(array: QArray, shape: tuple[Any, ...]) -> QArray:
     new_shape = _flat("reshape", shape)
     known = math.prod(n for n in new_shape if n != -1)
     if new_shape.count(-1) == 1 and known and array.size % known == 0:
@@ -133,7 +132,7 @@ def reshaped(array: "QArray", shape: tuple[Any, ...]) -> "QArray":
     )
 
 
-def _rows(array: "QArray", rows: jax.Array) -> "QArray":
+def _rows(array: QArray, rows: jax.Array) -> QArray:
     length = array.blocks.lengths[0] if array.shape else 0
     is_one_block = length > 1 and length == array.shape[0] and rows.ndim <= 1
     fits = (length == 1 or is_one_block) and rows.size and _rotated_axis(array) != 0
@@ -160,11 +159,11 @@ def _rows(array: "QArray", rows: jax.Array) -> "QArray":
     )
 
 
-def _rotated_axis(array: "QArray") -> int | None:
+def _rotated_axis(array: QArray) -> int | None:
     return None if array.rotation is None else array.rotation[2] % array.ndim
 
 
-def _index_of_each_axis(array: "QArray", index: Any) -> list[int | slice]:
+def _index_of_each_axis(array: QArray, index: Any) -> list[int | slice]:
     items = list(index) if isinstance(index, tuple) else [index]
     for place, item in enumerate(items):
         if hasattr(item, "dtype") and not isinstance(item, jax.core.Tracer):
@@ -205,14 +204,14 @@ def _flat(where: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _view(
-    array: "QArray",
+    array: QArray,
     codes: jax.Array,
     lengths: tuple[int, ...],
     of_blocks: Callable[[jax.Array], jax.Array],
     of_batches: Callable[[jax.Array], jax.Array],
     of_factors: Callable[[jax.Array], jax.Array],
     places: Sequence[int],
-) -> "QArray":
+) -> QArray:
     """`array` with `codes`; `of_blocks` maps scales and zero points, `of_batches` tensor scales.
 
     `places` are the axes that the result's axes were; -1 for new ones.

@@ -2,7 +2,6 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
-from qtoolkit.scaling._awq import search_factors
 from qtoolkit.scaling._blocks import (
     Blocks,
     TornBlocksError,
@@ -27,7 +26,6 @@ from qtoolkit.scaling._engine import (
 )
 from qtoolkit.scaling._error_sums import ErrorSums, error_sums
 from qtoolkit.scaling._find_scales import find_scales
-from qtoolkit.scaling._gptq import solved
 from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import (
     BUCKETS,

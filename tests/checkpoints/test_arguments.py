@@ -45,7 +45,6 @@ FUNCTIONS = {
         lambda path, good, new: convert(good, path),
         lambda path, good, new: checkpoints.dequantize_checkpoint(good, path),
         lambda path, good, new: checkpoints.finalize(path),
-        lambda path, good, new: checkpoints.discard(path),
     ],
     "converted": [lambda path, good, new: checkpoints.verify(good, path)],
     "a": [lambda path, good, new: checkpoints.compare(path, good)],

@@ -117,6 +117,13 @@ def test_errors_say_where_what_and_what_to_do(tmp_path):
         plan_of(tmp_path, {}, format="e4m4")
 
 
+def test_a_format_of_other_layouts_names_them(tmp_path):
+    """int4 for a Flax model: "expected one of e4m3fn" did not say where int4 is."""
+    message = "plain: cannot hold int4; use --layout compressed-tensors .*nnx.quantize"
+    with pytest.raises(CheckpointError, match=message):
+        plan_of(tmp_path, {"w": MATRIX}, format="int4")
+
+
 @pytest.mark.parametrize(
     ("fmt", "reason"),
     [

@@ -43,6 +43,15 @@ UNREAD = {
     "blocks": {"a.blocks": codes(np.uint8, (8, 4, 16)), "a.exponents": codes(np.uint8, (8, 4))},
     "wide words": {"a.packed": np.ones((8, 8), np.int32), "a.absmax": SCALE},
     "one row": {"a.weight": codes(np.uint8, (512, 1)), "a.weight.absmax": SCALE},
+    "one axis": {"a.weight": codes(np.uint8, (2048,)), "a.weight_scale": SCALE},
+    "signed, one axis": {"a.weight": codes(np.int8, (2048,)), "a.scale": SCALE},
+    "words, one axis": {"a.packed": np.ones(512, np.int32)},
+    "table": {"a.weight.index": codes(np.uint8), "a.weight.codebook": SCALE[:16]},
+    "table of 16 bits": {"a.weight.index": np.ones((64, 64), np.int16), "a.weight.lut": SCALE},
+    "codebook": {"a.idx": np.ones((64, 64), np.int32), "a.codebooks": SCALE[:16]},
+    "index of bytes": {"a.index": codes(np.uint8), "a.values": SCALE[:16]},
+    "one bit": {"a.weight": np.eye(64, dtype=bool), "a.alpha": SCALE},
+    "bias": {"a.bias": codes(np.int8, (2048,)), "a.scales": SCALE},
 }
 
 
@@ -82,10 +91,72 @@ TABLES = {
     "layers.0.attn.relative_position_index": np.ones((49, 49), np.int64),
     "layers.0.ffn.gate.tid2eid": np.ones((64, 6), np.int64),
     "rngs.dropout.key": np.ones((4, 2), np.uint32),
+    "rngs.params.key.value": np.ones(2, np.uint32),
+    "opt_state.0.count": np.int32(3),
+    "cu_seq_lengths": np.ones(65, np.int32),
     "attention_mask": np.ones((64, 64), np.int32),
     "step": np.int32(3),
     "lengths": np.ones(64, np.int32),
 }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"a.weight_{part}" for part in ("scale", "scale_inv", "zero_point", "scales", "absmax")],
+)
+def test_a_scale_of_a_weight_in_high_precision_is_refused(tmp_path, name):
+    """What is not read as codes has no scale; a loader may multiply by it, so it was copied."""
+    save(tmp_path / "f", {"a.weight": WIDE["b.weight"], name: SCALE, **WIDE})
+    message = rf"tensor {name}: F32 \[64\]: a scale by its name, of a weight in high precision"
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "f", tmp_path / "out")
+    convert(tmp_path / "f", tmp_path / "out", skip=[r"^a\."])
+    np.testing.assert_array_equal(load(tmp_path / "out")[name], SCALE)
+
+
+FP8 = {"a.weight": np.ones((64, 64), E4M3), "a.weight_scale_inv": np.ones((1, 1), np.float32)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("svdquant_lora_a", "lora_down", "codebook", "smooth_factor", "scale_2", "quant_bias"),
+        *("weight_outliers", "zeros", "low_rank_b", "proj_down"),
+        *("biases", "min", "perm", "had_K", "g_idx", "input_channel_scale"),
+    ],
+)
+def test_entries_that_may_change_a_quantized_weight_are_refused(tmp_path, name):
+    save(tmp_path / "f", {**FP8, f"a.{name}": np.ones((8, 8), np.float32), **WIDE})
+    message = rf"tensor a\.{name}: .* of a quantized weight, expected no such entry"
+    for act in (convert, dequantize_checkpoint):
+        with pytest.raises(CheckpointError, match=message):
+            act(tmp_path / "f", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["down_proj_zeros", "down_proj_scale_2", "down_proj.absmax"])
+def test_entries_of_a_weight_whose_name_is_no_module_are_refused(tmp_path, name):
+    experts = {
+        "experts.down_proj": np.ones((2, 64, 64), E4M3),
+        "experts.down_proj_scale": SCALE[:2],
+    }
+    save(tmp_path / "f", {**experts, "experts.down_proj_bias": SCALE, **WIDE})
+    convert(tmp_path / "f", tmp_path / "out")
+    save(tmp_path / "g", {**experts, f"experts.{name}": SCALE, **WIDE})
+    with pytest.raises(
+        CheckpointError, match=rf"tensor experts\.{name}: .* expected no such entry"
+    ):
+        convert(tmp_path / "g", tmp_path / "out2")
+
+
+def test_other_entries_of_a_quantized_weight_are_named(tmp_path):
+    others = {f"a.{name}": SCALE for name in ("bias", "e_score_correction_bias", "gamma")}
+    others |= {"b.zeros": SCALE, "a.lora_A.weight": WIDE["b.weight"], "norm.scales": SCALE}
+    save(tmp_path / "f", {**FP8, **others, **WIDE})
+    for act in (convert, dequantize_checkpoint):
+        report = act(tmp_path / "f", tmp_path / act.__name__)
+        named = "tensor a.gamma, a.lora_A.weight, b.zeros of the source: in the module of a weight"
+        assert named in report.caution
+        assert "bias" not in report.caution
 
 
 def test_masks_positions_and_other_tables_are_no_codes(tmp_path):

@@ -167,8 +167,31 @@ def one_of_two(folder):
 
 def twice(folder):
     os.unlink(folder / INDEX)
-    name = "model-00001-of-00002.safetensors"
-    shutil.copy(folder / name, folder / "model-00002-of-00002.safetensors")
+    name = "model.norm.weight"
+    for number in (1, 2):
+        path = folder / f"model-0000{number}-of-00002.safetensors"
+        save(path, {**load(path), name: np.full(128, number, "bfloat16")}, overwrite=True)
+
+
+def twice_with_index(folder):
+    index = (folder / INDEX).read_text()
+    twice(folder)
+    (folder / INDEX).write_text(index)
+
+
+def another_file(folder):
+    save(folder / "model.safetensors", WEIGHTS)
+
+
+def another_file_without_index(folder):
+    another_file(folder)
+    os.unlink(folder / INDEX)
+
+
+def other_shards(folder):
+    shutil.copy(
+        folder / "model-00001-of-00002.safetensors", folder / "model-00003-of-00003.safetensors"
+    )
 
 
 def no_json(folder):
@@ -180,8 +203,8 @@ def quip(folder):
 
 
 def codes_without_scales(folder):
+    only_pickles(folder)
     save(folder / "model.safetensors", {"a.weight": np.ones((2, 2), "float8_e4m3fn")})
-    os.unlink(folder / INDEX)
     write_json(folder / "config.json", CONFIG | {"quantization_config": {"quant_method": "fp8"}})
 
 
@@ -223,7 +246,14 @@ def orbax(folder):
         (no_map, r"index\.json: no weight_map of names and files"),
         (no_index, r"2 safetensors files and no model\.safetensors\.index\.json.*give one file"),
         (one_of_two, r"model-00001-of-00002\.safetensors is one of 2 files"),
-        (twice, "it is in model-00002-of-00002.safetensors and in another file"),
+        (twice, r"norm\.weight: other values in model-00001\S* than in model-00002.*in one file"),
+        (twice_with_index, r"norm\.weight: other values in model-00001\S* than in model-00002"),
+        (
+            another_file,
+            r"two sets of weights, model-00001\S* by model\S*json and model\.safetensors",
+        ),
+        (another_file_without_index, r"two sets of weights, model\.safetensors and model-00001"),
+        (other_shards, r"two sets of weights, model-00001\S* by .*json and model-00003-of-00003"),
         (no_json, r"config\.json: .*expected a JSON object"),
         (
             quip,
@@ -247,6 +277,18 @@ def test_folders_that_are_not_what_they_say(source, tmp_path, change, message):
     assert os.listdir(tmp_path) == ["src"]
 
 
+@pytest.mark.parametrize("with_index", [True, False])
+def test_a_tensor_that_two_files_have_alike_is_read(source, tmp_path, with_index):
+    path = source / "model-00002-of-00002.safetensors"
+    first = load(source / "model-00001-of-00002.safetensors")
+    save(path, {**load(path), **first}, overwrite=True)
+    if not with_index:
+        os.unlink(source / INDEX)
+    with open_source(source) as opened:
+        for name, array in WEIGHTS.items():
+            np.testing.assert_array_equal(opened.read(name), array)
+
+
 def as_pickle(path):
     path.write_bytes(pickle.dumps({"a": 1}))
 
@@ -256,34 +298,24 @@ def as_torch_zip(path):
         archive.writestr("archive/data.pkl", b"")
 
 
-def as_other_zip(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a.txt", b"")
-
-
-def as_objects(path):
+def as_npz(path):
     with open(path, "wb") as file:
-        np.savez(file, a=np.array([{}], dtype=object))
+        np.savez(file, a=np.ones(3))
 
 
 KINDS = [
     (as_pickle, "a pickle, which may run any code when it is read, is refused"),
     (as_torch_zip, "a pickle, which may run any code when it is read, is refused"),
-    (as_other_zip, r"a zip archive with a\.txt, expected npz"),
-    (as_objects, r"member a\.npy holds Python objects, pickled.*allow_pickle=True.*numpy.savez"),
-    (b"\x89HDF\r\n\x1a\n", "HDF5"),
+    (as_npz, r"a zip archive, such as npz, which is not read; .*qtoolkit\.checkpoints\.save"),
+    (b"\x89HDF\r\n\x1a\n", r"HDF5 .Keras., which is not read; .*qtoolkit\.checkpoints\.save"),
     (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer.*git lfs pull"),
     (b"\x1f\x8b\x08\x00", "compressed with gzip: unpack it first"),
-    (b"\x93NUMPY\x01\x00", "one NumPy array, expected npz"),
+    (b"\x93NUMPY\x01\x00", "one NumPy array, which is not read"),
     (b'{"weight_map": {}}', "JSON, which holds no weights; give the folder instead"),
     (b"<!DOCTYPE html>", "a web page or XML, expected weights; the download failed"),
-    (b"\x89PNG\r\n\x1a\n", "a PNG image, expected a checkpoint; give a safetensors, GGUF, npz or"),
-    (lambda path: zipfile.ZipFile(path, "w").close(), "no tensors: an empty zip archive, expected"),
-    (b"\x81\xc1", "neither safetensors nor Flax's msgpack"),
-    (b"\x82\xa1a\x01\xa1b\xa1c", "b: a str, expected an array; it is no checkpoint of Flax"),
+    (b"\x81\xa1a\x01", r"Flax's msgpack starts so, which is not read; .*qtoolkit\.checkpoints"),
     (b"GGUF\x03\x00\x00\x00", "GGUF file"),
     (b"", "header length 0 of 0 bytes"),
-    (b"PK\x03\x04 no archive", "a zip archive: .*the file is damaged"),
 ]
 
 
@@ -309,12 +341,14 @@ def test_targets_that_would_lose_something(source, tmp_path):
     (tmp_path / "dst" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
         convert(source, tmp_path / "dst")
-    with pytest.raises(CheckpointError, match=r"no safetensors files .*expected a checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"no safetensors files .*; --overwrite replaces weights"
+    ):
         convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "dst" / "model.safetensors").touch()
     (tmp_path / "dst" / "thesis").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"would delete thesis, thesis\.tex, expected a checkpoint"
+        CheckpointError, match=r"would delete thesis, thesis\.tex; --overwrite replaces"
     ):
         convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "file").touch()
@@ -332,9 +366,9 @@ def test_targets_that_would_lose_something(source, tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["lora_a", "lora_b"], r"dst: 2 safetensors files .*, expected a checkpoint"),
-        (["lora_a"], r"dst: --overwrite would delete thesis\.txt, expected a checkpoint"),
-        (["model", "lora"], r"dst: --overwrite would delete lora\.safetensors, thesis\.txt, exp"),
+        (["lora_a", "lora_b"], r"dst: 2 safetensors files .*; --overwrite replaces"),
+        (["lora_a"], r"dst: --overwrite would delete thesis\.txt; --overwrite replaces"),
+        (["model", "lora"], r"dst: --overwrite would delete lora\.safetensors, thesis\.txt; --"),
     ],
 )
 def test_overwrite_deletes_nothing_but_a_checkpoint(source, tmp_path, names, message):
@@ -350,16 +384,19 @@ def test_overwrite_deletes_nothing_but_a_checkpoint(source, tmp_path, names, mes
 
 def test_overwrite_replaces_a_checkpoint(source, tmp_path):
     former = sharded(tmp_path / "dst")
-    (former / "pytorch_model.bin").unlink()
+    for name in ("pytorch_model.bin", ".gitattributes"):
+        (former / name).unlink()
     (former / "notes.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"would delete notes\.json, exp"):
+    with pytest.raises(CheckpointError, match=r"would delete notes\.json; --overwrite"):
         convert(source, former, overwrite=True)
     (source / "notes.json").write_text("{}")
-    for name in ("merges.txt", "modeling_own.py", "LICENSE", "generation_config.json"):
-        (former / name).touch()
+    (former / "merges.txt").touch()
+    with pytest.raises(CheckpointError, match=r"would delete merges\.txt; .*remove the folder"):
+        convert(source, former, overwrite=True)
+    (source / "merges.txt").touch()
     convert(source, former, overwrite=True)
     assert sorted(os.listdir(former)) == [
-        *("config.json", "model.safetensors", "notes.json", "tokenizer.json")
+        *("config.json", "merges.txt", "model.safetensors", "notes.json", "tokenizer.json")
     ]
 
 
@@ -399,45 +436,15 @@ def test_skip_that_matches_nothing_is_an_error(source, tmp_path):
         convert(source, tmp_path / "dst", skip=["down", "haed"])
 
 
-def test_npz_and_msgpack_are_read(tmp_path):
-    import flax.serialization
-
-    tree = {"params": {"Dense_0": {"kernel": rng.normal(size=(6, 4)).astype(np.float32)}}}
-    kernel = tree["params"]["Dense_0"]["kernel"]
-    bias = np.arange(4, dtype=np.float16)
-    tree["params"]["Dense_0"]["bias"] = bias
-    (tmp_path / "flax").write_bytes(flax.serialization.to_bytes(tree | {"step": 3}))
-    values = read(open_source(tmp_path / "flax"))
-    np.testing.assert_array_equal(values["params.Dense_0.kernel"], kernel)
-    np.testing.assert_array_equal(values["params.Dense_0.bias"], bias)
-    assert values["step"] == 3
-    with open(tmp_path / "npz", "wb") as file:
-        np.savez(file, **{"a/kernel": kernel, "a/bias": bias.astype(">f2")})
-    with open(tmp_path / "small", "wb") as file:
-        np.savez_compressed(file, **{"a/kernel": kernel, "a/bias": bias})
-    for name in ("npz", "small"):
-        values = read(open_source(tmp_path / name))
-        np.testing.assert_array_equal(values["a/kernel"], kernel)
-        np.testing.assert_array_equal(values["a/bias"], bias)
-    # Flax's outputs are last, also in names that are joined by dots.
-    convert(tmp_path / "flax", tmp_path / "dst", scaling="channel")
-    found = load(tmp_path / "dst")
-    assert found["params.Dense_0.kernel_scale"].shape == (1, 4)
-    np.testing.assert_allclose(
-        found["params.Dense_0.kernel_scale"][0], np.abs(kernel).max(0) / 448, rtol=1e-6
-    )
-
-
 def test_reading_any_source_does_not_load_jax(source, tmp_path):
-    with open(tmp_path / "npz", "wb") as file:
-        np.savez(file, a=np.ones((2, 2), np.float32))
+    save(tmp_path / "file", {"a": np.ones((2, 2), np.float32)})
     code = (
         "import sys\nfrom qtoolkit import checkpoints as c\n"
         "for path in sys.argv[1:]:\n"
         "    c.make_plan(c.open_source(path))\n"
         "assert 'jax' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code, source, tmp_path / "npz"], check=True)
+    subprocess.run([sys.executable, "-c", code, source, tmp_path / "file"], check=True)
 
 
 def test_a_folder_that_no_loader_reads_has_no_config(source, tmp_path):
@@ -516,7 +523,7 @@ def test_what_is_not_copied_is_named(source, tmp_path):
     # What a conversion has written can be replaced, with the folders in it.
     convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "dst" / "thesis").mkdir()
-    with pytest.raises(CheckpointError, match=r"would delete thesis, expected a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"would delete thesis; --overwrite"):
         convert(source, tmp_path / "dst", overwrite=True)
 
 

@@ -262,7 +262,7 @@ def gptq(bits, stored_as="gptq", act_order=False, is_symmetric=False, group=32):
     }
     values = (codes - zeros[index].astype(np.float32)) * scales.astype(np.float32)[index]
     config = {"quant_method": "gptq", "bits": bits, "group_size": group}
-    config["checkpoint_format"] = stored_as
+    config |= {"checkpoint_format": stored_as, "sym": is_symmetric}
     return config, entries, {f"{MODULE}.weight": values.T}
 
 

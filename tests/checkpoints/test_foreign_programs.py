@@ -186,12 +186,12 @@ def test_a_weight_that_is_rounded_at_run_time_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["dense/kernel", "dense.kernel", "w"])
 def test_ambiguous_scales_of_a_square_are_refused(tmp_path, name):
     codes, scale = INT8[:, :128], SCALE[:, 0]
-    np.savez(tmp_path / "f.npz", **{name: codes, f"{name}_scale": scale})
+    save(tmp_path / "f", {name: codes, f"{name}_scale": scale})
     message = r"_scale: .128. of .128, 128., expected .128, 1., of rows, or .1, 128., of columns"
     with pytest.raises(CheckpointError, match=message):
-        dequantize_checkpoint(tmp_path / "f.npz", tmp_path / "out")
-    np.savez(tmp_path / "g.npz", **{name: codes, f"{name}_scale": scale[None]})
-    found = values(tmp_path / "g.npz", tmp_path / "values")
+        dequantize_checkpoint(tmp_path / "f", tmp_path / "out")
+    save(tmp_path / "g", {name: codes, f"{name}_scale": scale[None]})
+    found = values(tmp_path / "g", tmp_path / "values")
     np.testing.assert_array_equal(found[name], codes * scale)
 
 

@@ -598,6 +598,21 @@ def test_rotated_weights_are_refused(tmp_path, transforms):
     dequantize_checkpoint(src, tmp_path / "dst")
 
 
+def test_sparse_weights_are_refused_by_name(tmp_path):
+    """Half of them are stored, in entries of other names: it is no missing tensor."""
+    entries = {"a.weight_packed": np.zeros((64, 16), np.int32), "a.meta": np.zeros((64, 8), "i2")}
+    entries["a.scale_packed"] = np.ones((64, 2), np.float16)
+    quantization = {"quant_method": COMPRESSED, "format": "marlin-24"}
+    quantization |= {"sparsity_config": {"format": "sparse-24-bitmask"}}
+    for config, name in (
+        (quantization, "marlin-24"),
+        (quantization | {"format": "pack-quantized"}, "sparse-24-bitmask"),
+    ):
+        src = folder_of(tmp_path / "src", entries, config)
+        with pytest.raises(CheckpointError, match=f"format {name} in config.json, expected"):
+            convert(src, tmp_path / "dst")
+
+
 U8, I8, ONES = np.zeros((64, 32), np.uint8), np.zeros((64, 32), np.int8), np.ones
 NV4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 

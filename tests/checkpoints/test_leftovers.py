@@ -14,7 +14,6 @@ import pytest
 from qtoolkit.checkpoints import (
     CheckpointError,
     convert,
-    discard,
     finalize,
     open_source,
     save,
@@ -22,13 +21,11 @@ from qtoolkit.checkpoints import (
 from qtoolkit.checkpoints._writing import partial_name
 
 SIZE = "40KB"  # two matrices of codes to a file
-KINDS = ("file", "folder", "orbax", "shard")
-# Forks, since loading JAX and orbax takes longer than all else here.
+KINDS = ("file", "folder", "shard")
+# Forks, since loading JAX takes longer than all else here.
 KILLED = f"""
 import os, signal, sys
-import orbax.checkpoint
 from qtoolkit.checkpoints import convert
-from qtoolkit.checkpoints import _orbax
 
 source, root = sys.argv[1:]
 
@@ -42,10 +39,6 @@ def kill_late(name, done, total):
 def folder(kind, **options):
     convert(source, f"{{root}}/{{kind}}/dst", **options)
 
-def saved():
-    _orbax.rename_folder = kill
-    folder("orbax, saved", to="orbax")
-
 size = {{"max_shard_size": "{SIZE}"}}
 
 RUNS = {{
@@ -53,8 +46,6 @@ RUNS = {{
         f"{{source}}/model.safetensors", f"{{root}}/file/dst", progress=kill_late
     ),
     "folder": lambda: folder("folder", **size, progress=kill_late),
-    "orbax": lambda: folder("orbax", to="orbax", progress=kill_late),
-    "orbax, saved": saved,
     "shard": lambda: folder("shard", **size, shard=(0, 2), progress=kill_late),
 }}
 for kind, run in RUNS.items():
@@ -88,8 +79,8 @@ def killed(source, tmp_path_factory):
 
 
 def run(kind, source, target):
-    if kind in ("finalize", "discard"):
-        {"finalize": finalize, "discard": discard}[kind](target)
+    if kind == "finalize":
+        finalize(target)
     elif kind == "file":
         convert(source / "model.safetensors", target)
     elif kind == "shard":
@@ -97,8 +88,7 @@ def run(kind, source, target):
             convert(source, target, max_shard_size=SIZE, shard=(index, 2))
         finalize(target)
     else:
-        is_orbax = kind == "orbax"
-        convert(source, target, **({"to": "orbax"} if is_orbax else {"max_shard_size": SIZE}))
+        convert(source, target, max_shard_size=SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -120,22 +110,22 @@ def contents(path):
 
 
 @pytest.mark.parametrize("second", KINDS)
-@pytest.mark.parametrize("first", [*KINDS, "orbax, saved"])
+@pytest.mark.parametrize("first", KINDS)
 def test_a_rerun_of_any_kind_takes_the_name_of_a_killed_run(
     source, killed, expected, tmp_path, first, second
 ):
     shutil.copytree(killed / first, tmp_path, dirs_exist_ok=True)
     target = tmp_path / "dst"
     assert os.listdir(tmp_path) == [os.path.basename(partial_name(str(target)))]
-    if first == "shard" and second in ("file", "orbax"):
+    if first == "shard" and second == "file":
         # Of shards one may be killed and the others go on: their files are not removed unasked.
         with pytest.raises(CheckpointError) as caught:
             run(second, source, target)
         assert str(caught.value) == (
             f"{target}: files of a conversion in shards are there; finalize it, or remove them: "
-            f"qtoolkit finalize --discard {target}"
+            f"rm -r {partial_name(str(target))}"
         )
-        discard(target)
+        shutil.rmtree(partial_name(str(target)))
     run(second, source, target)
     assert contents(target) == expected[second]
     assert os.listdir(tmp_path) == ["dst"]

@@ -4,6 +4,7 @@ The names that transformers gives are those of transformers 5.23; that whole mod
 with it, in tests/interop.
 """
 
+import json
 import re
 
 import numpy as np
@@ -145,30 +146,30 @@ def test_the_experts_of_llama_4_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("fmt", "scaling", "caution"),
     [
-        ("nvfp4", None, r"nvfp4 with wrong weights, without an error; for it, .* mxfp4"),
-        ("e4m3fn", "block", r"does not load experts in e4m3fn \(--scaling block\)"),
-        ("int8", None, r"does not load experts in int8"),
+        ("nvfp4", None, r"nvfp4 with wrong weights, without an error: .*; for it, .* mxfp4"),
+        ("e4m3fn", "block", r"does not load experts in e4m3fn by block, int8"),
+        ("int8", None, r"does not load experts in e4m3fn by block, int8"),
         ("mxfp4", None, "^$"),
         ("e4m3fn", "channel", "^$"),
         (Rules({r"w1\.": "mxfp4", r"w2\.": "e4m3fn"}), None, "reads all experts by one format"),
         (Rules({r"experts\.": "mxfp4", "q_proj": "nvfp4"}), None, "^$"),
-        (Rules({r"experts\.0\.": "e4m3fn"}), None, "where some are in e4m3fn, without an error"),
+        (Rules({r"experts\.0\.": "e4m3fn"}), None, "where others are in e4m3fn, without an error"),
         (Rules({r"w1\.": "e4m3fn"}), None, "^$"),
         (
             Rules({r"w1\.": "int4_group128"}),
             None,
-            "that are not quantized where others are in int4_group128",
+            "that are not quantized where others are in packed formats",
         ),
         (
             Rules({"q_proj": "int4_group128"}),
             None,
-            "that are not quantized where others are in int4_group128",
+            "that are not quantized where others are in packed formats",
         ),
         (Rules({"q_proj": "e4m3fn"}), None, "^$"),
     ],
 )
 def test_experts_that_transformers_misreads_are_named(tmp_path, fmt, scaling, caution):
-    """Which those are: tests/interop/test_transformers.py asks transformers. Other loaders, such as
+    """Which those are: tests/interop/test_cautions.py asks transformers. Other loaders, such as
     vLLM, take them, so they are not refused.
     """
     experts = "model.layers.0.block_sparse_moe.experts"
@@ -181,3 +182,44 @@ def test_experts_that_transformers_misreads_are_named(tmp_path, fmt, scaling, ca
         format=fmt, scaling=scaling, allow_split=True,
     )  # fmt: skip
     assert re.search(caution, report.caution)
+
+
+CONFIGS = [
+    ({"model_type": "mixtral"}, True),
+    ({"model_type": "x", "text_config": {"model_type": "qwen3_moe"}}, True),
+    ({}, True),  # not known: most models' experts are joined
+    ({"model_type": "llama4_text"}, False),
+    ({"model_type": "custom"}, False),
+]
+
+
+@pytest.mark.parametrize(("config", "is_joined"), CONFIGS)
+def test_only_of_models_whose_experts_are_joined(tmp_path, config, is_joined):
+    x = np.ones((128, 128), np.float32)
+    names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(2)]
+    (tmp_path / "in").mkdir()
+    save(tmp_path / "in" / "model.safetensors", dict.fromkeys(names, x))
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    options = {"format": "nvfp4", "layout": "compressed-tensors"}
+    report = convert(tmp_path / "in", tmp_path / "out", **options)
+    assert bool(report.caution) == is_joined
+
+
+@pytest.mark.parametrize(
+    ("shape", "fault"),
+    [
+        ((192, 128), "cuts rows or columns into equal blocks"),
+        ((128, 448), "cuts rows or columns into equal blocks"),
+        ((200, 128), "cuts rows or columns into equal blocks"),
+        ((576, 256), "does not load weights whose rows or columns"),
+        ((256, 129), "does not load weights"),
+        ((256, 384), ""),
+        ((64, 100), ""),
+    ],
+)
+def test_partial_blocks_that_transformers_misreads_are_named(tmp_path, shape, fault):
+    save(tmp_path / "in", {"a.weight": np.ones(shape, np.float32)})
+    report = convert(tmp_path / "in", tmp_path / "out", layout="finegrained-fp8")
+    assert fault in report.caution
+    assert bool(report.caution) == bool(fault)
+    assert not fault or ": a.weight; for it, use --layout compressed-tensors" in report.caution

@@ -1,4 +1,4 @@
-"""`qtoolkit formats`: the tables, the page of one format, its number line."""
+"""`qtoolkit formats`: the tables, and the page of one format."""
 
 import re
 from fractions import Fraction
@@ -15,11 +15,6 @@ from qtoolkit.formats import BLOCK_FORMATS, FORMATS, FloatFormat, IntFormat, Tab
 
 NAMES = [fmt.name for fmt in FORMATS]
 PAGES = [*NAMES, "binary8p3se", "binary8p1se", "binary3p1ue", "binary16p16uf", "int1", "uint3"]
-FEW = [
-    *("e4m3fn", "e5m2", "e4m3fnuz", "e3m4", "ue4m3", "e2m3fn", "e3m2fn", "e2m1fn", "e1m2fn"),
-    *("hifloat8", "posit8", "nf4", "int8", "int4", "uint4", "bool", "int5", "uint7"),
-    *("binary8p1se", "binary8p3se", "binary7p4ue", "binary3p1ue", "binary4p4uf", "binary6p2sf"),
-]
 CLAMPED = "clamped to the largest value"
 POSIT_INFINITY = '; infinity becomes NaN with saturation="propagate" or "none"'
 
@@ -156,9 +151,6 @@ def test_the_page_of_e4m3fn():
     assert "  infinity       none" in lines
     assert "  NaN            0x7F, FF (2)" in lines
     assert "  stored as      codes of dtype uint8, or values of dtype float8_e4m3fn" in lines
-    assert "  subnormal  01 2^-9     02 2*2^-9   03 3*2^-9   04 4*2^-9" in lines
-    assert "  1          38 1        39 1.125    3A 1.25     3B 1.375" in lines
-    assert lines[-1] == "             7C 384      7D 416      7E 448"
 
 
 @pytest.mark.parametrize(
@@ -180,31 +172,6 @@ def test_the_page_of_e4m3fn():
 def test_special_values(name, expected):
     found = properties(run(name).stdout)
     assert {field: found[field] for field in expected} == expected
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_number_lines_list_every_value_with_its_code(name):
-    fmt = qt.format(name)
-    text = run(name).stdout.split("\n\n")[1]
-    cells = re.findall(r"\b([0-9A-F]{1,2}) (-?[\d.][\d.*^-]*)(?=  |$)", text, re.MULTILINE)
-    shown = {int(code, 16): value for code, value in cells}
-    for code, value in shown.items():
-        wanted = fmt.value(code)
-        assert number(value) == wanted or np.float32(value) == wanted
-    finite = [c for c in range(2**fmt.bits) if isinstance(fmt.value(c), Fraction)]
-    if "negative values" in text:
-        finite = [code for code in finite if fmt.value(code) >= 0]
-    assert sorted(shown) == finite
-    assert len(cells) == len(shown)
-    # The rule that is given for the others.
-    if match := re.search(r"negative\s+values:\s+code\s+\+\s+0x([0-9A-F]+)", text):
-        rule = {code + int(match[1], 16): code for code in shown if fmt.value(code) > 0}
-    elif match := re.search(r"negative\s+values:\s+0x([0-9A-F]+)\s+-\s+code", text):
-        rule = {int(match[1], 16) - code: code for code in shown if fmt.value(code) > 0}
-    else:
-        assert all(fmt.value(c) >= 0 for c in finite) or len(shown) == fmt.finite_count
-        return
-    assert all(fmt.value(negative) == -fmt.value(code) for negative, code in rule.items())
 
 
 @pytest.mark.parametrize(
@@ -236,7 +203,7 @@ def test_unknown_names_are_one_line(name, message):
     [
         ("formats mxfp", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]),
         ("formats e2m", ["e2m3fn", "e2m1fn"]),
-        ("demo --format e", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"]),  # what a file can hold
+        ("convert --format e5", ["e5m2", "e5m2fnuz"]),  # what a file can hold
     ],
 )
 def test_the_shell_completes_names_of_formats(line, expected):

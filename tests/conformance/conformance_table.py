@@ -20,7 +20,6 @@ import jax
 import numpy as np
 import pytest
 
-import qtoolkit
 from qtoolkit import pypto
 
 HERE = Path(__file__).parent
@@ -341,22 +340,6 @@ def extended():
     return [len(new - known), pypto_elements(*tests)]
 
 
-# Formats
-
-FORMATS = "formats/test_promote.py"
-
-
-def rounded_by_numpy():
-    """Pairs of the test that raise: `promote` itself is called, it takes microseconds."""
-    raised = 0
-    for pair in itertools.product(module(FORMATS).NUMPY_DTYPES, repeat=2):
-        try:
-            qtoolkit.promote(*pair)
-        except ValueError:
-            raised += 1
-    return raised
-
-
 # By operator and row: the numbers of the columns "Cases" and "Deviations".
 ROWS = {
     "onnx.cast": {
@@ -456,20 +439,6 @@ ROWS = {
         "`extended=True`, every code of FP8 and FP4": lambda: [
             len(list(parameters(module(PYPTO).test_extended_small_floats_to_bfloat16_and_float32)))
         ],
-    },
-    "promote": {
-        "shipped formats of at most 16 bits": lambda: [
-            len(module(FORMATS).SMALL),
-            combinations(
-                FORMATS,
-                "test_every_pair_of_formats_up_to_16_bits",
-                "combinations_with_replacement",
-            ),
-        ],
-        "dtypes of NumPy": lambda: (
-            [combinations(FORMATS, "test_numpy_agrees_but_where_it_rounds", "product")],
-            [rounded_by_numpy()],
-        ),
     },
 }
 

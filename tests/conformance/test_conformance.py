@@ -53,7 +53,7 @@ SHOWN = """Node tests: 9 run, 8 pass,
 | official | f8e4m3 of 2 | 7 | 1 |
 | every number | the page | 3 types, 1,000 elements | none |
 
-### `promote`
+### `openvino.range`
 
 | What | Oracle | Cases | Deviations |
 | --- | --- | --- | --- |
@@ -63,7 +63,7 @@ COUNTED = {"official": ([60], [2]), "every number": ([4, 8_044_842], [])}
 
 
 def test_numbers_are_put_in_their_place():
-    new = with_numbers(SHOWN, {"onnx.cast": COUNTED, "promote": {"dtypes": ([9], [])}})
+    new = with_numbers(SHOWN, {"onnx.cast": COUNTED, "openvino.range": {"dtypes": ([9], [])}})
     expected = SHOWN.replace("| 7 | 1 |", "| 60 | 2 |").replace(
         "9 run, 8 pass,\n1", "60 run, 58 pass,\n2"
     )
@@ -92,7 +92,7 @@ def test_every_public_function_has_its_section():
         for name in package.__all__
         if inspect.isfunction(getattr(package, name))
     }
-    assert {*public, "promote"} == set(sections(TEXT)) == set(ROWS)
+    assert public == set(sections(TEXT)) == set(ROWS)
     assert set(OPERATORS) == public - {"pypto.cast"}
 
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmarks._language_model import ByteTransformer, bits_per_byte
 from flax import nnx
 from jax.experimental import topologies
 
 import qtoolkit as qt
-from qtoolkit.demo import ByteTransformer, bits_per_byte
 
 H100 = """
 gpu_device_info {

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import qtoolkit
+from qtoolkit.checkpoints.internal import CAUTIONS, TRIED
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
@@ -100,6 +101,13 @@ def test_top_level_names_are_in_the_index_of_the_reference():
     index = hooks_without_mkdocs()["reference_index"]()
     for name, home in qtoolkit._HOME_OF.items():
         assert f"[`qt.{name}`]({home}.md#qtoolkit.{home}.{name})" in index
+
+
+def test_the_page_of_loaders_has_every_caution_with_its_date():
+    page = hooks_without_mkdocs()["loaders_page"]()
+    assert TRIED in page
+    for row in CAUTIONS:
+        assert f"| {row.who} | {row.layout} | {row.models} | {row.fault} | {row.remedy} |" in page
 
 
 @pytest.mark.quick

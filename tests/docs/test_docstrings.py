@@ -24,7 +24,6 @@ SHOWN_BY = {
     "products.Product": "nnx.report",
     "products.Report": "nnx.report",
     "products.Sensitivity": "nnx.sensitivity",
-    "optim.DynamicLossScaleState": "optim.dynamic_loss_scale",
     "optim.MasterWeightsState": "optim.master_weights",
     "optim.QuantizedState": "optim.quantize_state",
     "optim.StochasticRoundState": "optim.stochastic_round_updates",

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qtoolkit import Stochastic, fake_cast, fake_convert, round_to_format
 from qtoolkit.casts import DETERMINISTIC
-from qtoolkit.gradients import EWGS, Clipped
+from qtoolkit.gradients import Clipped
 
 TARGETS = [("e4m3fn", ml_dtypes.float8_e4m3fn, 448.0), ("e5m2", ml_dtypes.float8_e5m2, 57344.0)]
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -229,13 +229,10 @@ def test_float64(fmt, target, largest, with_shift):
         weight = np.random.default_rng(3).normal(size=x.shape)
         d = (np.abs(u) <= largest).astype(np.float64)
         slopes = d, (d * x - expected) / scale, (1 - d) / scale
-        for gradient in ("clipped", EWGS(delta=0.0)):
-            got = jax.grad(lambda *a, g=gradient: jnp.sum(f(*a, g) * weight), (0, 1, 2))(
-                x, scale, shift
-            )
-            for mine, slope in zip(got, slopes, strict=True):
-                assert mine.dtype == np.float64
-                np.testing.assert_allclose(mine, slope * weight, rtol=1e-13, atol=1e-13)
+        got = jax.grad(lambda *a: jnp.sum(f(*a) * weight), (0, 1, 2))(x, scale, shift)
+        for mine, slope in zip(got, slopes, strict=True):
+            assert mine.dtype == np.float64
+            np.testing.assert_allclose(mine, slope * weight, rtol=1e-13, atol=1e-13)
 
 
 def test_a_small_float64_number_is_not_called_zero():
@@ -389,27 +386,8 @@ def test_gradients_of_scale_and_shift_are_summed_in_float32(dtype):
         assert np.abs(np.cumsum(terms.sum(axis=0))).max() > 65504 > abs(exact)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
-def test_gradient_of_scale_by_a_cotangent_estimator(dtype):
-    """Two sums of 65,536 terms of one sign. When each was rounded, they gave 0 for 27.3 in bfloat16
-    and NaN in float16. Oracle: the documented derivative in float64.
-    """
-    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 2**16), jnp.float32).astype(dtype)
-    scale = jnp.asarray(1.125, dtype)
-
-    def loss(scale):
-        y = fake_convert(x, scale, fmt="e4m3fn", gradient=EWGS(0.0))
-        return jnp.sum(y.astype(jnp.float32))
-
-    y = np.asarray(fake_convert(x, scale, fmt="e4m3fn"), np.float64)
-    terms = (np.asarray(x, np.float64) - y) / float(scale)
-    bound = 2.0**-20 * np.sum(np.abs(np.asarray(x, np.float64)))
-    bound += float(jnp.finfo(dtype).eps) * abs(terms.sum())
-    assert abs(float(jax.grad(loss)(scale)) - terms.sum()) <= bound
-
-
 @pytest.mark.sample("clipped")
-@pytest.mark.parametrize("gradient", ["clipped", EWGS()], ids=["clipped", "EWGS"])
+@pytest.mark.parametrize("gradient", ["clipped", "identity"])
 def test_an_element_under_a_zero_cotangent_adds_nothing(gradient):
     """A masked loss: 0 times a NaN or an infinity would make the sums NaN.
 
@@ -431,7 +409,7 @@ def test_an_element_under_a_zero_cotangent_adds_nothing(gradient):
 
 
 @pytest.mark.devices(8)
-@pytest.mark.parametrize("rule", ["clipped", EWGS(0.5)])
+@pytest.mark.parametrize("rule", ["clipped", "identity"])
 def test_the_gradient_by_data_on_an_explicit_mesh(rule):
     host = np.linspace(-500, 500, 48, dtype=np.float32).reshape(8, 6)
     scale = np.full((8, 1), 2, np.float32)

@@ -17,7 +17,6 @@ from qtoolkit.gradients import (
     lsq_plus,
     lsq_plus_scale_offset,
     lsq_scale,
-    pact,
 )
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -352,79 +351,6 @@ def test_lsq_gradients_against_finite_differences(fmt):
     assert np.all(np.abs(dx - central(lambda x: y(x, s, b), x, h)) <= by_b)
 
 
-def test_pact_gradients_against_finite_differences():
-    """Oracle: y(x, a) = t * softplus(x / t) - t * softplus((x - a) / t) plus a frozen residual.
-
-    By a, it has the derivative sigmoid((x - a) / t), at most exp(-|x - a| / t) from 0 or 1, and a
-    third one of at most exp(-|x - a| / t) / t**2; by x, the same at both edges.
-    """
-    a, t, h = 2.5, 0.02, 1e-4
-    x = draw(400, spread=2.0).astype(np.float64)
-    smooth = Smooth(0.0, a, t)
-    x = x[smooth.tail(x) < np.exp(-8)]
-    dx, da = every_gradient(lambda x, a: pact(x, a, 4), x.astype(np.float32), np.float32(a))
-    bound = 2 * (1 + h**2 / 6 / t**2) * smooth.tail(x, h) + 64 * 2.0**-52 / h
-    assert bound.max() < 1e-3
-
-    def y(x, a):
-        return t * softplus(x / t) - t * softplus((x - a) / t)
-
-    assert np.all(np.abs(da - central(lambda a: y(x, a), a, h)) <= bound)
-    assert np.all(np.abs(dx - central(lambda x: y(x, a), x, h)) <= bound)
-    assert 0 < da.mean() < 1
-
-
-@pytest.mark.sample("1-float32")
-@pytest.mark.parametrize(
-    ("bits", "dtype"),
-    [(bits, np.float32) for bits in range(1, 9)] + [(5, dtype) for dtype in DTYPES[1:]],
-)
-def test_pact(bits, dtype):
-    """Oracles: NumPy step by step; `lsq` with the quotient as its scale; the paper's gradients."""
-    x = draw((4, 50), dtype, spread=2.0)
-    x[0, : len(SPECIAL)] = SPECIAL
-    alpha = np.float32([[0.7], [1.5], [2.0], [3.3]])
-    x[:, -1:] = alpha.astype(dtype)  # the edge, where the dtype holds it
-    levels = np.float32(2**bits - 1)
-    step = alpha / levels
-    with np.errstate(all="ignore"):
-        u = x.astype(np.float32) / step
-        q = np.where(np.isnan(u), 0, np.rint(np.clip(u, 0, levels)) + 0).astype(np.float32)
-        expected = (q * step).astype(dtype)
-    got = pact(x, alpha, bits)
-    assert_same_bits(got, expected)
-    unsigned = IntFormat(name="unsigned", bits=bits, signed=False)
-    assert_same_bits(lsq(x, step, unsigned), expected)
-    # Within half a step of the formula, and at saturation within one ulp of alpha.
-    finite = np.isfinite(x)
-    clipped = np.clip(x.astype(np.float32), 0, alpha)
-    eps = float(ml_dtypes.finfo(dtype).eps)
-    distance = np.abs(np.asarray(got).astype(np.float32) - clipped)
-    assert np.all((distance <= step * (0.5 + 2.0**-20) + eps * alpha)[finite])
-    full = (x.astype(np.float32) >= alpha) & finite
-    assert np.all((distance <= eps * alpha)[full])
-
-    @jax.jit
-    def gradients(x, alpha):
-        return jax.vjp(lambda x, a: pact(x, a, bits), x, alpha)[1](jnp.ones_like(x))
-
-    dx, da = gradients(x, alpha)
-    wide = x.astype(np.float64)
-    np.testing.assert_array_equal(dx, ((wide >= 0) & (wide < alpha)).astype(dtype))
-    np.testing.assert_array_equal(da, np.sum(wide >= alpha, 1, keepdims=True))
-
-
-def test_pact_at_the_edges():
-    """Oracle: the intervals of equations 1 and 3, [0, alpha) and [alpha, inf)."""
-    alpha = np.float32(0.75)
-    below, above = np.nextafter(alpha, np.float32([0, 1]))
-    tiny = np.float32(-1e-40)  # subnormal, which XLA may compare as zero
-    x = np.float32([-1, tiny, -0.0, 0, below, alpha, above, 9, np.inf, -np.inf, np.nan])
-    dx, da = every_gradient(lambda x, a: pact(x, a, 2), x, alpha)
-    np.testing.assert_array_equal(dx, [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(da, [0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0])
-
-
 def test_nan_and_inf_do_not_spoil_the_gradient_of_the_scale():
     """Even where the cotangent is NaN or infinite, as that of y**2 would be."""
     x = jnp.asarray([0.3, np.nan, np.inf, -np.inf, 100.0], jnp.float32)
@@ -436,14 +362,11 @@ def test_nan_and_inf_do_not_spoil_the_gradient_of_the_scale():
         assert dx[1] == dx[2] == dx[3] == 0
         assert np.isfinite(ds)
         assert np.isfinite(db)
-    _, back = jax.vjp(lambda x, a: pact(x, a, 4), x, jnp.float32(1))
-    assert back(cotangent)[1] == 2  # Inf and 100
 
 
 LEARNED = {
     "lsq": lambda x, s: lsq(x, s, "int4"),
     "lsq_plus": lambda x, s: lsq_plus(x, s, s * 0.5, "uint4"),
-    "pact": lambda x, s: pact(x, s, 4),
 }
 
 
@@ -533,8 +456,6 @@ def test_the_gradient_of_the_scale_is_summed_in_float32():
         f = functools.partial(lsq, fmt="int4", gradient_factor=1)
         ds = jax.vjp(lambda s, x=x, f=f: f(x, s), jnp.asarray(scale))[1](jnp.ones(2**14, dtype))[0]
         assert ds == 7 * 2**14
-        alpha = jax.vjp(lambda a, x=x: pact(x, a, 4), jnp.asarray(scale))[1]
-        assert alpha(jnp.ones(2**14, dtype))[0] == 2**14
 
 
 @pytest.mark.sample("0.0")
@@ -553,12 +474,6 @@ def test_scales_that_training_made_zero_or_negative(scale):
         return jnp.sum((lsq(clean, s, "int4", gradient_factor=1) - clean) ** 2)
 
     assert jax.grad(error)(scale) < 0
-    y = jax.jit(lambda a: pact(x, a, 8))(scale)
-    assert np.all((np.asarray(y) >= 0) & (np.asarray(y) <= 256 * 2.0**-126))
-    da = jax.grad(lambda a: jnp.sum(pact(clean, a, 8)))(scale)
-    assert float(da) == np.sum(clean > 0)  # those above the bound it counts as, not above itself
-    positive = clean[clean > 0]
-    assert jax.grad(lambda a: jnp.sum((pact(positive, a, 8) - positive) ** 2))(scale) < 0
 
 
 def test_training_brings_a_negative_scale_back():
@@ -641,11 +556,11 @@ def test_lsq_plus_scale_offset_of_weights():
             keep = {"axis": axis, "keepdims": axis is not None}
             mean, std = np.mean(x.astype(float), **keep), np.std(x.astype(float), **keep)
             expected = np.maximum(abs(mean - 3 * std), abs(mean + 3 * std)) / half
-            scale, offset = lsq_plus_scale_offset(x, fmt, axis, of="weights")
+            scale, offset = lsq_plus_scale_offset(x, fmt, axis, kind="weights")
             np.testing.assert_allclose(scale, expected, rtol=300 * 2.0**-24)
             assert np.all(np.asarray(offset) == 0)
             assert scale.shape == offset.shape == np.shape(expected)
-    scale, _ = lsq_plus_scale_offset(np.zeros(4, np.float32), "int4", of="weights")
+    scale, _ = lsq_plus_scale_offset(np.zeros(4, np.float32), "int4", kind="weights")
     assert scale == 1
 
 
@@ -699,13 +614,12 @@ def test_lsq_plus_scale_offset_of_few_values():
 CALLS = {
     "lsq": lambda x, s: lsq(x, s, "int4"),
     "lsq_plus": lambda x, s: lsq_plus(x, s, 0.0, "int4"),
-    "pact": lambda x, s: pact(x, s, 4),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_errors_of_data_and_scales(name):
-    f, parameter = CALLS[name], "alpha" if name == "pact" else "scale"
+    f, parameter = CALLS[name], "scale"
     x = np.ones((2, 3), np.float32)
     for bad in (0, 0.0, -1.0, np.nan, np.inf, 1e-40, 1e50, 10**400, -(10**400)):
         with pytest.raises(ValueError, match=rf"{name}: {parameter}.*expected a positive fin"):
@@ -761,13 +675,12 @@ def test_errors_of_formats_factors_and_bits():
             lsq_plus(x, 1.0, bad, "int4")
     with pytest.raises(ValueError, match=r"lsq_plus: offset has shape \(2,\), expected one that"):
         lsq_plus(x, 1.0, np.ones(2, np.float32), "int4")
-    for bad in (0, 9, 4.0, True, "4"):
-        with pytest.raises(ValueError, match=r"pact: bits=.*expected an integer from 1 to 8"):
-            pact(x, 1.0, bad)
-    with pytest.raises(ValueError, match=r"of='biases', expected one of activations, weights"):
-        lsq_plus_scale_offset(x, "int4", of="biases")
-    with pytest.raises(ValueError, match=r"of='weights' with uint4, which has no negative values"):
-        lsq_plus_scale_offset(x, "uint4", of="weights")
+    with pytest.raises(ValueError, match=r"kind='biases', expected one of activations, weights"):
+        lsq_plus_scale_offset(x, "int4", kind="biases")
+    with pytest.raises(
+        ValueError, match=r"kind='weights' with uint4, which has no negative values"
+    ):
+        lsq_plus_scale_offset(x, "uint4", kind="weights")
     for bad in (-1, 2.0, True):
         with pytest.raises(ValueError, match=r"steps=.*expected an integer of at least 0"):
             lsq_plus_scale_offset(x, "int4", steps=bad)
@@ -800,7 +713,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(shape, kind):
             ).sum(),
             (0, 1),
         )(scale, scale)
-        return by_scale, by_both, jax.grad(lambda a: pact(x, a, 2).sum())(scale)
+        return by_scale, by_both
 
     expected = jax.tree.map(np.asarray, gradients(jnp.asarray(host)))
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(kind,))

@@ -117,6 +117,23 @@ def test_a_damaged_file_is_named(tmp_path, source):
     save(tmp_path / "wide", {"a": source})
 
 
+def test_a_type_of_a_fork_is_no_damage(tmp_path, source):
+    """137 is IQ2_K of ik_llama.cpp, which the package gguf does not know."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", source)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    data = path.read_bytes()
+    place = data.index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight")
+    place += 4 + 8 * source.ndim  # the number of dimensions, and each
+    path.write_bytes(data[:place] + (137).to_bytes(4, "little") + data[place + 4 :])
+    with pytest.raises(CheckpointError, match=r"GGML's type 137, .* a fork .* upgrade gguf"):
+        convert(path, tmp_path / "out")
+
+
 def test_a_part_of_a_split_file_is_refused(tmp_path, source):
     writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", "llama")
     writer.add_uint16("split.count", 2)
@@ -146,3 +163,56 @@ def test_a_big_endian_file_is_refused(tmp_path, name):
     big_endian(tmp_path / "big.gguf", blocks, kind)
     with pytest.raises(CheckpointError, match=r"a big-endian file.*gguf-convert-endian"):
         open_source(tmp_path / "big.gguf")
+
+
+def written(path, tensors):
+    """A file of {name: (array, type or None)}; blocks are those of the package gguf."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, (array, kind) in tensors.items():
+        blocks = array if kind is None else gguf.quants.quantize(array, kind)
+        writer.add_tensor(name, blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+KINDS = [*NAMES.values(), gguf.GGMLQuantizationType.TQ2_0, gguf.GGMLQuantizationType.BF16, None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_beside_weights_multiply_them(tmp_path, kind):
+    """llama.cpp keeps a factor "NAME.scale" of NVFP4 and ternary weights. Oracle: NumPy."""
+    rng = np.random.default_rng(0)
+    x, experts = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 512), (3, 8, 512)))
+    factor, factors = np.float32([0.00321]), np.float32([0.5, 3, 0.25])
+    plain = {"blk.0.attn_q.weight": (x, kind), "blk.0.ffn_up_exps.weight": (experts, kind)}
+    scales = {
+        "blk.0.attn_q.scale": (factor, None),
+        "blk.0.attn_q.input_scale": (factor, None),
+        "blk.0.ffn_up_exps.scale": (factors, None),
+        "norm.scale": (factors, None),  # of no weight
+    }
+    written(tmp_path / "plain.gguf", plain)
+    written(tmp_path / "scaled.gguf", plain | scales)
+    with open_source(tmp_path / "plain.gguf") as opened:
+        wide = {name: opened.read(name).astype(np.float32) for name in plain}
+    with open_source(tmp_path / "scaled.gguf") as opened:
+        assert set(opened.tensors) == {*plain, "norm.scale"}
+        assert list(opened.auxiliary) == ["blk.0.attn_q.input_scale"]
+        found = {name: opened.read(name) for name in plain}
+        sizes = sum(tensor.stored_nbytes for tensor in opened.tensors.values())
+    np.testing.assert_array_equal(
+        found["blk.0.attn_q.weight"], wide["blk.0.attn_q.weight"] * factor
+    )
+    name = "blk.0.ffn_up_exps.weight"
+    np.testing.assert_array_equal(found[name], wide[name] * factors[:, None, None])
+    assert sizes == sum(t.n_bytes for t in gguf.GGUFReader(tmp_path / "scaled.gguf").tensors) - 4
+
+
+@pytest.mark.parametrize("factors", [np.ones(2, np.float32), np.ones(1, np.int32)])
+def test_a_factor_of_another_kind_is_refused(tmp_path, factors):
+    x = np.ones((8, 32), np.float32)
+    written(tmp_path / "f.gguf", {"a.weight": (x, NAMES["Q8_0"]), "a.scale": (factors, None)})
+    with pytest.raises(CheckpointError, match=r"tensor a\.scale: .* expected a factor"):
+        open_source(tmp_path / "f.gguf")

@@ -1,6 +1,5 @@
 """What transformers makes of converted folders, on the CPU."""
 
-import contextlib
 import json
 
 import numpy as np
@@ -10,7 +9,7 @@ import transformers
 from safetensors.torch import save_file
 
 from qtoolkit import Rules
-from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint
+from qtoolkit.checkpoints import CheckpointError, _cautions, convert, dequantize_checkpoint
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 COMPRESSED = [
@@ -201,69 +200,6 @@ def test_mixtral(folders, tmp_path, layout):
     np.testing.assert_allclose(logits(tmp_path / "out", **options), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "scaling", "input_scales"),
-    [*((*one, None) for one in COMPRESSED), ("e4m3fn", "tensor", 0.05)],
-)
-def test_experts_that_transformers_misreads_come_with_a_caution(
-    folders, tmp_path, fmt, scaling, input_scales
-):
-    """Mixtral in nvfp4 has other logits, without an error. Oracle: the dequantized weights."""
-    report = convert(
-        folders / "mixtral", tmp_path / "out", layout="compressed-tensors", format=fmt,
-        scaling=scaling, input_scales=input_scales,
-    )  # fmt: skip
-    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
-    expected = logits(tmp_path / "back")
-    try:
-        found = logits(tmp_path / "out", quantization_config=dequantizing())
-    except RuntimeError:
-        assert report.caution.startswith(f"transformers (5.24) does not load experts in {fmt}")
-        return
-    error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert error > 0.5 if "without an error" in report.caution else error < 0.02
-    assert ("without an error" in report.caution) == bool(report.caution)
-
-
-@pytest.fixture
-def uninitialized_is_nan():
-    """What torch allocates and nobody writes is NaN: it could be an older copy of the weights."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # then torch fills such memory
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("uninitialized_is_nan")
-@pytest.mark.parametrize("fmt", ["e4m3fn", "int4_group128", "nvfp4"])
-@pytest.mark.parametrize("skip", [r"experts\.3\.", r"layers\.0\.", r"w2", r"experts"])
-def test_a_caution_where_excluded_experts_are_misread(folders, tmp_path, fmt, skip):
-    """FP8: all or none of those that are joined. Oracle: the dequantized weights."""
-    report = convert(
-        folders / "mixtral", tmp_path / "out", format=fmt, skip=[skip], allow_split=True
-    )
-    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
-    expected = logits(tmp_path / "back")
-    try:
-        found = logits(tmp_path / "out", quantization_config=dequantizing())
-    except RuntimeError:
-        assert report.caution
-        return
-    error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert not error < 0.1 if report.caution else error < 0.02  # NaN where nothing was read
-
-
-def test_experts_of_several_formats_come_with_a_caution(folders, tmp_path):
-    rules = Rules({r"experts\.\d+\.w2": "int8_group128", "experts": "int4_group128"})
-    report = convert(folders / "mixtral", tmp_path / "out", format=rules, allow_split=True)
-    assert "reads all experts by one format" in report.caution
-    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
-    expected = logits(tmp_path / "back")
-    # An error or wrong weights, by which of the two formats it takes.
-    with contextlib.suppress(RuntimeError):
-        found = logits(tmp_path / "out")
-        assert np.abs(found - expected).max() > 0.1 * np.abs(expected).max()
-
-
 FEW = {"num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
 SMALL = {"hidden_size": 128, "num_hidden_layers": 1}
 TOWER = {"intermediate_size": 256, "num_attention_heads": 4, **SMALL}
@@ -307,6 +243,10 @@ ASK_FOR_WEIGHTS = {
         },
     ),
 }
+
+
+def test_the_table_has_these_models():
+    assert ASK_FOR_WEIGHTS.keys() == _cautions.ASK_FOR_WEIGHTS
 
 
 @pytest.mark.parametrize("kind", ASK_FOR_WEIGHTS)

@@ -47,6 +47,6 @@ def test_a_parameter_that_is_passed_is_a_kernel(how):
     for call in (wrapped.apply, jax.jit(wrapped.apply)):
         np.testing.assert_allclose(call(variables, tokens), expected, rtol=1e-5, atol=1e-5)
     assert np.abs(np.asarray(module.apply(variables, tokens) - expected)).max() > 1e-3
-    rules = qt.Rules({"head": None}, default=qt.Recipe())
+    rules = qt.Rules({"embed": None}, default=qt.Recipe())
     plain = qt.linen.wrap(module, rules).apply(variables, tokens)
     np.testing.assert_array_equal(plain, module.apply(variables, tokens))

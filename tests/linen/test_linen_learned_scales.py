@@ -52,6 +52,12 @@ def kept(variables, path=""):
     return state_of({SCALES: variables[SCALES]}, path)["kernel"]
 
 
+def of_shared(variables):
+    """Of the layer that runs twice: of the first run, and of the second one around it."""
+    uses = state_of({SCALES: variables[SCALES]}, "shared")
+    return uses["1"], uses["0"]
+
+
 def first_scale(x, largest=7):
     """LSQ's, by NumPy."""
     return 2 * np.mean(np.abs(np.asarray(x, np.float64))) / np.sqrt(largest)
@@ -66,20 +72,19 @@ def test_parameters_are_those_of_the_plain_model():
     plain, made = jax.jit(Net().init)(KEY, X), jax.jit(MODULE.init)(KEY, X)
     assert set(made) == {"params", SCALES}
     jax.tree.map(np.testing.assert_array_equal, made["params"], plain["params"])
-    both = {"kernel": {"lhs_scale", "rhs_scale"}}
-    assert shapes_of(made) == {"": both, "shared": both}
+    both = {"lhs_scale", "rhs_scale"}
+    assert shapes_of(made) == {"": {"kernel": both}, "shared": {"0": both, "1": both}}
     assert all(np.isnan(scale) for scale in jax.tree.leaves(made[SCALES]))
 
 
 @pytest.mark.quick
 def test_scales_start_as_lsq_has_it(variables):
-    """Of inputs that come twice the mean of both; a plain model's parameters have none yet."""
+    """Each use of a kernel has its own; a plain model's parameters have none yet."""
     params = variables["params"]
-    np.testing.assert_allclose(
-        kept(variables, "shared")["rhs_scale"],
-        first_scale(params["shared"]["kernel"]),
-        rtol=1e-5,
-    )
+    for use in of_shared(variables):
+        wanted = first_scale(params["shared"]["kernel"])
+        np.testing.assert_allclose(use["rhs_scale"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(of_shared(variables)[0]["lhs_scale"], first_scale(X), rtol=1e-5)
     np.testing.assert_allclose(
         kept(variables)["rhs_scale"], first_scale(params["kernel"]), rtol=1e-5
     )
@@ -95,15 +100,16 @@ def test_scales_start_as_lsq_has_it(variables):
 def by_hand(variables, x):
     """The network in plain JAX, with `lsq` around the operands."""
     params = variables["params"]
-    own, shared = kept(variables), kept(variables, "shared")
+    own, (first, second) = kept(variables), of_shared(variables)
 
     def product(x, kernel, scales):
         return lsq(x, scales["lhs_scale"], "int4") @ lsq(kernel, scales["rhs_scale"], "int4")
 
-    def dense(x):
-        return product(x, params["shared"]["kernel"], shared) + params["shared"]["bias"]
+    def dense(x, scales):
+        return product(x, params["shared"]["kernel"], scales) + params["shared"]["bias"]
 
-    return jnp.sum(jnp.sin(product(nn.relu(dense(jnp.tanh(dense(x)))), params["kernel"], own)))
+    hidden = nn.relu(dense(jnp.tanh(dense(x, first)), second))
+    return jnp.sum(jnp.sin(product(hidden, params["kernel"], own)))
 
 
 @pytest.mark.quick
@@ -185,27 +191,27 @@ def stack_by_hand(layers, scales_of, x):
 
 
 @pytest.mark.exhaustive
-def test_layers_that_scan_stacks_share_a_scale():
+def test_layers_that_scan_stacks_have_scales_of_their_own():
     module = qt.linen.wrap(Stack(), LSQ)
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     dense = variables["params"]["blocks"]["dense"]
-    np.testing.assert_allclose(
-        kept(variables, "blocks/dense")["rhs_scale"], first_scale(dense["kernel"]), rtol=1e-5
-    )
+    wanted = [first_scale(kernel) for kernel in dense["kernel"]]
+    np.testing.assert_allclose(kept(variables, "blocks/dense")["rhs_scale"], wanted, rtol=1e-5)
 
     def hand(variables):
         learned = kept(variables, "blocks/dense")
-        return stack_by_hand(variables["params"]["blocks"]["dense"], lambda _: learned, X)
+        layers = variables["params"]["blocks"]["dense"]
+        return stack_by_hand(layers, lambda i: jax.tree.map(lambda s: s[i], learned), X)
 
     close(
         jax.jit(jax.grad(loss), static_argnums=2)(variables, X, module), jax.grad(hand)(variables)
     )
-    served, weights = qt.linen.quantize(module, variables, None, X)
+    served, weights = qt.linen.quantize(module, variables, "wrapped", X)
     got, expected = (jax.jit(m.apply)(v, X) for m, v in ((served, weights), (module, variables)))
     np.testing.assert_array_equal(got, expected)
     array = weights["params"]["blocks"]["dense"]["kernel"]
     scale = kept(variables, "blocks/dense")["rhs_scale"]
-    np.testing.assert_array_equal(array.scale, jnp.broadcast_to(scale, (3, 1, 1)))
+    np.testing.assert_array_equal(array.scale, scale.reshape(3, 1, 1))
 
 
 class Inside(nn.Module):
@@ -298,7 +304,7 @@ def test_value_and_grad_of_both_collections():
 @pytest.mark.quick
 def test_served_as_it_was_trained(variables):
     """Oracle for the codes: NumPy, two's complement, low nibble first."""
-    served, weights = qt.linen.quantize(MODULE, variables, None, X)
+    served, weights = qt.linen.quantize(MODULE, variables, "wrapped", X)
     apply = jax.jit(served.apply)
     np.testing.assert_array_equal(apply(weights, X), jax.jit(MODULE.apply)(variables, X))
     array, scale = weights["params"]["kernel"], np.float32(kept(variables)["rhs_scale"])
@@ -357,8 +363,8 @@ def test_what_cannot_be(variables):
     with pytest.raises(ValueError, match=r"shared: .* not been started.*linen\.start_scales"):
         MODULE.apply(fresh, X)
     assert np.isnan(jax.jit(MODULE.apply)(fresh, X)).all()
-    with pytest.raises(ValueError, match="quantize: shared/kernel has a learned scale that has no"):
-        qt.linen.quantize(MODULE, fresh, None, X)
+    with pytest.raises(ValueError, match="quantize: kernel has a learned scale that has no"):
+        qt.linen.quantize(MODULE, fresh, "wrapped", X)
     with pytest.raises(ValueError, match=r"sensitivity: .* has a learned scale that has not"):
         qt.linen.sensitivity(MODULE, fresh, X, loss)
     with pytest.raises(ValueError, match="start_scales: Dense has no learned scale, expected a mo"):
@@ -370,18 +376,15 @@ def test_what_cannot_be(variables):
         qt.linen.start_scales(branch, branch.init(KEY, X), (X, False))
     started = qt.linen.start_scales(branch, {"params": branch.init(KEY, X)["params"]}, (X, False))
     assert set(states_of(started)) == {"a"}
-    served, weights = qt.linen.quantize(branch, started, None, {"x": X, "both": False})
+    served, weights = qt.linen.quantize(branch, started, "wrapped", {"x": X, "both": False})
     np.testing.assert_array_equal(
         served.apply(weights, X, both=False), branch.apply(started, X, both=False)
     )
     for wrt in ("scales", 0):
         with pytest.raises(ValueError, match=rf"wrt={wrt!r}, expected collections among params, q"):
             qt.linen.value_and_grad(loss, wrt=wrt)(variables, X)
-    with pytest.raises(ValueError, match="quantize: recipe is None for Net, which is not wrapped"):
-        qt.linen.quantize(Net(), plain, None, X)
-    jitted = qt.linen.wrap(nn.jit(nn.Dense)(4), LSQ)
-    with pytest.raises(ValueError, match=r"\(model\): .* under nn\.jit .*scales do not reach it"):
-        jitted.apply(jitted.init(KEY, X), X)
+    with pytest.raises(ValueError, match="quantize: recipe is 'wrapped' for Net, which is not"):
+        qt.linen.quantize(Net(), plain, "wrapped", X)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

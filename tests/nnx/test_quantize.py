@@ -244,7 +244,7 @@ def test_messages():
         qt.nnx.wrap(served, WEIGHTS)
     with pytest.raises(ValueError, match=r"layers/0: Linear.kernel is a QArray, and a rule excl"):
         qt.nnx.quantize(served, qt.Rules({"layers/0": None}, default=WEIGHTS))
-    with pytest.raises(ValueError, match="quantize: recipe is None for Small, which is not wrap"):
+    with pytest.raises(ValueError, match="quantize: recipe is 'wrapped' for Small, which is no"):
         qt.nnx.quantize(model)
     with pytest.raises(TypeError, match="quantize: recipe has type int, expected a Recipe, Rules"):
         qt.nnx.quantize(model, 8)

@@ -12,10 +12,7 @@ import pytest
 import qtoolkit
 from qtoolkit import optim
 
-FUNCTIONS = (
-    "dynamic_loss_scale", "loss_scale", "master_weights", "quantize_state",
-    "stochastic_round_updates", "SecondMoment",
-)  # fmt: skip
+FUNCTIONS = ("master_weights", "quantize_state", "stochastic_round_updates", "SecondMoment")
 
 
 def loss(params):

@@ -240,19 +240,6 @@ def test_derivatives_by_scales_are_those_of_one_device(kind, spec):
     _assert_alike(derivatives, kind, host)
 
 
-@every_kind
-def test_equalize_derivatives_on_meshes_as_on_one_device(kind):
-    host = np.arange(128, dtype=np.float32).reshape(8, 16) - 64
-    factors = np.full(16, 2, np.float32)
-
-    def derivatives(x):
-        equalized = lambda f: qt.scaling.equalize(x, x, f, w_axis=1)  # noqa: E731
-        by_factors = jax.grad(lambda f: sum(y.sum() for y in equalized(f)))(factors)
-        return by_factors, jax.jvp(equalized, (factors,), (factors,))[1]
-
-    _assert_alike(derivatives, kind, host)
-
-
 def _assert_alike(function, kind, host):
     expected = jax.tree.map(np.asarray, function(jnp.asarray(host)))
     mesh = _mesh(kind)

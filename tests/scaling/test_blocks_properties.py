@@ -358,14 +358,13 @@ def test_slopes_end_where_a_narrow_range_ends():
     """-127.9 is clamped to -127 as 127.9 is to 127; the slopes are those of the other side."""
     u = np.array([127.0, 127.4, 127.6, 127.9, 1000], F32)
     spec = BlockFormat.tensor("int8", narrow_range=True)
-    for rule in ("clipped", qt.gradients.Ramp(0.25), qt.gradients.DSQ(), qt.gradients.ReSTE()):
+    for rule in ("clipped", qt.gradients.Ramp(0.25)):
 
         def slopes(x, rule=rule):
             run = functools.partial(qt.fake_quantize, spec=spec, scale=1.0, gradient=rule)
             return jax.grad(lambda x: run(x).sum())(x)
 
-        # DSQ's and ReSTE's gaps beside a number are the lower and the upper one: not symmetric.
-        same_numbers(slopes(-u)[2:], slopes(u)[2:], rule)
+        same_numbers(slopes(-u)[1:], slopes(u)[1:], rule)
         same_numbers(slopes(-u)[1], slopes(-u)[0], rule)
     got = jax.grad(lambda x: qt.fake_quantize(x, "mxint8").sum())(
         np.array([1.998, -1.998, 1] + [0] * 29, F32)

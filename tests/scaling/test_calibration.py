@@ -19,7 +19,6 @@ from qtoolkit.scaling import (
     MSE,
     AbsMax,
     Bins,
-    Entropy,
     MinMax,
     MovingAverage,
     Percentile,
@@ -46,7 +45,7 @@ ASYMMETRIC = {
     "channel": BlockFormat.channel("int8", zero_point=True),
     "blocks": BlockFormat(element="uint4", block=(16,), zero_point=True),
 }
-SYMMETRIC = (AbsMax, MovingAverage, Percentile, MSE, Entropy)
+SYMMETRIC = (AbsMax, MovingAverage, Percentile, MSE)
 
 
 def same(got, expected):
@@ -359,10 +358,9 @@ def test_magnitudes_outside_the_bins():
     for fraction, expected in [(0.5, 2.0**-12), (0.75, 3e30), (1.0, 3e30)]:
         state = Percentile.of("int8", x.shape, fraction=fraction, bins=SMALL).observe(x)
         same(state.amax(), np.array([expected], F32))
-    for cls in (MSE, Entropy):
-        for part in (x, x[:2], x[2:]):
-            state = cls.of("int8", part.shape, bins=SMALL).observe(part)
-            assert x[:1] / 1e4 <= state.amax() <= part.max()
+    for part in (x, x[:2], x[2:]):
+        state = MSE.of("int8", part.shape, bins=SMALL).observe(part)
+        assert x[:1] / 1e4 <= state.amax() <= part.max()
 
 
 # Searches.
@@ -441,107 +439,16 @@ def test_mse_minimizes_the_error_of_its_histogram(element):
         assert cost(found[at] / limit) <= 1.001 * least + 1e-9
 
 
-def numpy_divergence(counts, bins, amax, scale, round_):
-    """What `Entropy` minimizes, in float64, bin by bin."""
-    low, high = bins.edges[:-1].astype(np.float64), bins.edges[1:].astype(np.float64)
-    high[-1] = max(amax, low[-1])
-    largest = float(round_(np.inf)) * scale
-    is_kept, counts = low < largest, counts[1:].astype(np.float64)
-    kept = np.where(is_kept, counts, 0)
-    reference = kept.copy()
-    reference[is_kept.sum() - 1] += counts[~is_kept].sum()
-    value = round_(np.minimum((low + high) / 2, amax) / scale)
-    left = np.zeros_like(kept)
-    for one in np.unique(value):
-        cell = (value == one) & (kept > 0)
-        width = (high - low)[cell]
-        left[cell] = kept[cell].sum() * width / width.sum()
-    p, q = reference / reference.sum(), left / left.sum()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.sum(np.where(p > 0, p * np.log(p / q), 0))
-
-
-ROUND = {
-    "int8": lambda u: np.minimum(np.round(u), 127),
-    "int4": lambda u: np.minimum(np.round(u), 7),
-    "e4m3fn": lambda u: np.minimum(u, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64),
-}
-
-
-@pytest.mark.sample("int8")
-@pytest.mark.parametrize("element", ROUND)
-def test_entropy_minimizes_the_divergence_of_its_histogram(element):
-    fmt, x = BlockFormat.channel(element), np.stack([heavy(), heavy(seed=6)], axis=-1)
-    x[:, 1] = np.clip(x[:, 1], -3, 3)
-    bins = Bins(mantissa_bits=5)
-    state = Entropy.of(fmt, x.shape, bins=bins).observe(x)
-    limit = float(fmt.element.max_finite)
-    for channel, found in enumerate(np.asarray(state.amax())[0]):
-        amax, counts = np.abs(x[:, channel]).max(), np.asarray(state.counts[0, channel])
-        cost = functools.partial(numpy_divergence, counts, bins, float(amax), round_=ROUND[element])
-        costs = [cost(F32(c / F32(limit))) for c in candidates(fmt, amax)]
-        # float32 sums of terms near 1e-3, each with an error near 1e-7 times its share.
-        assert np.isfinite(min(costs))
-        assert cost(F32(found / F32(limit))) <= 1.005 * min(costs) + 1e-6
-
-
-def published_entropy(x, values=128, bins=2048):
-    """The published algorithm in plain numpy: a linear histogram, bins merged to 128 values.
-
-    S. Migacz, GTC 2017, as implemented by NVIDIA's pytorch-quantization: empty bins stay empty, the
-    count of the first bin is that of the second, the last of equal minima wins.
-    """
-    counts, edges = np.histogram(np.abs(x), bins=bins, range=(0, np.abs(x).max()))
-    counts = counts.astype(np.float64)
-    counts[0] = counts[1]
-    divergences = []
-    for end in range(values, bins + 1):
-        kept, busy = counts[:end], counts[:end] > 0
-        value = np.digitize(np.arange(end), np.linspace(0, end, values + 1)) - 1
-        mass, filled = np.bincount(value, kept, values), np.bincount(value, busy, values)
-        left = np.where(busy, (mass / np.maximum(filled, 1))[value], 0)
-        reference = kept.copy()
-        reference[-1] += counts[end:].sum()
-        p, q = reference / reference.sum(), left / left.sum()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            divergences.append(np.sum(np.where(p > 0, p * np.log(p / q), 0)))
-    last = len(divergences) - 1 - np.argmin(divergences[::-1])
-    return edges[last + values]
-
-
-@pytest.mark.sample("laplace")
-@pytest.mark.parametrize(
-    "data",
-    ["laplace", "student", "outliers", "uniform"],
-)
-def test_entropy_agrees_with_the_published_method(data):
-    """Within 3 candidates, 2**(3/16) = 1.14: other bins, the same idea."""
-    rng, n = np.random.default_rng(0), 200_000
-    x = {
-        "laplace": lambda: rng.laplace(size=n),
-        "student": lambda: rng.standard_t(3, size=n),
-        "outliers": lambda: np.append(rng.normal(size=n), [40, -60]),
-        "uniform": lambda: rng.uniform(-1, 1, n),
-    }[data]()
-    x = x.astype(F32)
-    found = float(Entropy.of("int8", x.shape).observe(x).amax()[0])
-    expected = published_entropy(x)
-    assert abs(math.log2(found / expected)) <= 3.01 / 16, (found, expected)
-
-
-@pytest.mark.sample("MSE")
-@pytest.mark.parametrize("cls", [MSE, Entropy])
-def test_searches_of_hardly_anything(cls):
+def test_mse_of_hardly_anything():
     """One value, two values, one outlier: a scale that holds what there is."""
     for values in ([3.0], [3.0, -3.0, 0.0], [1e-3, 5.0], [1e-42], [3e38], [1.0, 3e38]):
         x = np.array(values, F32)
-        state = new(cls, "int8", x.shape).observe(x)
+        state = new(MSE, "int8", x.shape).observe(x)
         amax = np.abs(x).max()
         assert amax / 256 <= state.amax()[0] <= amax
         assert 0 < state.scale()[0] < np.inf
-    single = new(cls, "int8", (1,)).observe(np.array([3.0], F32))
-    if cls is MSE:
-        assert abs(quantize(F32([3.0]), "int8", scale=single.scale()).dequantize()[0] - 3) < 1e-3
+    single = new(MSE, "int8", (1,)).observe(np.array([3.0], F32))
+    assert abs(quantize(F32([3.0]), "int8", scale=single.scale()).dequantize()[0] - 3) < 1e-3
 
 
 # States.
@@ -731,11 +638,10 @@ def test_wrong_input_raises():
         MinMax.of("int8", (4,))
     with pytest.raises(ValueError, match=r"MSE.of: .* a zero point; use MinMax"):
         MSE.of(ASYMMETRIC["tensor"], (4,))
-    for cls in (MSE, Entropy):
-        with pytest.raises(ValueError, match="negative values of nf4"):
-            cls.of("nf4", (64,))
-        with pytest.raises(ValueError, match="octaves=0, expected 1 to 32"):
-            cls.of("int8", (64,), octaves=0)
+    with pytest.raises(ValueError, match=r"MSE.of: the negative values of nf4"):
+        MSE.of("nf4", (64,))
+    with pytest.raises(ValueError, match=r"MSE.of: octaves=0, expected 1 to 32"):
+        MSE.of("int8", (64,), octaves=0)
     with pytest.raises(ValueError, match=r"fraction=1\.5, expected"):
         Percentile.of("int8", (4,), fraction=1.5)
     for shape in (np.ones((2, 2)), 3, None):
@@ -774,7 +680,7 @@ def test_states_that_differ_do_not_merge():
 
 ON_MESHES = np.random.default_rng(0).standard_t(3, size=(4, 64)).astype(np.float32)
 PER_CHANNEL = BlockFormat.channel("int8")
-OBSERVED = [(cls, PER_CHANNEL) for cls in (AbsMax, MovingAverage, Entropy)]
+OBSERVED = [(cls, PER_CHANNEL) for cls in (AbsMax, MovingAverage, MSE)]
 OBSERVED += [(MinMax, BlockFormat.channel("int8", zero_point=True)), (Percentile, spec("mxfp4"))]
 
 

@@ -260,16 +260,20 @@ def test_awq_takes_the_power_that_numpy_finds_best():
         error = rounded / factors[:, None] - w
         losses.append(np.einsum("kn,kl,ln->", error, exact, error))
         candidates.append(factors)
-    found = awq_factors(w, "int4_group32", Hessian.of(64).observe(x))
+    found = awq_factors([(w, "int4_group32", 0)], Hessian.of(64).observe(x))
     np.testing.assert_allclose(found, candidates[int(np.argmin(losses))], rtol=1e-4)
     assert min(losses) < 0.7 * losses[0]
-    both = awq_factors([w, w], "int4_group32", Hessian.of(64).observe(x))
+    both = awq_factors([(w, "int4_group32", 0)] * 2, Hessian.of(64).observe(x))
     np.testing.assert_array_equal(both, found)
-    powers = awq_factors(w, "int4_group32", Hessian.of(64).observe(x), power_of_two=True)
+    powers = awq_factors([(w, "int4_group32", 0)], Hessian.of(64).observe(x), power_of_two=True)
     np.testing.assert_array_equal(np.log2(powers), np.rint(np.log2(found)))
 
 
-@pytest.mark.parametrize("function", [gptq, awq_factors])
+def awq(w, spec, hessian):
+    return awq_factors([(w, spec, 0)], hessian)
+
+
+@pytest.mark.parametrize("function", [gptq, awq])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -305,7 +309,7 @@ def test_other_bad_arguments():
     with pytest.raises(ValueError, match="axis=2"):
         gptq(w, "int4", hessian, axis=2)
     with pytest.raises(ValueError, match="grid=1"):
-        awq_factors(w, "int4", hessian, grid=1)
+        awq_factors([(w, "int4", 0)], hessian, grid=1)
     with pytest.raises(ValueError, match="64-bit types are off"):
         Hessian.of(4, dtype="float64")
     with pytest.raises(ValueError, match="x has shape"):

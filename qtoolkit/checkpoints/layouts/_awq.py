@@ -16,12 +16,13 @@ from qtoolkit.checkpoints.layouts._layout import (
     HIGH_PRECISION,
     Headers,
     Layout,
+    block_format,
     check_entry,
     entry_beside,
     unread,
     unread_config,
 )
-from qtoolkit.formats import UINT4, BlockFormat
+from qtoolkit.formats import UINT4
 
 _PACKED = Packing(32, order=(0, 4, 1, 5, 2, 6, 3, 7))
 
@@ -67,7 +68,7 @@ def _decoded(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encod
     return Encoding(
         name=entry_beside(codes.name, "weight"),
         shape=(outputs, inputs),
-        spec=BlockFormat(
+        spec=block_format(
             element=UINT4,
             block=(length,),
             axes=(0,),
@@ -80,6 +81,7 @@ def _decoded(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encod
         zero_point=zero,
         packing=_PACKED,
         zero_packing=_PACKED,
+        symmetric_key="zero_point" if config.get("zero_point") is False else "",
         transposed=True,
     )
 

@@ -16,7 +16,6 @@ zeros have other scales than in the package, which takes the machine epsilon.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,7 +83,7 @@ W4A16 = Scheme(name="W4A16", spec=INT4_GROUP128, about="weights only, groups of 
 W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, about="weights only, groups of 32")
 W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 128")
 
-_PACKED = {W4A16, W4A16_32, W8A16}
+PACKED = {W4A16, W4A16_32, W8A16}
 _BYTES = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
 # In a group of the config the format of each scheme, and its activations.
@@ -97,13 +96,8 @@ _CONFIG: dict[Scheme, tuple[str, dict[str, Any] | None]] = {
     MX8: ("mxfp8-quantized", _TOKEN | {"strategy": "group", "group_size": 32} | _BYTES),
     MX4: ("mxfp4-pack-quantized", None),
     NV4: ("nvfp4-pack-quantized", None),
-    **dict.fromkeys(_PACKED, ("pack-quantized", None)),
+    **dict.fromkeys(PACKED, ("pack-quantized", None)),
 }
-_EXPERT = re.compile(r"(?<=\bexperts\.)\d+\.")
-# The schemes that transformers reads in the experts of a mixture. It joins the experts of a layer
-# into one tensor. It multiplies FP8 codes by one scale in all or one per output; for other schemes
-# it calls the decompressors of compressed-tensors, with `weight_scale` as the only scale.
-_READ_OF_EXPERTS = {FP8_CHANNEL, FP8_TENSOR, FP8_STATIC, MX4, *_PACKED}
 _DIVIDED = "weight_global_scale"
 
 
@@ -114,7 +108,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
     constants = []
     packed = entry_beside(name, "weight_packed")
-    if scheme in _PACKED:
+    if scheme in PACKED:
         packing = WORDS
         codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
         constants.append(constant(entry_beside(name, SHAPE), "I64", info.shape, (2,)))
@@ -155,9 +149,12 @@ def computed(spec: BlockFormat) -> BlockFormat:
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     _check_transforms(config, where)
     weights = _weight_groups(config, where)
+    _check_dense(config, where)
     blocks = _blocks(weights, where)
+    are_floats = bool(weights) and all(group.get("type") == "float" for group in weights)
     widths = widths_of(weights, config.get("version"), where)
-    is_asymmetric = bool(weights) and all(group.get("symmetric") is False for group in weights)
+    stated = [group.get("symmetric") for group in weights]
+    is_symmetric = stated[0] if stated and stated == stated[:1] * len(stated) else None
     encodings = {}
     for name, info in headers.items():
         last = name.rpartition(".")[2]
@@ -168,7 +165,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         elif last == "weight_packed":
             raise unread(where, name, f"{info}, expected a matrix of I32 or U8", METHOD)
         elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
-            encoding = _decode_bytes(headers, name, where, blocks)
+            encoding = _decode_bytes(headers, name, where, blocks, are_floats)
         elif (
             last == "weight"
             and info.dtype in HIGH_PRECISION
@@ -180,17 +177,18 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         else:
             continue
         encoding = with_group_index(headers, encoding, where)
-        encodings[encoding.name] = with_zero_point(headers, encoding, where, is_asymmetric)
+        encodings[encoding.name] = with_zero_point(headers, encoding, where, is_symmetric)
     return encodings
 
 
 def _decode_bytes(
-    headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]]
+    headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]], are_floats: bool
 ) -> Encoding:
     scale, shape = headers[f"{name}_scale"], headers[name].shape
     if scale.dtype != "U8":
         fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
-        return decode_bytes(headers, name, f"{name}_scale", where, next(fitting, None))
+        block = next(fitting, None)
+        return decode_bytes(headers, name, f"{name}_scale", where, block, are_floats=are_floats)
     codes = check_entry(headers, name, ("F8_E4M3",), where)
     entry = check_entry(headers, f"{name}_scale", ("U8",), where)
     return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
@@ -239,6 +237,15 @@ def _check_transforms(config: Mapping[str, Any], where: str) -> None:
         raise unread_config(where, "transform_config", transforms, what)
 
 
+def _check_dense(config: Mapping[str, Any], where: str) -> None:
+    """Raises for weights of which only some are stored: entries of other names and meanings."""
+    groups = config.get("config_groups") or {}
+    for part in (config, config.get("sparsity_config"), *groups.values()):
+        name = part.get("format") if isinstance(part, Mapping) else None
+        if isinstance(name, str) and (name == "marlin-24" or name.startswith("sparse")):
+            raise unread_config(where, "format", name, "one of dense weights", METHOD)
+
+
 def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:
     """The shapes of blocks that the config names; a group of n elements of a row is (1, n)."""
     found = [check_block(g.get("block_structure"), "block_structure", where) for g in groups]
@@ -283,7 +290,7 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
         "symmetric": True,
         "dynamic": False,
     }
-    word = scaling_of(spec) if scheme not in _PACKED else None
+    word = scaling_of(spec) if scheme not in PACKED else None
     if word is not None:
         args["strategy"] = word
         return args | ({"block_structure": list(spec.block)} if word == "block" else {})
@@ -292,45 +299,6 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     if scheme == NV4:
         args["scale_dtype"] = args["zp_dtype"] = "torch.float8_e4m3fn"
     return args | (_BYTES if spec.has_powers else {})
-
-
-def caution(used: Used, unquantized: Sequence[str]) -> str:
-    """A warning if transformers misreads or does not load the experts of a mixture; else ""."""
-    # Source: transformers 5.24, integrations/compressed_tensors.py.
-    experts = {scheme: [*filter(_EXPERT.search, modules)] for scheme, modules in used.items()}
-    schemes = [scheme for scheme, modules in experts.items() if modules]
-    what = _misread(schemes)
-    others = [*filter(_EXPERT.search, unquantized)]
-    if not what and others:
-        # Weights, named without the expert's number, that are quantized in some experts and not in
-        # others: transformers joins them into one tensor.
-        quantized = {_EXPERT.sub("", module) for modules in experts.values() for module in modules}
-        is_joined = bool(quantized & {_EXPERT.sub("", module) for module in others})
-        # If no expert is quantized, transformers takes the first group of the config for them.
-        schemes = schemes or [*used][:1]
-        is_fp8 = all(scheme.spec.element == E4M3FN for scheme in schemes)
-        if is_fp8 and is_joined:
-            # The expert without a scale gets that of the next expert, and so on.
-            what = "loads experts with wrong weights where some are in e4m3fn, without an error"
-        elif not is_fp8:
-            name = schemes[0].spelling
-            what = f"does not load experts that are not quantized where others are in {name}"
-    return what and (
-        f"transformers (5.24) {what}; for it, quantize all of them alike, in e4m3fn by channel or "
-        "tensor, mxfp4, int4_group128, int4_group32 or int8_group128"
-    )
-
-
-def _misread(schemes: Sequence[Scheme]) -> str:
-    """What transformers does wrong with experts in these schemes; "" if it reads them."""
-    if len(schemes) > 1:
-        return "reads all experts by one format, with wrong weights where they have several"
-    if NV4 in schemes:
-        # It multiplies by the E4M3 scales, but not by the tensor scale: the logits of a two-layer
-        # Mixtral are then wrong by 1.5 times the largest.
-        return "loads experts in nvfp4 with wrong weights, without an error"
-    unread = [scheme.spelling for scheme in schemes if scheme not in _READ_OF_EXPERTS]
-    return f"does not load experts in {unread[0]}" if unread else ""
 
 
 LAYOUT = Layout(
@@ -350,7 +318,6 @@ LAYOUT = Layout(
     is_mixed=True,
     static={FP8_TENSOR: FP8_STATIC},
     computed=computed,
-    caution=caution,
     refused={
         r"feed_forward\.experts\.(gate_up_proj|down_proj)$": "all experts of a Llama 4 layer in "
         "one tensor, expected one by one: loaders of compressed-tensors split the module, and find "

@@ -7,13 +7,15 @@ all layouts: `checkpoints/_values.py` and `checkpoints/_produce.py`.
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry
 from qtoolkit.formats import BlockFormat
+
+ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Encoding:
       zero_packing: How zero points are packed, along the last axis unless it says otherwise; None:
         they are integers of the entry's dtype.
       zero_offset: What is added to a stored zero point: 1 for GPTQ.
+      symmetric_key: The key of the config by which all zero points are 0, or the middle of unsigned
+        codes; "" if it says no such thing.
       group_index: The entry that says in which block each input, an index of the last axis of a
         matrix, lies (g_idx of GPTQ); None: in that of its place.
       transposed: Whether entries hold the last two axes of the weight in the other order.
@@ -82,6 +86,7 @@ class Encoding:
     packing: Packing | None = BYTES
     zero_packing: Packing | None = None
     zero_offset: int = 0
+    symmetric_key: str = ""
     group_index: Entry | None = None
     transposed: bool = False
     constants: tuple[tuple[Entry, bytes], ...] = ()
@@ -191,6 +196,40 @@ def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.
         codes[..., place] = words >> words.dtype.type(at * bits)  # the low byte of the shifted word
     codes = codes.reshape(len(data), -1)[:, :columns] & np.uint8((1 << bits) - 1)
     return codes ^ np.uint8(1 << (bits - 1)) if packing.biased else codes
+
+
+def unpacked_entry(
+    entry: Entry, read: ReadEntry, packing: Packing | None, bits: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """The codes of an entry in the shape of the array, a code to a byte."""
+    data = read(entry)
+    if packing is None:
+        return data.reshape(shape)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if packing.axis == -1:
+        return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
+    # Elements of the entry that run along the rows: as rows of the transposed matrix.
+    height, size = shape[-2], NUMPY_DTYPES[entry.dtype].itemsize
+    words = data.reshape(math.prod(shape[:-2]), -1, columns, size)
+    turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
+    codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
+    return np.ascontiguousarray(codes.swapaxes(1, 2)).reshape(shape)
+
+
+def zero_points(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    """The zero points of a weight that has them, int32, one for each block of `matrix_shape`."""
+    entry = encoding.zero_point
+    assert entry is not None
+    shape, lengths = encoding.matrix_shape, encoding.lengths
+    counts = tuple(-(-n // length) for n, length in zip(shape, lengths, strict=True))
+    packing, element = encoding.zero_packing, encoding.spec.element
+    if packing is None:
+        return read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
+    bits = element.bits
+    codes = unpacked_entry(entry, read, packing, bits, counts).astype(np.int32)
+    codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
+    half = 1 << (bits - 1)  # codes of signed integers are two's complement
+    return (codes ^ half) - half if element.signed else codes
 
 
 def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:

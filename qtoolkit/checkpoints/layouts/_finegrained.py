@@ -36,6 +36,7 @@ from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
 SUFFIX = "_scale_inv"
 METHOD = "fp8"
 FBGEMM, QUARK = "fbgemm_fp8", "quark"
+_OF_FLOATS = (METHOD, "mxfp8", FBGEMM)
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
@@ -63,7 +64,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             scale = scale._replace(shape=(scale.shape[0], 1, math.prod(scale.shape[1:])))
         pair = {name: info, scale_name: scale}
         encodings[name] = microscaled(pair, name, scale_name, where) or decode_bytes(
-            pair, name, scale_name, where, block
+            pair, name, scale_name, where, block, are_floats=method in _OF_FLOATS
         )
     return encodings
 

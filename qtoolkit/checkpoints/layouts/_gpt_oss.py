@@ -72,15 +72,6 @@ def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
     return {"quant_method": METHOD, "modules_to_not_convert": list(unquantized)}
 
 
-def caution(used: Used, unquantized: Sequence[str]) -> str:
-    if not any(name.endswith(".experts") for name in unquantized):
-        return ""
-    return (
-        "vLLM takes the experts of every layer for MXFP4, whatever the config says of layers "
-        "that are not quantized; for it, quantize all of them"
-    )
-
-
 LAYOUT = Layout(
     name="gpt-oss",
     title="gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales",
@@ -89,7 +80,6 @@ LAYOUT = Layout(
     decode=decode,
     encode=encode,
     config=config,
-    caution=caution,
     methods=(METHOD,),
     experts_of="gpt_oss",
 )

@@ -7,7 +7,8 @@ A weight [outputs, inputs] has these entries:
 * `scales`, [groups, outputs].
 * `qzeros`, I32 [groups, outputs * bits / 32]: the zero points. The checkpoint format "gptq" stores
   zero - 1, "gptq_v2" stores zero.
-* `g_idx`, I32 [inputs]: the group of each input.
+* `g_idx`, I32 [inputs]: the group of each input. Without it a group is a run of inputs, but
+  `desc_act` of the config says that they were sorted.
 
 x = scale * (code - zero).
 Source: github.com/ModelCloud/GPTQModel, gptqmodel/utils/model_dequant.py, convert_gptq_file.
@@ -23,12 +24,13 @@ from qtoolkit.checkpoints.layouts._layout import (
     HIGH_PRECISION,
     Headers,
     Layout,
+    block_format,
     check_entry,
     entry_beside,
     unread,
     unread_config,
 )
-from qtoolkit.formats import UINT2, UINT4, UINT8, BlockFormat
+from qtoolkit.formats import UINT2, UINT4, UINT8
 from qtoolkit.formats import format as resolve
 
 _ELEMENTS = {2: UINT2, 3: resolve("uint3"), 4: UINT4, 8: UINT8}
@@ -66,6 +68,8 @@ def _decoded(
     scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
     zero = check_entry(headers, entry_beside(name, "qzeros"), ("I32",), where)
     index = headers.get(entry_beside(name, "g_idx"))
+    if index is None and config.get("desc_act") is True and scale.shape[:1] != (1,):
+        check_entry(headers, entry_beside(name, "g_idx"), ("I32", "I64"), where)  # raises
     words, outputs = codes.shape if len(codes.shape) == 2 else (0, 0)
     groups = scale.shape[0] if scale.shape else 0
     # Not from config.json: "dynamic" there may give single modules another number of bits.
@@ -90,7 +94,7 @@ def _decoded(
     return Encoding(
         name=entry_beside(name, "weight"),
         shape=(outputs, inputs),
-        spec=BlockFormat(
+        spec=block_format(
             element=_ELEMENTS[bits],
             block=(length,),
             axes=(0,),
@@ -104,6 +108,8 @@ def _decoded(
         packing=dense(bits, axis=-2),
         zero_packing=dense(bits),
         zero_offset=offset,
+        # Under "dynamic" single modules may be asymmetric.
+        symmetric_key="sym" if config.get("sym") is True and not config.get("dynamic") else "",
         group_index=index,
         transposed=True,
     )

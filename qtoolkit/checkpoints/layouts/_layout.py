@@ -98,7 +98,6 @@ class Layout:
       config: (schemes in use with their modules, modules that are not quantized) ->
         quantization_config; {} if none.
       files: (as for `config`) -> further JSON files by name.
-      caution: (as for `config`) -> a warning if one of its loaders misreads them; else "".
       computed: spec -> the spec with the rules by which the layout's publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
       linear_only: Whether it stores matrices [outputs, inputs] only.
@@ -132,7 +131,6 @@ class Layout:
     encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
     config: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
     files: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
-    caution: Callable[[Used, Sequence[str]], str] = lambda used, unquantized: ""
     computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     methods: tuple[str, ...] = ()
     note: str = ""
@@ -190,7 +188,11 @@ def scaling_of(spec: BlockFormat) -> str | None:
     return "block" if spec.block == BLOCK else None
 
 
-# Cached: checking a format takes longer than quantizing a small tensor by it.
+# Cached: checking a format takes longer than quantizing a small tensor by it, and its name is found
+# once if equal formats are one object.
+block_format = functools.cache(BlockFormat)
+
+
 @functools.cache
 def by_tensor(element: Format) -> BlockFormat:
     return BlockFormat.tensor(element)
@@ -256,13 +258,22 @@ def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...
 
 
 def decode_bytes(
-    headers: Headers, name: str, scale_name: str, where: str, block: Sequence[int] | None = None
+    headers: Headers,
+    name: str,
+    scale_name: str,
+    where: str,
+    block: Sequence[int] | None = None,
+    *,
+    are_floats: bool = False,
 ) -> Encoding:
     """How a weight is stored that has one code per byte, and scales that multiply.
 
-    The shape of the scales tells which elements share a scale: see `_blocks_by_shape`.
+    The shape of the scales tells which elements share a scale: see `_blocks_by_shape`. `are_floats`
+    tells that the config says so: then I8 may be the bytes of floats.
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
+    if are_floats and codes.dtype == "I8":
+        raise unread(where, name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
     is_named = f".{name}".endswith("weight")  # [outputs, inputs]
     if scale.shape == codes.shape[:1] == codes.shape[1:] != (1,) and not is_named:
@@ -278,7 +289,7 @@ def decode_bytes(
             "channel, per group or per block of 128x128",
         )
     lengths, fields = blocks
-    spec = BlockFormat(
+    spec = block_format(
         element=BYTE_ELEMENTS[codes.dtype],
         scale="e8m0fnu" if scale.dtype == "F8_E8M0" else HIGH_PRECISION[scale.dtype],
         **fields,

@@ -112,7 +112,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             encodings[name] = _nvfp4(info, scale, tensor_scale, where)
         elif info.dtype in BYTE_ELEMENTS and scale is not None and scale.dtype in FLOAT_SCALES:
             pair = {name: info, scale_name: _as_blocks(info, scale, where)}
-            encodings[name] = decode_bytes(pair, name, scale_name, where)
+            are_floats = str(algorithm).startswith("FP8")
+            encodings[name] = decode_bytes(pair, name, scale_name, where, are_floats=are_floats)
         elif info.dtype in BYTE_ELEMENTS and scale is not None and config:
             encoding = microscaled(headers, name, scale_name, where)
             encodings |= {} if encoding is None else {name: encoding}

@@ -20,12 +20,13 @@ from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     HIGH_PRECISION,
     Headers,
+    block_format,
     check_entry,
     entry_beside,
     unread,
     unread_config,
 )
-from qtoolkit.formats import BlockFormat, IntFormat
+from qtoolkit.formats import IntFormat
 from qtoolkit.formats import format as resolve
 
 SHAPE = "weight_shape"
@@ -101,7 +102,7 @@ def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Enc
     return Encoding(
         name=entry_beside(codes.name, "weight"),
         shape=(rows, columns),
-        spec=BlockFormat(element=_INTEGERS[bits], scale=HIGH_PRECISION[scale.dtype], **fields),
+        spec=block_format(element=_INTEGERS[bits], scale=HIGH_PRECISION[scale.dtype], **fields),
         lengths=lengths,
         codes=codes,
         scale=scale,
@@ -122,11 +123,14 @@ def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encodi
 
 
 def with_zero_point(
-    headers: Headers, encoding: Encoding, where: str, is_asymmetric: bool
+    headers: Headers, encoding: Encoding, where: str, is_symmetric: Any
 ) -> Encoding:
-    """The encoding with the zero points of its module, if it has any or the config says so."""
+    """The encoding with the zero points of its module, if it has any or the config says so.
+
+    `is_symmetric` is what the config says of all weights; None if it says nothing of all of them.
+    """
     name = entry_beside(encoding.name, "weight_zero_point")
-    if name not in headers and not is_asymmetric:
+    if name not in headers and is_symmetric is not False:
         return encoding
     zero = check_entry(headers, name, ("I32", "I8"), where)
     assert encoding.scale is not None
@@ -147,6 +151,7 @@ def with_zero_point(
         spec=dataclasses.replace(encoding.spec, zero_point=True),
         zero_point=zero,
         zero_packing=packing,
+        symmetric_key="symmetric" if is_symmetric is True else "",
     )
 
 

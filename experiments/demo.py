@@ -1,4 +1,9 @@
-"""`qtoolkit demo`: FP8-aware training compared with float32 and `astype`, then a conversion."""
+"""FP8-aware training compared with float32 and `astype`, then a conversion: what `make run` runs.
+
+Command: python experiments/demo.py [--steps 400] [--out qtoolkit-demo] [--seed 0] [--format e4m3fn]
+Claim: the loss in FP8 is within 2 % of that in float32, and that of the converted weights too. The
+third run, "astype", only casts the operands of its matmuls to the format and back, without scales.
+"""
 
 import contextlib
 import dataclasses
@@ -9,18 +14,12 @@ import platform
 import time
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
-from qtoolkit import checkpoints
-from qtoolkit.demo._language_model import (
+import typer
+from benchmarks._language_model import (
     ByteTransformer,
     Corpus,
     TrainingPair,
@@ -29,6 +28,13 @@ from qtoolkit.demo._language_model import (
     train_pair,
     validation_windows,
 )
+from flax import nnx
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from qtoolkit import checkpoints
 from qtoolkit.formats import format as resolve
 from qtoolkit.products import Recipe
 
@@ -277,3 +283,18 @@ def restore(model: ByteTransformer, tensors: dict[str, Any]) -> ByteTransformer:
     for path, variable in nnx.to_flat_state(nnx.state(copy, nnx.Param)):
         variable[...] = jnp.asarray(tensors[".".join(map(str, path))])
     return copy
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="training steps of each run")] = 400,
+    out: Annotated[Path, typer.Option(help="folder for checkpoints and plots")] = Path(
+        "qtoolkit-demo"
+    ),
+    seed: Annotated[int, typer.Option(help="of the initialisation and the batches")] = 0,
+    format: Annotated[str, typer.Option(help="of the operands and the weights")] = "e4m3fn",
+) -> None:
+    run(steps=steps, out=out, seed=seed, format=resolve(format).name)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""A small byte-level transformer on real English: what the demo and the experiments train.
+"""A small byte-level transformer on real English: what the demo and other experiments train.
 
 The text is CPython's own help topics (`pydoc_data.topics`), which every Python brings along.
 Nothing here knows of quantization but `train_pair`, which wraps the model for its second run, and
@@ -51,7 +51,7 @@ def load_corpus() -> Corpus:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise FileNotFoundError(
-            "demo: the module pydoc_data.topics is missing, expected the one that ships with "
+            "the module pydoc_data.topics is missing, expected the one that ships with "
             "CPython; install the full Python (Debian: python3-full)"
         ) from error
     texts = list(dict.fromkeys(topics[name] for name in sorted(topics)))  # some topics are aliases

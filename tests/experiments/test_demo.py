@@ -6,27 +6,30 @@ import importlib.util
 import io
 import re
 
+import demo
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import typer
+from benchmarks import _language_model as language_model
+from benchmarks._language_model import CONTEXT
 from flax import nnx
 from rich.console import Console
+from typer.testing import CliRunner
 
-from qtoolkit import checkpoints, demo
-from qtoolkit.demo import _demo, _language_model
-from qtoolkit.demo._language_model import CONTEXT
+from qtoolkit import checkpoints
 from qtoolkit.products import Recipe
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
-small = functools.partial(demo.ByteTransformer, 32, 1, 2)
+small = functools.partial(language_model.ByteTransformer, 32, 1, 2)
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    return demo.load_corpus()
+    return language_model.load_corpus()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def finished(tmp_path_factory):
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(io.StringIO()) as output,
     ):
-        patch.setattr(_language_model, "ByteTransformer", small)
+        patch.setattr(language_model, "ByteTransformer", small)
         demo.run(steps=3, out=folder, seed=1, format="F8_E5M2")
     return output.getvalue(), folder
 
@@ -61,13 +64,13 @@ def test_the_figures_are_those_of_the_files(finished, corpus):
     _, folder = finished
     table = dict(re.findall(r"^\| (.*?) \| (.*?) \|$", (folder / "table.md").read_text(), re.M))
     model = small(rngs=nnx.Rngs(7))
-    windows = demo.validation_windows(corpus)
+    windows = language_model.validation_windows(corpus)
     for name, row in (
         ("float32", "float32, final weights"),
         ("e5m2", "final weights, converted to e5m2"),
     ):
         tensors = checkpoints.dequantize(checkpoints.load(folder / f"{name}.safetensors"))
-        loss = float(demo.evaluate(demo.restore(model, tensors), windows))
+        loss = float(language_model.evaluate(demo.restore(model, tensors), windows))
         assert table[row].startswith(f"{loss:.4f} bits/byte")
         assert (
             f"{(folder / f'{name}.safetensors').stat().st_size:,}"
@@ -89,17 +92,17 @@ def test_validation_text_is_not_in_the_training_text(corpus):
 @pytest.mark.exhaustive
 def test_both_models_start_alike_and_see_the_same_batches(corpus):
     nothing = Recipe(forward=None, gradient=None)
-    pair = demo.train_pair(corpus, nothing, steps=2, seed=3)
+    pair = language_model.train_pair(corpus, nothing, steps=2, seed=3)
     np.testing.assert_allclose(pair.wide.losses, pair.quantized.losses, rtol=1e-4)
     assert pair.evaluated_at == [1, 2]
-    again = demo.train_pair(corpus, nothing, steps=2, seed=3)
+    again = language_model.train_pair(corpus, nothing, steps=2, seed=3)
     assert again.wide.losses == pair.wide.losses
 
 
 @pytest.mark.exhaustive
 def test_parameters_and_restore_are_inverse():
-    model = demo.ByteTransformer(rngs=nnx.Rngs(0))
-    other = demo.ByteTransformer(rngs=nnx.Rngs(1))
+    model = language_model.ByteTransformer(rngs=nnx.Rngs(0))
+    other = language_model.ByteTransformer(rngs=nnx.Rngs(1))
     restored = demo.restore(other, demo.parameters(model))
     tokens = jnp.arange(CONTEXT)[None]
     np.testing.assert_array_equal(restored(tokens), model(tokens))
@@ -109,7 +112,7 @@ def test_parameters_and_restore_are_inverse():
 
 def test_without_matplotlib_it_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    _demo._plot(Console(), tmp_path, None, None, None)
+    demo._plot(Console(), tmp_path, None, None, None)
     assert "pip install matplotlib" in capsys.readouterr().out
 
 
@@ -117,9 +120,9 @@ def test_without_matplotlib_it_says_so(monkeypatch, tmp_path, capsys):
 def test_the_bar_stays_visible_on_a_small_terminal():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=80, height=24, color_system=None)
-    run = demo.TrainingRun(None, None, [2.0] * 20)
-    pair = demo.TrainingPair(run, run, list(range(20, 401, 20)), run)
-    screen = _demo._Screen(console, 400)
+    run = language_model.TrainingRun(None, None, [2.0] * 20)
+    pair = language_model.TrainingPair(run, run, list(range(20, 401, 20)), run)
+    screen = demo._Screen(console, 400)
     for step, description in ((0, "compiling"), (1, "training"), (400, "training")):
         screen(step, pair)
         lines = ["".join(s.text for s in line) for line in console.render_lines(screen.renderable)]
@@ -133,8 +136,8 @@ def test_the_bar_stays_visible_on_a_small_terminal():
 @pytest.mark.exhaustive
 def test_with_astype_rounds_every_operand_and_every_cotangent():
     """Oracle: E4M3 by ml_dtypes, without a scale; beyond 464 it is NaN."""
-    model = demo.ByteTransformer(width=16, layers=1, heads=2, rngs=nnx.Rngs(0))
-    naive = demo.with_astype(model, jnp.float8_e4m3fn)
+    model = language_model.ByteTransformer(width=16, layers=1, heads=2, rngs=nnx.Rngs(0))
+    naive = language_model.with_astype(model, jnp.float8_e4m3fn)
     x = np.asarray(jax.random.normal(jax.random.key(0), (4, 16)))
 
     def cast(a):
@@ -151,3 +154,15 @@ def test_with_astype_rounds_every_operand_and_every_cotangent():
     assert np.abs(naive(tokens) - model(tokens)).max() > 1e-3
     _, state = nnx.split(naive)
     assert jax.tree.structure(state) == jax.tree.structure(nnx.split(model)[1])
+
+
+app = typer.Typer()
+app.command()(demo.main)
+
+
+def test_a_format_that_no_file_holds_is_refused_before_any_training(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["--out", "new", "--format", "nf4"])
+    assert "format nf4: its codes are narrow" in str(result.exception)
+    assert CliRunner().invoke(app, ["--steps", "0"]).exit_code == 2
+    assert not list(tmp_path.iterdir())

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from qtoolkit.demo import Results
+from demo import Results
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "docs" / "pages" / "quickstart.md"

@@ -1,0 +1,317 @@
+"""A function of linen variables and inputs as a function of arrays alone."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from qtoolkit.casts.internal import FLOATS
+from qtoolkit.formats import BlockFormat, Rules
+from qtoolkit.linen._cache import narrow_cache
+from qtoolkit.linen._state import planted_in
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import (
+    MODEL,
+    NEEDS_NUMBERS,
+    FoundModule,
+    Key,
+    Module,
+    Parameter,
+    Planted,
+    Quantizing,
+    Traced,
+    in_module,
+    lead_of,
+    own_traces,
+    tracing_function,
+)
+from qtoolkit.scaling import QArray
+
+Names = tuple[Parameter | None, ...]
+NO_RULES: Rules[Recipe] = Rules([])
+
+
+class _Array(NamedTuple):
+    """Stands for an array in a tree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A tree without its arrays: static data.
+
+    Attributes:
+      structure: Of the tree.
+      leaves: Its leaves, with `_Array` in place of arrays.
+    """
+
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tree: Any, *, traces_numbers: bool = True) -> tuple["Tree", list[Any]]:
+        """A tree of inputs, and its arrays. A `QArray` among parameters is one of them.
+
+        Args:
+          traces_numbers: Whether NumPy's integers and booleans are arrays, too.
+        """
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_stored)
+        are_arrays = [_is_array(x, traces_numbers) for x in leaves]
+        pairs = list(zip(leaves, are_arrays, strict=True))
+        arrays = [_as_jax(x) for x, is_array in pairs if is_array]
+        return cls(structure, tuple(_Array() if it else x for x, it in pairs)), arrays
+
+    @classmethod
+    def of_results(cls, tree: Any) -> tuple[list[Any], "Tree"]:
+        """The arrays of a tree of results, and the rest of it."""
+        leaves, structure = jax.tree.flatten(tree)
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        others = (_Array() if isinstance(x, jax.Array) else x for x in leaves)
+        return arrays, cls(structure, tuple(others))
+
+    def whole(self, arrays: Sequence[Any]) -> Any:
+        rest = iter(arrays)
+        leaves = [next(rest) if isinstance(x, _Array) else x for x in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def names(self, tree: Any, path_of: Callable[[Any], Sequence[Any] | None]) -> Names:
+        """The names of the arrays that are parameters.
+
+        Args:
+          tree: The tree itself.
+          path_of: Gives the path of a leaf among the parameters of the model; None for others.
+        """
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_stored)
+        pairs = zip(flat, self.leaves, strict=True)
+        found = [path_of(path) for (path, _), x in pairs if isinstance(x, _Array)]
+        return tuple(None if path is None else _parameter(path) for path in found)
+
+
+def _parameter(path: Sequence[Any]) -> Parameter:
+    """The name of a parameter: the keys of modules are strings.
+
+    Other keys belong to a list or a dictionary that is the parameter, or to a box of Flax, such as
+    `nn.Partitioned`, which has no part in the name.
+    """
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    modules = [name for name in names if isinstance(name, str)]
+    kinds = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
+    inner = [jax.tree_util.keystr((key,), simple=True) for key in path if isinstance(key, kinds)]
+    return Parameter("/".join(modules[:-1]), ".".join(inner[len(modules) - 1 :]))
+
+
+def _is_stored(x: Any) -> bool:
+    return isinstance(x, QArray)
+
+
+def _is_array(x: Any, traces_numbers: bool) -> bool:
+    if isinstance(x, jax.Array | QArray | jax.ShapeDtypeStruct):
+        return True
+    if not isinstance(x, np.ndarray | np.generic):
+        return False
+    is_number = any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.number, np.bool_))
+    return is_number and (traces_numbers or not _is_whole(x))
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether it is an array of NumPy in which a model may get a shape or a mask."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iub"
+
+
+def _as_jax(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+
+
+def with_numbers(call: Callable[[bool], Any], inputs: Any) -> Any:
+    """`call(True)`, which traces all arrays of NumPy; `call(False)` if Python needs numbers.
+
+    Then NumPy's integers and booleans stay as they are. In them a model may get a shape or a mask,
+    and without quantization it takes them.
+    """
+    try:
+        return call(True)
+    except NEEDS_NUMBERS:
+        if not any(map(_is_whole, jax.tree.leaves(inputs))):
+            raise
+    return call(False)
+
+
+def rules_of(module: nn.Module) -> Rules[Recipe] | None:
+    """The rules of a module that was wrapped, None for others."""
+    # Of the class: of an instance without the attribute Flax would run `setup`.
+    own = getattr(type(module), "qtoolkit_rules", None)
+    return None if own is None else own.fget(module)
+
+
+class Layers:
+    """The modules that run while a program is traced.
+
+    Attributes:
+      modules: What rules match of each, by its path in the model.
+      roots: The paths of those that were wrapped, with the formats of their caches.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, Module] = {}
+        self.roots: dict[str, BlockFormat | None] = {}
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """In this context each method of a wrapped module says where it runs."""
+
+        def entering(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            module = context.module
+            is_call = module.scope is not None and context.method_name != "setup"
+            if not is_call or not self._note(module):
+                return run(*args, **kwargs)
+            with in_module("/".join(module.path)), self._cache(module, context.method_name):
+                return run(*args, **kwargs)
+
+        with nn.intercept_methods(entering), own_traces():
+            yield
+
+    def _note(self, module: nn.Module) -> bool:
+        """Notes a module. Returns whether it is, or is in, one that was wrapped."""
+        path, rules = "/".join(module.path), rules_of(module)
+        found = self.at(path)
+        if rules is not None:
+            self.roots.setdefault(path, getattr(type(module), "qtoolkit_cache", None))
+            known = self.modules.get(path, Module(("",), ()))
+            found = Module(("",), known.kinds, False, rules)
+        elif not path or found.rules is None:
+            return False
+        # Flax transforms copies of modules, and their classes: a module may have several types.
+        kinds = tuple(dict.fromkeys((type(module), *found.kinds)))
+        is_left = isinstance(module, nn.SpectralNorm)
+        self.modules[path] = found._replace(kinds=kinds, computes_unquantized=is_left)
+        return True
+
+    def at(self, path: str) -> Module:
+        """What is known of a path."""
+        return Quantizing(NO_RULES, self.modules).module_at(path)
+
+    def _cache(self, module: nn.Module, name: str) -> Any:
+        if name != "__call__" or not isinstance(module, nn.MultiHeadDotProductAttention):
+            return nullcontext()
+        path = "/".join(module.path)
+        fmt = next(
+            (
+                self.roots[path[:end]]
+                for end in range(len(path), -1, -1)
+                if path[:end] in self.roots
+            ),
+            None,
+        )
+        return nullcontext() if fmt is None else narrow_cache(module, fmt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of variables and inputs, such as a loss. Holds no array.
+
+    Attributes:
+      function: Of (variables, *args, **kwargs).
+      inputs: The tree of (variables, args, kwargs).
+    """
+
+    function: Callable[..., Any]
+    inputs: Tree
+    layers: Layers = dataclasses.field(compare=False)
+
+    def __call__(self, arrays: list[Any]) -> tuple[list[Any], Tree]:
+        variables, args, kwargs = self.inputs.whole(arrays)
+        with tracing_function(), self.layers.noting():
+            return Tree.of_results(self.function(variables, *args, **kwargs))
+
+
+@dataclasses.dataclass
+class Bound:
+    """A function of variables, with its arguments: see `Call` of `products._flow`.
+
+    Attributes:
+      traced, leaves: The function of arrays, and the arrays.
+      layers: The modules that run, once it is traced.
+      states: The states of matmuls, by key.
+    """
+
+    traced: Traced
+    leaves: list[Any]
+    layers: Layers
+    states: dict[Key, dict[str, Any]]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], variables: Any, args: Any, kwargs: Any) -> "Bound":
+        inputs = variables, tuple(args), dict(kwargs)
+
+        def bound(traces_numbers: bool) -> "Bound":
+            tree, leaves = Tree.of(inputs, traces_numbers=traces_numbers)
+            layers = Layers()
+            names = tree.names(inputs, _path_in_variables)
+            traced = Traced(Function(function, tree, layers), NO_RULES, layers.modules, names)
+            if traces_numbers and any(map(_is_whole, jax.tree.leaves((args, kwargs)))):
+                traced.program(leaves)  # may need their numbers
+            return cls(traced, leaves, layers, planted_in(variables, ()))
+
+        return with_numbers(bound, (args, kwargs))
+
+    def planted(self, zeros: Mapping[Key, Any], *, has_probes: bool = False) -> dict[Key, Planted]:
+        """What the matmuls are given, see `Program.run`."""
+        return planted_with(self.states, zeros)
+
+
+def planted_with(
+    states: Mapping[Key, Mapping[str, Any]], zeros: Mapping[Key, Any]
+) -> dict[Key, Planted]:
+    given = {key: Planted(dict(x), zeros.get(key), lead_of(x)) for key, x in states.items()}
+    return {key: Planted({}, x) for key, x in zeros.items()} | given
+
+
+def _path_in_variables(path: Any) -> Sequence[Any] | None:
+    """For variables that are the first of a function's inputs."""
+    names = [getattr(key, "key", None) for key in path[:2]]
+    is_variable = path[0] == jax.tree_util.SequenceKey(0)
+    return path[2:] if is_variable and names[1:] == ["params"] and path[2:] else None
+
+
+def check_dtypes(arrays: Sequence[Any], names: Names, layers: Layers) -> None:
+    """Checks the parameters of modules with a recipe. Flax cannot multiply 8-bit ones."""
+    multiply = Quantizing(NO_RULES, layers.modules)
+    for x, name in zip(arrays, names, strict=False):
+        if name is None or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype in FLOATS:
+            continue
+        if multiply.by_rules(name.path, name) is not None:
+            raise TypeError(
+                f"wrap: {name.path or MODEL}: {name.name} has dtype {x.dtype}, expected float32, "
+                "float16 or bfloat16; create the layer with another param_dtype, or exclude the "
+                "layer by a rule with None"
+            )
+
+
+def parameters_of(variables: Any) -> list[tuple[Parameter, Any]]:
+    """The parameters among variables, by name."""
+    params = variables.get("params", {}) if isinstance(variables, Mapping) else {}
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_stored)
+    return [(_parameter(path), x) for path, x in flat]
+
+
+def found_modules(
+    layers: Layers, rules: Rules[Recipe], matmuls: Sequence[Any], variables: Any
+) -> list[FoundModule]:
+    """The modules that ran under these rules, and their kernels, as rules match them."""
+    computing = {matmul.path for matmul in matmuls} | {matmul.module for matmul in matmuls}
+    found = [
+        FoundModule(x.paths, x.kinds, x.kinds[0].__name__, path in computing)
+        for path, x in layers.modules.items()
+        if x.rules is rules
+    ]
+    for name, x in parameters_of(variables):
+        module = layers.at(name.path)
+        if len(getattr(x, "shape", ())) > 1 and module.rules is rules:
+            path = f"{module.paths[0]}/{name.name.replace('.', '/')}".strip("/")
+            kind = module.kinds[0].__name__
+            found.append(FoundModule((path,), module.kinds, kind, name.path in computing))
+    return found
