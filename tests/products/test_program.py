@@ -421,7 +421,7 @@ def test_several_uses_of_a_kernel_are_named_by_their_places():
     assert names_in(lambda w, x: x @ w, "mlp") == [("mlp", "kernel")]
     (path, first), (_, second), *_ = names_in(both, "mlp")
     assert path == "mlp"
-    assert (first.split(".")[-1], second.split(".")[-1]) == ("both@1:21", "both@3:12")
+    assert (first.split(".")[-1], second.split(".")[-1]) == ("both@1:21", "both@2:24")
     assert first.startswith("kernel@")
     in_loop = [name for _, name in names_in(loop)]
     assert in_loop == [in_loop[0], f"{in_loop[0]}#2", f"{in_loop[0]}#3"]
