@@ -532,7 +532,7 @@ class Calling(nnx.Module):
     ("kind", "done", "left"), [(Outside, ["linear"] * 2, 3), (Calling, ["(model)"] * 3, 2)]
 )
 def test_a_product_in_a_function_that_is_run_as_it_is(kind, done, left):
-    """Oracle: by hand, one product forward, one by the kernel, and one by an input of parameters."""
+    """Oracle: by hand, one product forward, one by the kernel, one by an input of parameters."""
     report = qt.nnx.report(qt.nnx.wrap(kind(own_derivative)), x)
     assert [p.path for p in report.quantized] == done
     (forward,) = (p for p in report.left if p.part == "forward")

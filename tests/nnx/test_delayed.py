@@ -236,7 +236,8 @@ def test_each_use_of_a_shared_layer_has_a_history(x):
             self.alias = self.a
 
         def __call__(self, x):
-            return self.alias(100 * nnx.relu(self.a(x)))
+            x = 100 * nnx.relu(self.a(x))
+            return self.alias(x)
 
     model = qt.nnx.wrap(Twice(), DELAYED, inputs=(x,))
     hidden = 100 * nnx.relu(model.a(x))

@@ -40,7 +40,9 @@ def evaluated(jaxpr, consts, args, multiply):
       multiply: Called with (lhs, rhs) as such pairs, and the result as the user wrote it.
     """
     values = dict(zip(jaxpr.invars, args, strict=True))
-    values |= {variable: (x, frozenset()) for variable, x in zip(jaxpr.constvars, consts)}
+    values |= {
+        variable: (x, frozenset()) for variable, x in zip(jaxpr.constvars, consts, strict=True)
+    }
     read = lambda x: (x.val, frozenset()) if isinstance(x, Literal) else values[x]  # noqa: E731
     for eqn in jaxpr.eqns:
         given = [read(x) for x in eqn.invars]
@@ -205,7 +207,7 @@ def stack_of(matmul):
 def test_planted_and_seen_pass_through(function):
     """Each layer of a stack has a factor of its own; each use of a kernel outside of one, too."""
     w = KERNELS[function]
-    program, leaves, structure = program_of(function, (w, X), named)
+    program, leaves, _ = program_of(function, (w, X), named)
     assert {matmul.parameter for matmul in program.matmuls} == {Parameter("", "kernel")}
     factors = {
         m.key: 1 + np.arange(stack_of(m), dtype=np.float32).reshape(m.stack) / 8 + number / 64
@@ -219,7 +221,7 @@ def test_planted_and_seen_pass_through(function):
 
     runs = []
     # A scan that slices the kernel has one factor for each run; otherwise a run of the n-th matmul.
-    in_order = list(zip(program.matmuls, [factors[m.key].ravel() for m in program.matmuls]))
+    in_order = [(matmul, factors[matmul.key].ravel()) for matmul in program.matmuls]
     order = RUNS.get(function, range)
 
     def multiply(lhs, rhs, plain):
@@ -262,7 +264,7 @@ def expected_runs(function):
 @functions
 def test_a_matmul_that_stays_is_that_of_the_user(function):
     w = KERNELS[function]
-    program, leaves, structure = program_of(function, (w, X), named)
+    program, leaves, _ = program_of(function, (w, X), named)
     run = lambda leaves: program.run(leaves, lambda *given: (None, None), {})  # noqa: E731
     outs, seen = jax.jit(run)(leaves)
     expected = jax.tree.leaves(jax.jit(function)(w, X))
@@ -277,7 +279,7 @@ def test_gradients_pass_through(function):
     if function in (in_while, in_while_that_ends_at_once):
         pytest.skip("JAX has no derivative of lax.while_loop")
     w = KERNELS[function]
-    program, leaves, structure = program_of(function, (w, X), named)
+    program, _, _ = program_of(function, (w, X), named)
 
     def halved(w, x):
         outs, _ = program.run([w, x], lambda m, call, _: (call.plain() * 0.5, None), {})
@@ -346,19 +348,19 @@ OPAQUE = {
 def test_functions_with_derivatives_of_their_own_stay(kind):
     """They are listed, run as they are, and keep their derivative."""
     function = OPAQUE[kind]
-    program, leaves, _ = program_of(lambda w, x: function(x, w) @ w, (W, X), named)
+    program, _, _ = program_of(lambda w, x: function(x, w) @ w, (W, X), named)
     *inside, outer = program.matmuls
     assert inside
     assert {matmul.around for matmul in inside} == {kind}
     assert outer.around == ""
 
     def doubled(x):
-        (out,), seen = program.run([W, x], lambda m, call, _: (2 * call.plain(), None), {})
+        (out,), _ = program.run([W, x], lambda m, call, _: (2 * call.plain(), None), {})
         return out
 
     np.testing.assert_allclose(doubled(X), 2 * (function(X, W) @ W), rtol=1e-5, atol=1e-5)
     got, expected = (
-        jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(X)
+        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(X)
         for f in (doubled, lambda x: 2 * (function(x, W) @ W))
     )
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
@@ -387,7 +389,7 @@ def test_matmuls_of_a_derivative_that_the_function_takes_are_known_as_such():
     ids=["outer", "elementwise", "empty", "multiplied"],
 )
 def test_sums_over_nothing_are_no_matmuls(function):
-    program, leaves, structure = program_of(function, (W, X), named)
+    program, leaves, _ = program_of(function, (W, X), named)
     assert program.matmuls == []
     (out,), _ = program.run(leaves, None, {})
     np.testing.assert_array_equal(out, function(W, X))
@@ -419,7 +421,7 @@ def test_several_uses_of_a_kernel_are_named_by_their_places():
     assert names_in(lambda w, x: x @ w, "mlp") == [("mlp", "kernel")]
     (path, first), (_, second), *_ = names_in(both, "mlp")
     assert path == "mlp"
-    assert (first.split(".")[-1], second.split(".")[-1]) == ("both@1:21", "both@3:12")
+    assert (first.split(".")[-1], second.split(".")[-1]) == ("both@1:21", "both@2:24")
     assert first.startswith("kernel@")
     in_loop = [name for _, name in names_in(loop)]
     assert in_loop == [in_loop[0], f"{in_loop[0]}#2", f"{in_loop[0]}#3"]
@@ -487,7 +489,7 @@ def test_a_kernel_belongs_to_its_owner_and_two_activations_to_who_runs():
 
 def test_each_call_of_a_function_has_the_same_names():
     """A loss that calls a model twice: both calls read the same state."""
-    W2 = draw(4, 4, seed=3)
+    other = draw(4, 4, seed=3)
 
     def function(leaves):
         w, x = leaves
@@ -498,7 +500,7 @@ def test_each_call_of_a_function_has_the_same_names():
         return outs, None
 
     with tracing_function():
-        program = Program.of(function, [W2, X], [Parameter("model", "kernel"), None])
+        program = Program.of(function, [other, X], [Parameter("model", "kernel"), None])
     keys = [matmul.key for matmul in program.matmuls]
     assert keys[:2] == keys[2:]
     assert len(set(keys)) == 2
@@ -537,7 +539,7 @@ def test_where_an_operand_comes_from(name):
     origin = matmul.origins[1]
     assert (None if origin.parameter is None else origin.parameter.name) == parameter
     by_w, by_x = (
-        bool(jnp.any(jax.jacfwd(lambda a: function(*put(a)).astype(jnp.float32))(at)))
+        bool(jnp.any(jax.jacfwd(lambda a, put=put: function(*put(a)).astype(jnp.float32))(at)))
         for at, put in ((W, lambda a: (a, X)), (X, lambda a: (W, a)))
     )
     is_choice = name == "in_cond"  # whose index is no operand of a derivative

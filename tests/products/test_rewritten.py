@@ -1,4 +1,4 @@
-"""Matmuls computed otherwise in programs. Oracle: the same functions with quantized ones by hand."""
+"""Matmuls computed otherwise in programs. Oracle: the functions with quantized ones by hand."""
 
 import jax
 import jax.numpy as jnp

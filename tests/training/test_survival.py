@@ -259,7 +259,11 @@ def test_bad_batches_are_seen_and_leave_no_trace(shell, recipe):
         value, grads = train(X.at[0, 0].set(bad))
         assert not (np.isfinite(value) and np.isfinite(flat(grads)).all())
         same(named(train.state[2], "history"), named(before[2], "history"))
-        assert all(np.all(count == 1) for count in named(train.state[2], "bad"))
+        # What runs behind `stop_gradient` is never observed.
+        kept = (named(train.state[2], name) for name in ("history", "bad"))
+        counts = [(count, history.any()) for history, count in zip(*kept, strict=True)]
+        assert all(np.all(count == is_observed) for count, is_observed in counts)
+        assert recipe != "delayed" or sum(is_observed for _, is_observed in counts) == 2
         # The step that was spoilt is skipped; the state that it left goes on.
         train.restart((*before[:2], train.state[2]))
         assert np.isfinite(train(X)[0])
@@ -279,10 +283,10 @@ def test_skipped_or_stopped_layers_keep_their_state(shell, recipe):
     before = train.saved()[0]
     train(X, use=True)
     histories = [named(train.state[2], "history", layer) for layer in ("shared", "stack")]
-    assert all(len(found) == (recipe == "delayed") for found in histories)
+    assert all(bool(found) == (recipe == "delayed") for found in histories)
     if recipe == "delayed":
-        (shared,), (stack,) = histories
         # Of the layer's two uses, that with tanh before it; its input X, above 3, is not observed.
+        (shared,), (stack,) = ([x for x in found if x.any()] for found in histories)
         assert 0 < shared[0, 0] <= edge(1.0)
         (kernel,) = named(before, "shared", "kernel")
         assert shared[1, 0] == edge(np.abs(kernel).max())
