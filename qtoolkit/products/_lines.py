@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,17 +52,40 @@ def _shown(frame: Any) -> str:
 _METHODS = ("entering", "run_method")
 
 
-def place_of(eqn: Any, functions: Sequence[str] = ()) -> tuple[str, str]:
-    """Where a module's method made an equation: "__call__@3:12.attend@5:8".
+class Places(NamedTuple):
+    """Where an equation was made, as "__call__@3:12.attend@5:8".
 
-    Functions of the user from the method on, each with a line, counted from its first one, and a
-    column. It names a matmul. No count of other matmuls is in it, so it is the same when Python
-    takes another path, or when the file changes elsewhere. The second result begins with the
-    outermost module that is called, in place of the one that runs. "" in layers of Flax.
+    Functions of the user, each with a line, counted from its first one, and a column. They name a
+    matmul. No count of other matmuls is in them, so they are the same when Python takes another
+    path, or when the file changes elsewhere. "" in layers of Flax.
+
+    Attributes:
+      in_module: From the method of the module that runs, or from the body of the loop in it.
+      in_call: From the outermost method, or from the body of the loop.
+      is_whole: Whether the method of the module that runs began in this body.
+    """
+
+    in_module: str
+    in_call: str
+    is_whole: bool
+
+    def within(self, outer: "Places") -> "Places":
+        """The places of what stands in the body of an equation, which has the places `outer`."""
+        in_module = self.in_module if self.is_whole else _joined(outer.in_module, self.in_module)
+        is_whole = self.is_whole or outer.is_whole
+        return Places(in_module, _joined(outer.in_call, self.in_call), is_whole)
+
+
+def _joined(*places: str) -> str:
+    return ".".join(filter(None, places))
+
+
+def places_of(eqn: Any, body: str | None = None) -> Places:
+    """The places of an equation.
 
     Args:
-      functions: The names of the jitted functions around. JAX traces one for all of its
-        callers, so only the frames from the innermost one on say something.
+      body: None outside of loops. JAX cuts tracebacks where it traces a body, and traces a jitted
+        function once for all of its callers: of this one it is the name, else "".
     """
     places: list[str] = []
     ends: list[int] = []  # how many places lie within the modules that run, the innermost first
@@ -80,11 +102,12 @@ def place_of(eqn: Any, functions: Sequence[str] = ()) -> tuple[str, str]:
         line, _, column, _ = next(positions, (None,) * 4)
         from_first = (line or code.co_firstlineno) - code.co_firstlineno
         places.append(f"{code.co_name}@{from_first}:{column}")
-        if functions and code.co_name == functions[-1]:
-            ends.append(len(places))
+        if body and code.co_name == body:
             break
-    inner, outer = (ends[0], ends[-1]) if ends else (len(places), len(places))
-    return ".".join(places[:inner][::-1]), ".".join(places[:outer][::-1])
+    inner = ends[0] if ends else len(places)
+    outer = ends[-1] if ends and body is None else len(places)
+    in_module, in_call = (".".join(places[:end][::-1]) for end in (inner, outer))
+    return Places(in_module, in_call, bool(ends))
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:

@@ -132,20 +132,30 @@ Multiply = Callable[[Matmul, Call, Planted | None], tuple[Any, Seen | None]]
 
 def names_of(matmuls: Sequence[Matmul]) -> list[str]:
     """The names of matmuls within their modules, see `Matmul`."""
-    calls = [(m.call, m.is_derivative, m.path, m.name) for m in matmuls]
-    uses, counts = Counter(calls), Counter[Any]()
+    uses, counts = Counter(map(_use_of, matmuls)), Counter[Any]()
     names = []
-    for matmul, call in zip(matmuls, calls, strict=True):
-        is_alone = matmul.parameter is not None and uses[call] == 1
-        name = "@".join(filter(None, (matmul.name, "" if is_alone else matmul.place)))
-        count = counts[call, name]
-        counts[call, name] += 1
+    for matmul in matmuls:
+        name = matmul.name if uses[_use_of(matmul)] == 1 else _placed(matmul)
+        name = name if matmul.parameter is not None else matmul.place
+        call = matmul.call, matmul.is_derivative, matmul.path, name
+        count = counts[call]
+        counts[call] += 1
         if not name:
             name = str(count)
         elif count:
             name = f"{name}#{count + 1}"
         names.append(f"{name}'" if matmul.is_derivative else name)
     return names
+
+
+def _use_of(matmul: Matmul) -> Any:
+    """What all uses of a kernel in a call share."""
+    return matmul.call, matmul.is_derivative, matmul.path, matmul.parameter
+
+
+def _placed(matmul: Matmul) -> str:
+    """The name of a kernel that a call uses several times, or of two activations, at a place."""
+    return matmul.place if matmul.parameter is None else f"{matmul.parameter.name}@{matmul.place}"
 
 
 def matching(matmuls: Sequence[Matmul], known: Collection[Key]) -> dict[Key, Key]:
@@ -156,27 +166,19 @@ def matching(matmuls: Sequence[Matmul], known: Collection[Key]) -> dict[Key, Key
     several uses, and of two activations, it belongs to the one at the same place, if as many
     are there. A matmul without one has a current scale.
     """
-    counts = Counter((path, name.split("#")[0]) for path, name in known)
-    uses: dict[Any, dict[Key, Matmul]] = {}
-    for matmul in matmuls:
-        base = matmul.path, "@".join(filter(None, (_kernel_of(matmul), matmul.place)))
-        uses.setdefault(base, {})[matmul.key] = matmul
+    states = Counter((path, name.split("#")[0]) for path, name in known)
+    uses = Counter(map(_use_of, matmuls))
+    here = Counter((matmul.call, matmul.path, _placed(matmul)) for matmul in matmuls)
     found: dict[Key, Key] = {}
-    for base, here in uses.items():
-        alone = next(iter(here)) if len(here) == 1 else None
-        for key, matmul in here.items():
-            is_only = alone is not None and key[1] == _kernel_of(matmul)
-            if is_only and key in known:
-                found[key] = key
-            elif is_only and counts[base] == 1 and base in known:
-                found[key] = base
-            elif not is_only and key in known and counts[base] in (0, len(here)):
-                found[key] = key
+    for matmul in matmuls:
+        key, placed = matmul.key, (matmul.path, _placed(matmul))
+        is_only = matmul.parameter is not None and uses[_use_of(matmul)] == 1
+        if is_only and key not in known and states[placed] == 1:
+            key = placed  # that call used the kernel at other places, too
+        is_alike = is_only or states[placed] in (0, here[matmul.call, *placed])
+        if key in known and is_alike:
+            found[matmul.key] = key
     return found
-
-
-def _kernel_of(matmul: Matmul) -> str:
-    return "" if matmul.parameter is None else matmul.parameter.name
 
 
 def is_matmul(eqn: Any) -> bool:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from qtoolkit.products._lines import librarys_line, place_of, users_line
+from qtoolkit.products._lines import Places, librarys_line, places_of, users_line
 from qtoolkit.products._loops import (
     OPAQUE,
     RULES,
@@ -129,18 +129,11 @@ class _Around(NamedTuple):
     is_derivative: bool = False
     has_derivative: bool = True
     line: str = ""
-    functions: tuple[tuple[tuple[str, str], str], ...] = ()  # jitted: their places and names
+    body: str | None = None  # the name of the jitted function, "" in other bodies
+    places: Places = Places("", "", False)  # of the equation whose body it is
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the jitted functions around."""
-        return tuple(name for _, name in self.functions)
-
-    def places(self, eqn: Any) -> tuple[str, str]:
-        """The places of an equation in the module that runs, and in the one that is called."""
-        around = [places for places, _ in self.functions]
-        inner, outer = zip(*around, place_of(eqn, self.names), strict=True)
-        return ".".join(filter(None, inner)), ".".join(filter(None, outer))
+    def places_of(self, eqn: Any) -> Places:
+        return places_of(eqn, self.body).within(self.places)
 
     def within(self, eqn: Any) -> "_Around":
         """The same for an equation: its name stack says more."""
@@ -158,16 +151,14 @@ class _Around(NamedTuple):
 
     def inside(self, eqn: Any) -> "_Around":
         """The same for the jaxprs in an equation."""
-        name, params = eqn.primitive.name, eqn.params
-        functions = self.functions
-        if name in ("jit", "pjit"):
-            functions = (*functions, (place_of(eqn, self.names), params["name"]))
+        name = eqn.primitive.name
         return self._replace(
             times=self.times * runs_of(eqn),
             opaque=OPAQUE.get(name, name) if is_opaque(eqn) else self.opaque,
             has_derivative=self.has_derivative and name != "while",
             line=users_line(eqn) or self.line,
-            functions=functions,
+            body=str(eqn.params["name"]) if name in ("jit", "pjit") else "",
+            places=self.places_of(eqn),
         )
 
 
@@ -240,12 +231,12 @@ class _Finder:
             if x.parameter is not None and parameters[1 - side] is not None:
                 self.other_uses.add(x.parameter)
         parameter = None if kernel is None else parameters[kernel]
-        inner, outer = around.places(eqn)
+        places = around.places_of(eqn)
         return Matmul(
             primitive=eqn.primitive.name,
             path=(around.module or "") if parameter is None else parameter.path,
             name="" if parameter is None else parameter.name,
-            place=inner if parameter is None else outer,
+            place=places.in_module if parameter is None else places.in_call,
             parameter=parameter,
             kernel=kernel,
             module=around.module,
