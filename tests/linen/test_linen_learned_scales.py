@@ -55,7 +55,7 @@ def kept(variables, path=""):
 def of_shared(variables):
     """Of the layer that runs twice: of the first run, and of the second one around it."""
     uses = state_of({SCALES: variables[SCALES]}, "shared")
-    return uses["1"], uses["0"]
+    return uses["kernel#2"], uses["kernel"]
 
 
 def first_scale(x, largest=7):
@@ -73,7 +73,7 @@ def test_parameters_are_those_of_the_plain_model():
     assert set(made) == {"params", SCALES}
     jax.tree.map(np.testing.assert_array_equal, made["params"], plain["params"])
     both = {"lhs_scale", "rhs_scale"}
-    assert shapes_of(made) == {"": {"kernel": both}, "shared": {"0": both, "1": both}}
+    assert shapes_of(made) == {"": {"kernel": both}, "shared": {"kernel": both, "kernel#2": both}}
     assert all(np.isnan(scale) for scale in jax.tree.leaves(made[SCALES]))
 
 

@@ -489,7 +489,7 @@ def test_static_methods_and_class_methods():
 
 def test_strict():
     assert wrap(Stack(), strict=(X,)) == wrap(Stack())
-    with pytest.raises(ValueError, match=r"^wrap: 2 matmuls of Hidden are not .*, first float32"):
+    with pytest.raises(ValueError, match=r"^wrap: 3 matmuls of Hidden are not .*, first float32"):
         wrap(Hidden(), strict=(X,))
     with pytest.raises(ValueError, match=r"^wrap: no matmul of LayerNorm is quantized"):
         wrap(nn.LayerNorm(), strict=(X,))
