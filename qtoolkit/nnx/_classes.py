@@ -11,16 +11,18 @@ from flax import nnx
 from qtoolkit.formats import BlockFormat
 from qtoolkit.nnx._cache import caching
 from qtoolkit.nnx._call import entered
+from qtoolkit.nnx._function import SITE, Site
 
 _FRAMEWORK = set(dir(nnx.Module))
 _MADE = "qtoolkit_made"
 
 
 class Made(NamedTuple):
-    """What a subclass is made of: a class, and the format of attention's KV cache."""
+    """What a subclass is made of: a class; the format of attention's KV cache; see `set_site`."""
 
     kind: Any
     cache: BlockFormat | None = None
+    site: Site | None = None
 
 
 def original_class(kind: type) -> type:
@@ -29,23 +31,23 @@ def original_class(kind: type) -> type:
     return kind if made is None else made.kind
 
 
-def become(module: Any, cache: BlockFormat | None = None) -> None:
+def become(module: Any, cache: BlockFormat | None = None, site: Site | None = None) -> None:
     """Gives a module, which may be a frozen dataclass, our subclass of its class."""
-    made = Made(
-        original_class(type(module)), cache or getattr(type(module), _MADE, Made(None)).cache
-    )
+    before: Made = getattr(type(module), _MADE, Made(type(module)))
+    made = before._replace(cache=cache or before.cache, site=site or before.site)
     object.__setattr__(module, "__class__", _class_of(made))
 
 
 @functools.cache
 def _class_of(made: Made) -> type:
-    kind, cache = made
+    kind, cache, site = made
     methods = public_methods(kind)
     if cache is not None:
         methods |= caching(kind, kind.__call__, cache)
     body: dict[str, Any] = {name: entered(method) for name, method in methods.items()}
     body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     body |= {"__doc__": kind.__doc__, _MADE: made, "__reduce_ex__": _reduced}
+    body |= {} if site is None else {SITE: site}
     # A user's `__init_subclass__` or metaclass may keep a registry by name, or ask for keywords. It
     # does not hear of this class: a subclass of `nnx.Module` first, whose bases are then set.
     is_pytree = getattr(kind, "_pytree__is_pytree", True)

@@ -40,9 +40,21 @@ class Site:
 
 
 def site_of(module: Any) -> Site | None:
-    """The site of a module that was wrapped, None for others."""
+    """The site of a module that was wrapped, None for others.
+
+    `nnx.bridge.ToNNX` takes every attribute for a variable of linen: its class has the site.
+    """
     site: Site | None = vars(module).get(SITE)
-    return site
+    return getattr(type(module), SITE, None) if site is None else site
+
+
+def set_site(module: Any, site: Site) -> None:
+    if isinstance(module, nnx.bridge.ToNNX):
+        from qtoolkit.nnx._classes import become  # it imports this file
+
+        become(module, site=site)
+    else:
+        nnx.Module.__setattr__(module, SITE, site)
 
 
 def is_node(x: Any) -> bool:
@@ -328,7 +340,11 @@ def _modules_in(tree: Any) -> list[nnx.Module]:
 
 def _set_inside(module: nnx.Module, is_inside: bool) -> None:
     if (site := site_of(module)) is not None:
-        vars(module)[SITE] = dataclasses.replace(site, is_inside=is_inside)
+        site = dataclasses.replace(site, is_inside=is_inside)
+        if SITE in vars(module):
+            vars(module)[SITE] = site
+        else:
+            set_site(module, site)
 
 
 def _path_of(nodes: Any) -> str:

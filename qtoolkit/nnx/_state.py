@@ -252,8 +252,8 @@ def value_and_grad(
     as two. Under `jax.grad` of a function that closes over the model all scales are current ones
     and no history is updated; a warning says so. Of a copy that `nnx.merge` makes, return the
     state, as for statistics of BatchNorm. The devices of `jax.pmap` and `jax.shard_map` share one
-    history. So do the modules from `qtoolkit.linen.wrap` in `nnx.bridge.ToNNX`: their forward pass
-    updates histories.
+    history. Modules from `qtoolkit.linen.wrap` in `nnx.bridge.ToNNX` have current scales here: wrap
+    the nnx model around them instead.
 
     A step with an infinity or a NaN in an operand or a cotangent does not change the histories of
     that matmul. Its state `bad` counts such steps, and those with an operand that is more than

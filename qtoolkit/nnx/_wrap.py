@@ -10,7 +10,7 @@ from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import narrow_cache
 from qtoolkit.nnx._call import Bound, bound_function, call_model
 from qtoolkit.nnx._classes import become, set_attribute
-from qtoolkit.nnx._function import PRODUCTS, SITE, Site, site_of
+from qtoolkit.nnx._function import PRODUCTS, Site, set_site, site_of
 from qtoolkit.nnx._modules import (
     LAYERS,
     FoundModule,
@@ -37,6 +37,7 @@ from qtoolkit.products.internal import (
     recipes_of,
     strict_inputs,
     training_rules,
+    warn,
 )
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -158,6 +159,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     modules = modules_of(model)
     _check_layers(where, model, modules, rules, cache)
     found = {path: one for one in modules for path in one.paths}
+    if rules is not None:
+        _warn_of_parts(where, model, modules, rules)
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         one = found.get("/".join(map(str, path)))
@@ -165,7 +168,7 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
             before = product_states(node)
             become(node)
             paths, kinds = tuple(one.paths), tuple(dict.fromkeys(one.kinds))
-            set_attribute(node, SITE, Site(paths, kinds, rules))
+            set_site(node, Site(paths, kinds, rules))
             keep(node, {}, before)
         return node
 
@@ -176,6 +179,22 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
                 become(one.module, cache)
                 narrow_cache(one.module, cache)
     return copied
+
+
+def _warn_of_parts(
+    where: str, model: nnx.Module, modules: "list[FoundModule]", rules: Rules[Recipe]
+) -> None:
+    """Warns if a part of a model that is not wrapped was wrapped with another recipe."""
+    if site_of(model) is not None:
+        return
+    for one in modules:
+        site = site_of(one.module)
+        if site is not None and site.rules != rules:
+            warn(
+                f"{where}: {one.shown} was wrapped before with another recipe, which the one for "
+                f"{type(model).__name__} replaces; to keep it, give the path a rule with its recipe"
+            )
+            return
 
 
 def _check_layers(
@@ -252,7 +271,8 @@ def keep(
             state.take_over(before[name])
     if PRODUCTS in vars(module):
         delattr(module, PRODUCTS)
-    if states:
+    # `nnx.bridge.ToNNX` takes every attribute for a variable of linen.
+    if states and not isinstance(module, nnx.bridge.ToNNX):
         set_attribute(module, PRODUCTS, Products(states))
 
 
@@ -323,5 +343,5 @@ def traced_call(where: str, wrapped: Any, given: Any) -> Bound:
 def quantize_alone(layer: Any, recipe: Recipe) -> None:
     """Lets a layer that is being made compute by a recipe, whatever model it will be part of."""
     become(layer)
-    set_attribute(layer, SITE, Site(("",), (type(layer),), Rules([], default=recipe)))
+    set_site(layer, Site(("",), (type(layer),), Rules([], default=recipe)))
     keep(layer, {}, {})

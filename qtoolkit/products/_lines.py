@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
