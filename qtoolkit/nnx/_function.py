@@ -181,6 +181,7 @@ class Function:
             leaves = jax.tree.leaves(out, is_leaf=is_node)
             kind = "function" if any(map(_computes_later, leaves)) else kind
         if kind in (*_LATER, "function"):
+            getattr(out, "close", lambda: None)()  # else Python warns that it never ran
             raise TypeError(
                 f"wrap: {type(model).__name__}.{self.function.__name__} returns a {kind}, whose "
                 "code runs later, expected arrays: its matmuls would not be quantized; return a "

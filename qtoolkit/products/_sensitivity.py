@@ -17,7 +17,14 @@ from qtoolkit.products._matmul import Call, Key, Matmul, Planted
 from qtoolkit.products._measuring import check_ran
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._program import Program
-from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, replanted
+from qtoolkit.products._quantizing import (
+    BY_RULE,
+    Quantizing,
+    StaticResult,
+    Traced,
+    compiled,
+    replanted,
+)
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
 from qtoolkit.scaling import QArray
@@ -174,15 +181,20 @@ def _losses(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -
 
 def _layers(program: Program, multiply: Quantizing) -> list[tuple[str, Recipe, Kernels]]:
     """The layers that run quantized matmuls, with their recipes."""
-    names: dict[str, dict[str, Recipe]] = {}
+    names: dict[str, dict[str, Recipe | None]] = {}
+    quantized = set()
     for matmul in program.matmuls:
         recipe = multiply.recipe_of(matmul)
         if recipe is not None:
-            of_layer = names.setdefault(matmul.path, {})
-            if matmul.parameter is not None:
-                of_layer[matmul.parameter.name] = recipe
+            quantized.add(matmul.path)
+        of_layer = names.setdefault(matmul.path, {})
+        is_left = recipe is None and multiply.reason_of(matmul) == BY_RULE
+        if matmul.parameter is not None and (recipe is not None or is_left):
+            of_layer[matmul.parameter.name.replace(".", "/")] = recipe
     layers: list[tuple[str, Recipe, Kernels]] = []
     for path, kernels in names.items():
+        if path not in quantized:
+            continue
         recipe = multiply.of_module(path)
         own = tuple((name, x) for name, x in kernels.items() if x != recipe)
         layers.append((path, recipe or Recipe((None, None), None), own))

@@ -734,7 +734,7 @@ class Complex(nnx.Module):
 def test_complex_products_are_left_for_a_reason_of_their_own():
     """They passed as integers, which no rule need leave."""
     report = qt.nnx.report(qt.nnx.wrap(Complex()), x)
-    assert all("complex64[16, 16]" in p.operands for p in report.left)
+    assert all("complex64" in p.operands for p in report.left)
     assert all(p.reason.startswith("complex numbers are not rounded") for p in report.left)
     assert {p.part for p in report.left} == {"forward", "backward"}
     with pytest.raises(

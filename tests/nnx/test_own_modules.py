@@ -338,7 +338,8 @@ def test_a_model_with_an_unhashable_config():
         jax.tree.leaves(qt.nnx.numerics(fresh, X, scaled_loss)),
         strict=True,
     ):
-        np.testing.assert_array_equal(one, other)
+        # Operation by operation: XLA fuses, and rounds, otherwise.
+        np.testing.assert_allclose(one, other, rtol=1e-6)
     learned = qt.nnx.wrap(OfConfig(Config([16])), qt.recipes.int4_lsq)
     qt.nnx.start_scales(learned, X)
     assert np.isfinite(learned(X)).all()

@@ -188,6 +188,11 @@ def test_what_cannot_be_stored():
         stored(Operand("e4m3fn"), W.at[0, :2].set(np.inf))
     with pytest.raises(ValueError, match=r"does not|holds|hold"):
         stored(Operand(qt.BlockFormat.tensor("int16")), W.astype(jnp.bfloat16))
-    w = jax.vmap(lambda w: qt.quantize(w, "nvfp4"))(jnp.stack([W.T, W.T]))
-    with pytest.raises(ValueError, match="is a stack of arrays, each with a tensor scale"):
-        qt.dot_general(X, w, (((1,), (2,)), ((), ())))
+
+
+def test_a_matmul_of_several_stored_kernels_with_tensor_scales():
+    """Oracle: NumPy, with the dequantized kernels."""
+    w = jax.vmap(lambda w: qt.quantize(w, "nvfp4"))(jnp.stack([W.T, 300 * W.T]))
+    got = qt.dot_general(X, w, (((1,), (2,)), ((), ())), recipe=qt.Recipe(None, None))
+    expected = np.einsum("bi,koi->bko", np.float64(X), np.float64(w.dequantize()))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4 * np.abs(expected).max())
