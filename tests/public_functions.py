@@ -180,17 +180,6 @@ def grouped(x, w, **options):
     return qt.ragged_dot(x, jnp.stack([w, w]), halves(x), **options)
 
 
-def multiplied_in_a_layer(x):
-    class Layer(nnx.Module):
-        def __init__(self):
-            self.kernel = nnx.Param(eye(x))
-
-        def __call__(self, x):
-            return x @ self.kernel
-
-    return wide(qt.nnx.wrap(Layer(), qt.Recipe())(x))
-
-
 PRODUCTS = {
     "dot_general": lambda x: wide(qt.dot_general(x, eye(x), MATMUL)),
     "dot_general mxfp8": lambda x: wide(qt.dot_general(x, eye(x), MATMUL, recipe=qt.recipes.mxfp8)),
@@ -207,7 +196,6 @@ PRODUCTS = {
     ),
     "ragged_dot": lambda x: wide(grouped(x, eye(x))),
     "ragged_dot gradients": both_gradients(functools.partial(grouped, recipe=INT8), weights),
-    "dot": multiplied_in_a_layer,
 }  # fmt: skip
 
 

@@ -150,7 +150,6 @@ def takes(names, dtypes):
     "hadamard_transform random-bfloat16",
     "MSE counts-float16",
     "Identity-float16",
-    "dot-float16",
     "optim.quantize_state-bfloat16",
     "openvino.convert f32, core-float16",
     "lsq_plus by parameters-bfloat16",
@@ -218,7 +217,6 @@ def test_former_failures_behind_known_float32_values(name, dtype):
     "encode e4m3fn nearest_even-float32",
     "decode-float32",
     "quantize e4m3fn-bfloat16",
-    "dot-float32",
     "onnx.quantize_linear by parameters-float32",
     "openvino.convert f32, core-float16",
 )

@@ -14,13 +14,13 @@ import numpy as np
 import optax
 import pytest
 from jax import export
-from qtoolkit.products._post_training import InputStatistics
 
 import qtoolkit as qt
 from qtoolkit import optim, products, scaling
 from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import projection_of
 from qtoolkit.formats import Rules
+from qtoolkit.post_training import InputStatistics
 from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._numerics import Numerics, Row
 from qtoolkit.products._place import Place

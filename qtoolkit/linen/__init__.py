@@ -6,7 +6,7 @@ from qtoolkit.linen._flow import calibrate, freeze, numerics, sensitivity, start
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
 from qtoolkit.linen._quantize import quantize
 from qtoolkit.linen._report import report
-from qtoolkit.linen._state import value_and_grad
+from qtoolkit.linen._training import value_and_grad
 from qtoolkit.linen._wrap import wrap
 
 __all__ = [

@@ -6,7 +6,8 @@ from qtoolkit.nnx._flow import calibrate, freeze, numerics, sensitivity, start_s
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
 from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._report import report
-from qtoolkit.nnx._state import LsqOffset, LsqScale, Probe, ScalingState, roll, value_and_grad
+from qtoolkit.nnx._state import LsqOffset, LsqScale, Probe, ScalingState
+from qtoolkit.nnx._training import roll, value_and_grad
 from qtoolkit.nnx._wrap import wrap
 
 __all__ = [

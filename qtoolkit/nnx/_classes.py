@@ -38,6 +38,14 @@ def become(module: Any, cache: BlockFormat | None = None, site: Site | None = No
     object.__setattr__(module, "__class__", _class_of(made))
 
 
+def set_site(module: Any, site: Site) -> None:
+    """Tells a module its site. `nnx.bridge.ToNNX` takes every attribute for a variable of linen."""
+    if isinstance(module, nnx.bridge.ToNNX):
+        become(module, site=site)
+    else:
+        nnx.Module.__setattr__(module, SITE, site)
+
+
 @functools.cache
 def _class_of(made: Made) -> type:
     kind, cache, site = made
@@ -47,7 +55,8 @@ def _class_of(made: Made) -> type:
     body: dict[str, Any] = {name: entered(method) for name, method in methods.items()}
     body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     body |= {"__doc__": kind.__doc__, _MADE: made, "__reduce_ex__": _reduced}
-    body |= {} if site is None else {SITE: site}
+    if site is not None:
+        body |= {SITE: site, "qtoolkit_with_site": staticmethod(_with_site(made))}
     # A user's `__init_subclass__` or metaclass may keep a registry by name, or ask for keywords. It
     # does not hear of this class: a subclass of `nnx.Module` first, whose bases are then set.
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
@@ -55,6 +64,10 @@ def _class_of(made: Made) -> type:
     own.__bases__ = (kind,)
     del own._pytree__nodes  # of `nnx.Module`; it has those of `kind`
     return cast(type, own)
+
+
+def _with_site(made: Made) -> Any:
+    return lambda site: _class_of(made._replace(site=site))
 
 
 def public_methods(kind: type) -> dict[str, Any]:

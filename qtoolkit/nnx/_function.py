@@ -48,15 +48,6 @@ def site_of(module: Any) -> Site | None:
     return getattr(type(module), SITE, None) if site is None else site
 
 
-def set_site(module: Any, site: Site) -> None:
-    if isinstance(module, nnx.bridge.ToNNX):
-        from qtoolkit.nnx._classes import become  # it imports this file
-
-        become(module, site=site)
-    else:
-        nnx.Module.__setattr__(module, SITE, site)
-
-
 def is_node(x: Any) -> bool:
     return isinstance(x, nnx.Module | nnx.Variable)
 
@@ -345,7 +336,7 @@ def _set_inside(module: nnx.Module, is_inside: bool) -> None:
         if SITE in vars(module):
             vars(module)[SITE] = site
         else:
-            set_site(module, site)
+            object.__setattr__(module, "__class__", type(module).qtoolkit_with_site(site))  # type: ignore[attr-defined]
 
 
 def _path_of(nodes: Any) -> str:

@@ -9,8 +9,8 @@ from flax import nnx
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import narrow_cache
 from qtoolkit.nnx._call import Bound, bound_function, call_model
-from qtoolkit.nnx._classes import become, set_attribute
-from qtoolkit.nnx._function import PRODUCTS, Site, set_site, site_of
+from qtoolkit.nnx._classes import become, set_attribute, set_site
+from qtoolkit.nnx._function import PRODUCTS, Site, site_of
 from qtoolkit.nnx._modules import (
     LAYERS,
     FoundModule,

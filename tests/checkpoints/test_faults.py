@@ -222,7 +222,7 @@ def test_little_is_loaded_before_interrupts_are_caught():
         "print(*sorted(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    own = {"qtoolkit", "qtoolkit.__main__", "qtoolkit._version"}
+    own = {"qtoolkit", "qtoolkit.__main__", "qtoolkit._names", "qtoolkit._version"}
     assert set(done.stdout.split()) - own <= {
         *("importlib", "importlib._bootstrap", "importlib._bootstrap_external", "warnings"),
         *("signal", "enum", "types", "functools", "reprlib"),
