@@ -13,7 +13,7 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_examples_run():
     names: dict = {"__name__": "__main__"}
     assert examples.run(README, names) == examples.expected(README)
-    assert type(names["fp8"]) is type(names["model"])
+    assert isinstance(names["fp8"], type(names["model"]))
     assert names["losses"][-1] < names["losses"][0]
     kinds = [block.kind for block in examples.blocks(README.read_text(encoding="utf-8"))]
     assert kinds == ["sh", "python", "pycon", "python", "console", "pycon"]

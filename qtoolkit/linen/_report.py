@@ -65,9 +65,9 @@ def report(
       >>> x = jnp.ones((1, 2))
       >>> report = qt.linen.report(module, module.init(jax.random.key(0), x), x)
       >>> print(str(report).splitlines()[-1])
-      3 of 3 matmuls quantized
+      2 of 2 matmuls quantized
       >>> [product.part for product in report.quantized]
-      ['forward', 'dgrad', 'wgrad']
+      ['forward', 'wgrad']
     """
     is_function = callable(wrapped) and not isinstance(wrapped, type | nn.Module)
     if is_function:

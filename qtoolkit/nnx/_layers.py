@@ -47,7 +47,7 @@ class Fp8Conv(nnx.Conv):
       >>> layer(jnp.ones((1, 5, 1))).shape, layer.kernel.shape
       ((1, 5, 1), (2, 1, 1))
       >>> print(str(qt.nnx.report(layer, jnp.ones((1, 5, 1)))).splitlines()[-1])
-      3 of 3 matmuls quantized
+      2 of 2 matmuls quantized
     """
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:

@@ -58,11 +58,10 @@ def report(
       >>> wrapped = qt.nnx.wrap(model, qt.Rules({"layers/1": qt.Recipe("e4m3fn")}))
       >>> report = qt.nnx.report(wrapped, jnp.ones((1, 2)))
       >>> print(str(report).splitlines()[-1])
-      3 of 6 matmuls quantized, 33.3% of all multiplications
+      3 of 5 matmuls quantized, 42.9% of all multiplications
       >>> for product in report.left:
       ...     print(product.path, product.part, product.reason)
       layers/0 forward excluded by a rule
-      layers/0 backward excluded by a rule
       layers/0 backward excluded by a rule
     """
     function, wrapped, inputs = _called(wrapped, inputs, method)

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._lines import warn
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._states import HISTORY, STEP
+from qtoolkit.products._states import HISTORY, PROBE, STEP
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import amax_of
 
@@ -55,11 +55,14 @@ class _Matmul:
 
     Attributes:
       names: Those of its state that the primitive gets.
+      has_probe: Whether it also gets the probe, to know whether somebody differentiates by it: then
+        the gradient tells the magnitudes, and whoever takes it updates the state.
       moves: Whether the caller stores the state after the step.
       warning: What to say if somebody differentiates; "" for nothing.
     """
 
     names: tuple[str, ...]
+    has_probe: bool
     moves: bool
     warning: str
 
@@ -85,8 +88,8 @@ def observed(
     warning = MISSING.format(name=name) if name else STALE
     if moves:
         warning = COTANGENTS if recipe.delayed[2] and HISTORY in kept else ""
-    matmul = _Matmul(names, moves, warning)
-    state = [kept[part] for part in names]
+    matmul = _Matmul(names, PROBE in kept, moves, warning)
+    state = [kept[part] for part in (*names, *([PROBE] if PROBE in kept else []))]
     zeros, *_ = varying_alike(jnp.zeros(4, jnp.float32), *kept.values())
     arrays = [jnp.zeros(()) if isinstance(x, QArray) else x for x in (lhs, rhs)]
     *used, seen = _observed_p.bind(*state, zeros, *arrays, matmul=matmul, lead=0)
@@ -94,11 +97,14 @@ def observed(
 
 
 def _as_it_is(*operands: Any, matmul: _Matmul, lead: int) -> list[Any]:
-    return [*operands[:-2]]
+    return [*operands[: len(matmul.names)], operands[-3]]
 
 
 def _jvp(primals: Any, tangents: Any, *, matmul: _Matmul, lead: int) -> tuple[Any, Any]:
-    if all(isinstance(dot, ad.Zero) for dot in tangents[-2:]):
+    is_read = matmul.has_probe and not isinstance(tangents[len(matmul.names)], ad.Zero)
+    if is_read:
+        outs = _as_it_is(*primals, matmul=matmul, lead=lead)
+    elif all(isinstance(dot, ad.Zero) for dot in tangents[-2:]):
         outs = _observed_p.bind(*primals, matmul=matmul, lead=lead)
     else:
         if matmul.warning:
@@ -109,7 +115,7 @@ def _jvp(primals: Any, tangents: Any, *, matmul: _Matmul, lead: int) -> tuple[An
 
 def _differentiated(*operands: Any, matmul: _Matmul, lead: int) -> list[Array]:
     *state, zeros, lhs, rhs = operands
-    kept = dict(zip(matmul.names, state, strict=True))
+    kept = dict(zip(matmul.names, state, strict=False))
     if HISTORY in kept:  # zeros in a history mean current scales
         first = 2 if matmul.moves else 0
         kept[HISTORY] = kept[HISTORY].at[..., first:, :].set(0)
