@@ -90,7 +90,7 @@ def trees():
         "MSE": observed(scaling.MSE, octaves=2),
         "Hessian": hessian,
         "InputStatistics": InputStatistics((hessian,), (("a/kernel", (0,)),), (how,)),
-        "Calibration": Calibration((observed(scaling.AbsMax),), (("a/0", "0", 1),), (place,)),
+        "Calibration": Calibration((observed(scaling.AbsMax),), (("a/0", "0", 1),)),
         "Sensitivity": Sensitivity(jnp.arange(3.0), ("a",), recipes[:1], kernels),
         "Numerics": measured(),
         "Row": measured().rows[0],

@@ -111,7 +111,8 @@ class FoundModule:
         """Whether it may compute matmuls: of modules of the user only a trace knows it."""
         if isinstance(self.module, nnx.List | nnx.Dict):
             return False
-        return bool(matmuls_of_layer(self.module)) or not is_of_flax(self.module)
+        is_bridge = isinstance(self.module, nnx.bridge.ToNNX)
+        return is_bridge or bool(matmuls_of_layer(self.module)) or not is_of_flax(self.module)
 
     @property
     def shown(self) -> str:

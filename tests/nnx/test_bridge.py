@@ -55,7 +55,7 @@ def test_a_linen_module_in_a_wrapped_model_is_quantized():
             self.layers = nnx.List(
                 [nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 1, rngs=nnx.Rngs(0))]
             )
-            for layer, name in zip(self.layers, ("Dense_0", "Dense_1"), strict=True):
+            for layer, name in zip(self.layers, ("Dense_1", "Dense_0"), strict=True):
                 parameters = getattr(wrapped.inner, name)
                 layer.kernel[...], layer.bias[...] = (
                     parameters["kernel"][...],
