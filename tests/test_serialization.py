@@ -23,7 +23,6 @@ from qtoolkit.formats import Rules
 from qtoolkit.post_training import InputStatistics
 from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._numerics import Numerics, Row
-from qtoolkit.products._place import Place
 from qtoolkit.products._report import Product
 from qtoolkit.products._sensitivity import Sensitivity
 from qtoolkit.scaling.internal import TALLY_SIZE, Contraction, tally_of
@@ -65,7 +64,7 @@ def measured():
 def trees():
     """By name: one tree or more of each class."""
     hessian = scaling.Hessian.of(64).observe(X)
-    place, how = Place("a/0", "0"), Contraction((0,), (1,))
+    how = Contraction((0,), (1,))
     recipes = (products.recipes.mxfp8, qt.Recipe(None))
     kernels = ((("w", recipes[0]), ("v", None)),)
     stochastic = projection_of("", (8,), Stochastic("B", 7), "none", jax.random.key(1), None, 3)

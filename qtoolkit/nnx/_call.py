@@ -175,7 +175,7 @@ class Bound:
 
     def call(self) -> Any:
         """Calls the method. Writes what it changes, and the new states of matmuls."""
-        is_ours, measured = step_of("nnx")
+        _, measured = step_of("nnx")
         zeros = {} if measured is None else measured.zeros
         planted = self.planted(zeros, has_probes=True)
         moves = all(kept.is_writable for kept in self.states.values())
