@@ -35,6 +35,7 @@ from qtoolkit.formats import (
     SpecLike,
 )
 from qtoolkit.formats import format as resolve
+from qtoolkit.formats.internal import values_of_rules
 
 InputScales = float | Mapping[str, float]  # one for all modules, or by module
 # By the names that their publishers give them; of several of a name, the first in its layout.
@@ -126,7 +127,7 @@ def default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, sca
 
     def holds(layout: Layout) -> bool:
         try:
-            return bool([layout.scheme(resolve_target(f), scaling) for f in formats_of(rules)])
+            return bool([layout.scheme(resolve_target(f), scaling) for f in values_of_rules(rules)])
         except (TypeError, ValueError):  # the planner says what is wrong with a format
             return False
 
@@ -136,11 +137,6 @@ def default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, sca
         return "compressed-tensors"
     is_torch = any(name.endswith(".weight") for name in source.tensors) and not is_diffusers
     return names[0] if is_torch and len(names) == 1 else "plain"
-
-
-def formats_of(rules: Rules[Any]) -> list[Any]:
-    values = (rules.default, *(value for _, value in rules.rules))
-    return [value for value in values if value is not None]
 
 
 def model_dtype(config: Mapping[str, Any]) -> str | None:

@@ -27,7 +27,6 @@ from qtoolkit.checkpoints._formats import (
     check_used,
     default_layout,
     dtype_of,
-    formats_of,
     high_precision_dtype,
     input_scale,
     model_dtype,
@@ -58,6 +57,7 @@ from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION, SCALINGS
 from qtoolkit.checkpoints.layouts._qarrays import remaining_arrays, undecoded_parts
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
+from qtoolkit.formats.internal import values_of_rules
 
 METADATA_KEY = "qtoolkit"
 
@@ -186,7 +186,7 @@ class _Planner:
         self, format: SpecLike | Rules[Any] | None, skip: Sequence[str], allow_codes: bool
     ) -> Plan:
         chosen, rules = self._rules(format)
-        formats = formats_of(rules)
+        formats = values_of_rules(rules)
         has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in formats)
         if self.scaling is not None and not has_scales:
             names = ", ".join(dict.fromkeys(f.name for f in formats)) or "what no rule quantizes"

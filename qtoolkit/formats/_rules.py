@@ -210,6 +210,12 @@ _EXPECTED = (
 )
 
 
+def values_of_rules(rules: Rules[Value]) -> list[Value]:
+    """All that a lookup may give, the default first."""
+    values = [rules.default, *(value for _, value in rules.rules)]
+    return [value for value in values if value is not None]
+
+
 def _pairs(rules: Any) -> tuple[tuple[Key, Any], ...]:
     try:
         if isinstance(rules, str):

@@ -11,6 +11,7 @@ from optax import GradientTransformation, GradientTransformationExtraArgs
 from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import FLOATS, check_rounding, exact_float32, serializable
 from qtoolkit.formats import BlockFormat, Rules, TableFormat
+from qtoolkit.formats.internal import values_of_rules
 from qtoolkit.optim._arguments import check_integer, check_transform, key_words
 from qtoolkit.optim._moments import MomentLike, checked_rules, formats, is_float, leaves
 from qtoolkit.scaling import QArray, quantize
@@ -229,8 +230,7 @@ def _dequantized(value: Any) -> Any:
 
 
 def _check_tables(rules: Rules[Any], rounding: str | Stochastic) -> None:
-    values = [*(value for _, value in rules.rules), rules.default]
-    for fmt in (getattr(value, "spec", value) for value in values if value is not None):
+    for fmt in (getattr(value, "spec", value) for value in values_of_rules(rules)):
         if isinstance(rounding, Stochastic) and isinstance(fmt.element, TableFormat):
             raise ValueError(
                 f"quantize_state: stochastic rounding of {fmt.element.name}, a table, is not "
