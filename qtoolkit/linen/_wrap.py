@@ -101,11 +101,10 @@ def wrap(
     Raises:
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         rule for a class that is no module; `strict` is neither inputs nor a mapping. When the
-        module runs: an operand of float64 or of 8 bits.
+        module runs: a parameter of float64 or of 8 bits.
       ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that tokens
         share; `strict` raises. In `init` and the first `apply`: a rule matches no layer (a rule
         with None: no module).
-        When the module runs: a layer under `nn.jit` or `nn.custom_vjp` has learned scales.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
