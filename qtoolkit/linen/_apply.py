@@ -8,10 +8,20 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from qtoolkit.linen._call import NoMatmulsError, entered
-from qtoolkit.linen._function import Bound, Tree, with_numbers
+from qtoolkit.linen._call import entered
+from qtoolkit.linen._function import Bound, Tree, has_whole
 from qtoolkit.linen._state import SCALES, check_started, has_nan, planted_in
-from qtoolkit.products.internal import NEEDS_NUMBERS, StaticResult, is_eager, matching
+from qtoolkit.products.internal import (
+    NEEDS_NUMBERS,
+    NoMatmulsError,
+    StaticResult,
+    hashes,
+    is_eager,
+    matching,
+    needs_numbers,
+    remembering_no_matmuls,
+    with_numbers,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +56,13 @@ class Applied:
         )
 
 
+@remembering_no_matmuls
 @functools.partial(jax.jit, static_argnums=0)
 def _jitted(call: Applied, arrays: list[Any]) -> Any:
     assert call.inputs is not None
     method = entered(call.method, is_compiled=True)
     outs, tree = Tree.of_results(call(method, *call.inputs.whole(arrays)))
     return outs, StaticResult(tree)
-
-
-# Calls that compute no matmul: they are not traced a second time.
-_without_matmuls: dict[Applied, None] = {}
-_MOST = 4096
 
 
 def applied(
@@ -71,32 +77,28 @@ def applied(
     # Those who intercept methods want to see each call.
     if is_stable and is_eager(inputs) and not nn.module._global_interceptor_stack:
         try:
-            out = with_numbers(functools.partial(_compiled, call, inputs), (args, kwargs))
+            run = functools.partial(_compiled, call, inputs)
+            out = with_numbers(run, lambda: has_whole((args, kwargs)))
             _check_scales(call, inputs)
             return out
         except NoMatmulsError:
             return call(call.method, *inputs)
         except NEEDS_NUMBERS as error:
-            _explain_numbers(call, error)
+            name = f"{type(call.module).__name__}.{call.method.__name__}"
+            what = (
+                f"{name} needs the numbers of an array, which a wrapped module does not have "
+                "while its call is traced, as under jax.jit"
+            )
+            raise needs_numbers(what, error) from error
     return call(entered(call.method), *inputs)
 
 
 def _compiled(call: Applied, inputs: Any, numbers: bool) -> Any:
     tree, arrays = Tree.of(inputs, traces_numbers=numbers)
     call = dataclasses.replace(call, inputs=tree)
-    try:
-        hash(call)
-    except TypeError:  # a module with a list or an array among its attributes
+    if not hashes(call):
         return call(entered(call.method), *inputs)
-    if call in _without_matmuls:
-        raise NoMatmulsError
-    try:
-        outs, static = _jitted(call, arrays)
-    except NoMatmulsError:
-        if len(_without_matmuls) >= _MOST:
-            _without_matmuls.clear()
-        _without_matmuls[call] = None
-        raise
+    outs, static = _jitted(call, arrays)
     return static.value.whole(outs)
 
 
@@ -116,16 +118,6 @@ def _check_scales(call: Applied, inputs: Any) -> None:
     ran = [matmul for matmul in matmuls if multiply.recipe_of(matmul) is not None]
     for key in matching(ran, states).values():
         check_started(key, states[key])
-
-
-def _explain_numbers(call: Applied, error: Exception) -> None:
-    name = f"{type(call.module).__name__}.{call.method.__name__}"
-    line = str(error).strip().split("\n")[0]
-    raise TypeError(
-        f"wrap: {name} needs the numbers of an array, which a wrapped module does not have while "
-        f"its call is traced, as under jax.jit: {line} Expected a method that JAX can trace; write "
-        "jnp.where or jax.lax.cond in place of an if, and jax.debug.print in place of print"
-    ) from error
 
 
 def static_filter(mutable: Any) -> Any:

@@ -18,15 +18,16 @@ from flax.core import lift
 from flax.linen.transforms import decorator_lift_transform
 
 from qtoolkit.formats import Rules
+from qtoolkit.formats.internal import values_of_rules
 from qtoolkit.linen._function import (
     NO_RULES,
     Layers,
     Names,
     Tree,
     check_dtypes,
+    has_whole,
     planted_with,
     rules_of,
-    with_numbers,
 )
 from qtoolkit.linen._state import (
     COLLECTION,
@@ -36,22 +37,22 @@ from qtoolkit.linen._state import (
 )
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
+    LATER,
+    NoMatmulsError,
     Program,
     Quantizing,
     Traced,
     in_module,
     is_in_program,
     needs_state,
+    runs_later,
     started,
     step_of,
     unstarted,
+    with_numbers,
 )
 
 _OURS = (COLLECTION, SCALES)
-
-
-class NoMatmulsError(Exception):
-    """The method computes no matmul: it runs as it is."""
 
 
 def entered(method: Callable[..., Any], *, is_compiled: bool = False) -> Callable[..., Any]:
@@ -76,11 +77,6 @@ def entered(method: Callable[..., Any], *, is_compiled: bool = False) -> Callabl
 
     # updated=() leaves out the attributes by which Flax marks functions: `method` has them.
     return nn.nowrap(functools.update_wrapper(entering, method, updated=()))
-
-
-def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
-    values = [*(value for _, value in rules.rules), rules.default]
-    return [value for value in values if value is not None]
 
 
 # A name that no module has: with `capture_intermediates` Flax stores what "__call__" returns.
@@ -177,7 +173,7 @@ class _Trace(NamedTuple):
             finally:  # Flax cannot multiply some of the dtypes
                 check_dtypes(arrays, names, layers)
 
-        return with_numbers(trace, inputs)
+        return with_numbers(trace, lambda: has_whole(inputs))
 
 
 def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -202,7 +198,8 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
             raise NoMatmulsError
         outs, new = traced.quantizing(**options).run(program, arrays, planted)
         out, written = program.static.whole(outs)
-        _check_result(method, module, out)
+        if (kind := type(out).__name__) in LATER:
+            raise runs_later(f"{type(module).__name__}.{method.__name__}", kind)
         return (out, new), written
 
     with _explaining_names():
@@ -224,7 +221,7 @@ def _initialized(
             out = method(module, *args, **kwargs)
     else:
         out = method(module, *args, **kwargs)
-    if not any(needs_state(recipe) for recipe in _recipes(rules)):
+    if not any(needs_state(recipe) for recipe in values_of_rules(rules)):
         return out
     program, multiply = _program_of_init(method, module, args, kwargs)
     root = tuple(module.path)
@@ -273,7 +270,7 @@ def _program_of_init(
 def _random_words(module: nn.Module) -> jax.Array | None:
     """Words of the key that `apply` was given for stochastic rounding."""
     rules = rules_of(module)
-    is_stochastic = any(recipe.is_stochastic for recipe in _recipes(rules or NO_RULES))
+    is_stochastic = any(recipe.is_stochastic for recipe in values_of_rules(rules or NO_RULES))
     if not is_stochastic or not module.has_rng(COLLECTION):
         return None
     return jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]  # of 2 or 4 words
@@ -289,18 +286,6 @@ def _by_position(method: Any, module: nn.Module, args: Any, kwargs: Any) -> tupl
         bound.apply_defaults()
         args, kwargs = bound.args[1:], bound.kwargs
     return tuple(args), dict(kwargs)
-
-
-_LATER = ("generator", "coroutine", "async_generator")
-
-
-def _check_result(method: Any, module: nn.Module, out: Any) -> None:
-    if type(out).__name__ in _LATER:
-        raise TypeError(
-            f"wrap: {type(module).__name__}.{method.__name__} returns a {type(out).__name__}, "
-            "whose code runs later, expected arrays: its matmuls would not be quantized; return a "
-            "list, or let an unwrapped module yield what wrapped ones return"
-        )
 
 
 @contextlib.contextmanager

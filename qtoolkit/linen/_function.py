@@ -17,7 +17,6 @@ from qtoolkit.linen._state import planted_in
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     MODEL,
-    NEEDS_NUMBERS,
     FoundModule,
     Key,
     Module,
@@ -26,9 +25,12 @@ from qtoolkit.products.internal import (
     Quantizing,
     Traced,
     in_module,
+    is_traced_numpy,
+    is_whole,
     lead_of,
     own_traces,
     tracing_function,
+    with_numbers,
 )
 from qtoolkit.scaling import QArray
 
@@ -111,33 +113,16 @@ def _is_stored(x: Any) -> bool:
 def _is_array(x: Any, traces_numbers: bool) -> bool:
     if isinstance(x, jax.Array | QArray | jax.ShapeDtypeStruct):
         return True
-    if not isinstance(x, np.ndarray | np.generic):
-        return False
-    is_number = any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.number, np.bool_))
-    return is_number and (traces_numbers or not _is_whole(x))
+    return is_traced_numpy(x, traces_numbers)
 
 
-def _is_whole(x: Any) -> bool:
-    """Whether it is an array of NumPy in which a model may get a shape or a mask."""
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iub"
+def has_whole(inputs: Any) -> bool:
+    """Whether NumPy's integers or booleans are among inputs, see `with_numbers`."""
+    return any(map(is_whole, jax.tree.leaves(inputs)))
 
 
 def _as_jax(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
-
-
-def with_numbers(call: Callable[[bool], Any], inputs: Any) -> Any:
-    """`call(True)`, which traces all arrays of NumPy; `call(False)` if Python needs numbers.
-
-    Then NumPy's integers and booleans stay as they are. In them a model may get a shape or a mask,
-    and without quantization it takes them.
-    """
-    try:
-        return call(True)
-    except NEEDS_NUMBERS:
-        if not any(map(_is_whole, jax.tree.leaves(inputs))):
-            raise
-    return call(False)
 
 
 def rules_of(module: nn.Module) -> Rules[Recipe] | None:
@@ -252,15 +237,15 @@ class Bound:
             layers = Layers()
             names = tree.names(inputs, _path_in_variables)
             traced = Traced(Function(function, tree, layers), NO_RULES, layers.modules, names)
-            if traces_numbers and any(map(_is_whole, jax.tree.leaves((args, kwargs)))):
+            if traces_numbers and has_whole((args, kwargs)):
                 traced.program(leaves)  # may need their numbers
             return cls(traced, leaves, layers, planted_in(variables, ()))
 
-        return with_numbers(bound, (args, kwargs))
+        return with_numbers(bound, lambda: has_whole((args, kwargs)))
 
-    def planted(self, zeros: Mapping[Key, Any], *, has_probes: bool = False) -> dict[Key, Planted]:
+    def planted(self) -> dict[Key, Planted]:
         """What the matmuls are given, see `Program.run`."""
-        return planted_with(self.states, zeros)
+        return planted_with(self.states, {})
 
 
 def planted_with(

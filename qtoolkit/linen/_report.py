@@ -88,7 +88,7 @@ def report(
 
     call = bound(mutable)
     try:
-        found = report_of(call.traced, call.leaves, call.planted({}))
+        found = report_of(call.traced, call.leaves, call.planted())
     except ScopeCollectionNotFound as error:
         # Where a collection may be written, but "params" may not, Flax's
         # `nn.map_variables(init=True)` loses the parameters: it keeps what may be written.
@@ -96,7 +96,7 @@ def report(
             raise
         try:
             call = bound(False)
-            found = report_of(call.traced, call.leaves, call.planted({}))
+            found = report_of(call.traced, call.leaves, call.planted())
         except ModifyScopeVariableError:  # another collection must be written
             raise error from None
     program = traced_with_axes(call.traced, call.leaves)
@@ -126,8 +126,7 @@ def kernels_of(wrapped: nn.Module, inputs: Any) -> list[str]:
     _, variables = _initialized(wrapped, inputs)
     apply = functools.partial(wrapped.apply, rngs={"params": jax.random.key(0)}, mutable=True)
     call = Bound.of(apply, variables, args, options)
-    matmuls = call.traced.program(call.leaves).matmuls
-    return list(dict.fromkeys(m.path for m in matmuls if m.parameter is not None))
+    return call.traced.program(call.leaves).paths_of_kernels
 
 
 def _initialized(wrapped: nn.Module, inputs: Any) -> tuple[Batch, Any]:

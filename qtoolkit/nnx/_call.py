@@ -20,7 +20,6 @@ from qtoolkit.nnx._function import (
     Site,
     finished,
     is_node,
-    is_whole,
     site_of,
 )
 from qtoolkit.nnx._state import ProductState, product_states
@@ -29,15 +28,21 @@ from qtoolkit.products.internal import (
     NEEDS_NUMBERS,
     Key,
     Module,
+    NoMatmulsError,
     Parameter,
     Planted,
     StaticResult,
     Traced,
+    hashes,
     in_module,
     is_eager,
+    is_whole,
     matching,
+    needs_numbers,
+    remembering_no_matmuls,
     step_of,
     warn,
+    with_numbers,
 )
 
 
@@ -53,8 +58,8 @@ def entered(method: Callable[..., Any]) -> Callable[..., Any]:
             with in_module(site.path):
                 return method(self, *args, **kwargs)
         try:
-            return _with_numbers(method, (self, args, kwargs))
-        except _NoMatmulsError:
+            return _traced_call(method, (self, args, kwargs))
+        except NoMatmulsError:
             return method(self, *args, **kwargs)
         except NEEDS_NUMBERS as error:
             if not is_eager((args, kwargs)):
@@ -65,18 +70,15 @@ def entered(method: Callable[..., Any]) -> Callable[..., Any]:
     return entering
 
 
-def _with_numbers(method: Callable[..., Any], arguments: Any) -> Any:
-    """The call. In a second try NumPy's integers and Python's floats stay numbers.
+def _traced_call(method: Callable[..., Any], arguments: Any) -> Any:
+    def call(traces_numbers: bool) -> Any:
+        return Bound(method, arguments, traces_numbers=traces_numbers).call()
 
-    In them a model may get a shape or a mask, and without quantization it takes them.
-    """
-    try:
-        return Bound(method, arguments).call()
-    except NEEDS_NUMBERS:
+    def has_numbers() -> bool:
         leaves = jax.tree.leaves(arguments, is_leaf=is_node)
-        if not any(is_whole(x) or type(x) is float for x in leaves):
-            raise
-    return Bound(method, arguments, traces_numbers=False).call()
+        return any(is_whole(x) or type(x) is float for x in leaves)
+
+    return with_numbers(call, has_numbers)
 
 
 def _explain_numbers(method: Callable[..., Any], module: Any, error: Exception) -> None:
@@ -86,11 +88,7 @@ def _explain_numbers(method: Callable[..., Any], module: Any, error: Exception) 
         "model does not have while its call is traced, as under nnx.jit"
     )
     if method.__name__ == "__call__":
-        line = str(error).strip().split("\n")[0]
-        raise TypeError(
-            f"wrap: {what}: {line} Expected a method that JAX can trace; write jnp.where or "
-            "jax.lax.cond in place of an if, and jax.debug.print in place of print"
-        ) from error
+        raise needs_numbers(what, error) from error
     params = (x.get_value() for x in vars(module).values() if isinstance(x, nnx.Param))
     if any(len(getattr(x, "shape", ())) > 1 for x in params):
         warn(
@@ -99,10 +97,7 @@ def _explain_numbers(method: Callable[..., Any], module: Any, error: Exception) 
         )
 
 
-class _NoMatmulsError(Exception):
-    """The method computes no matmul: it runs as it is."""
-
-
+@remembering_no_matmuls
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _jitted(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     outs, static, new = _run(traced, moves, leaves, planted)
@@ -113,7 +108,7 @@ def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     """The arrays of the result, the rest of it, and the new states of matmuls."""
     program = traced.program(leaves)
     if not program.matmuls:
-        raise _NoMatmulsError
+        raise NoMatmulsError
     is_ours, measured = step_of("nnx")
     tap = None if measured is None else measured.tap
     multiply = traced.quantizing(moves=moves and not is_ours, observes=not is_ours, tap=tap)
@@ -125,11 +120,6 @@ def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
         if matmul.key in known and multiply.recipe_of(matmul) is not None
     )
     return outs, (program.static, tuple(used)), new
-
-
-# Calls that compute no matmul, by their functions: they are not traced a second time.
-_without_matmuls: dict[Traced, None] = {}
-_MOST = 4096
 
 
 class Bound:
@@ -165,8 +155,16 @@ class Bound:
         names = (*parameters, *(None,) * unknown)
         self.traced = Traced(pure, modules.rules, modules.by_path, names)
 
-    def planted(self, zeros: Mapping[Key, Any], *, has_probes: bool = False) -> dict[Key, Planted]:
-        """What the matmuls are given, see `Program.run`."""
+    def planted(
+        self, zeros: Mapping[Key, Any] | None = None, *, has_probes: bool = False
+    ) -> dict[Key, Planted]:
+        """What the matmuls are given, see `Program.run`.
+
+        Args:
+          zeros: What a training step measures, by matmul.
+          has_probes: Whether somebody may differentiate by probes.
+        """
+        zeros = {} if zeros is None else zeros
         given = {
             key: kept.planted(zeros.get(key), has_probe=has_probes)
             for key, kept in self.states.items()
@@ -176,39 +174,20 @@ class Bound:
     def call(self) -> Any:
         """Calls the method. Writes what it changes, and the new states of matmuls."""
         _, measured = step_of("nnx")
-        zeros = {} if measured is None else measured.zeros
-        planted = self.planted(zeros, has_probes=True)
+        planted = self.planted(None if measured is None else measured.zeros, has_probes=True)
         moves = all(kept.is_writable for kept in self.states.values())
-        is_compiled = is_eager(self.leaves) and _hashes(self.traced)
-        run = _compiled if is_compiled else _run
-        outs, (static, used), new = run(self.traced, moves, self.leaves, planted)
+        given = self.traced, moves, self.leaves, planted
+        if is_eager(self.leaves) and hashes(self.traced):
+            outs, known, new = _jitted(*given)
+            static, used = known.value
+        else:
+            outs, (static, used), new = _run(*given)
         for key in used:
             if key in self.states:  # else zeros were planted alone
                 self.states[key].check_started()
         for key, state in new.items():
             self.states[key].write(state)
         return finished(static, outs, self.nodes, self.arguments)
-
-
-def _compiled(traced: Traced, *arguments: Any) -> Any:
-    if traced in _without_matmuls:
-        raise _NoMatmulsError
-    try:
-        outs, static, new = _jitted(traced, *arguments)
-    except _NoMatmulsError:
-        if len(_without_matmuls) >= _MOST:
-            _without_matmuls.clear()
-        _without_matmuls[traced] = None
-        raise
-    return outs, static.value, new
-
-
-def _hashes(traced: Traced) -> bool:
-    try:
-        hash(traced)
-    except TypeError:  # a model with a list or a plain dataclass among its attributes
-        return False
-    return True
 
 
 class _Modules:

@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from qtoolkit.formats import Rules
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import in_module, tracing_function
+from qtoolkit.products.internal import (
+    LATER,
+    in_module,
+    is_traced_numpy,
+    runs_later,
+    tracing_function,
+)
 from qtoolkit.scaling import QArray
 
 SITE, PRODUCTS = "qtoolkit_site", "qtoolkit_products"
@@ -50,9 +55,6 @@ def site_of(module: Any) -> Site | None:
 
 def is_node(x: Any) -> bool:
     return isinstance(x, nnx.Module | nnx.Variable)
-
-
-_LATER = ("generator", "coroutine", "async_generator")
 
 
 def _computes_later(x: Any) -> bool:
@@ -168,16 +170,12 @@ class Function:
     def run_method(self, model: Any, args: Any, kwargs: Any) -> Any:
         out = self.function(model, *args, **kwargs)
         kind = type(out).__name__
-        if kind not in _LATER:
+        if kind not in LATER:
             leaves = jax.tree.leaves(out, is_leaf=is_node)
             kind = "function" if any(map(_computes_later, leaves)) else kind
-        if kind in (*_LATER, "function"):
+        if kind in (*LATER, "function"):
             getattr(out, "close", lambda: None)()  # else Python warns that it never ran
-            raise TypeError(
-                f"wrap: {type(model).__name__}.{self.function.__name__} returns a {kind}, whose "
-                "code runs later, expected arrays: its matmuls would not be quantized; return a "
-                "list, or let an unwrapped module yield what wrapped ones return"
-            )
+            raise runs_later(f"{type(model).__name__}.{self.function.__name__}", kind)
         return out
 
     def _given(self, leaves: list[Any]) -> tuple[Any, Any]:
@@ -359,12 +357,4 @@ def _kind_of(x: Any, traces_numbers: bool) -> str:
         return "array"
     if type(x) in (float, complex):
         return "array" if traces_numbers else ""
-    if not isinstance(x, np.ndarray | np.generic):
-        return ""
-    is_number = any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.number, np.bool_))
-    return "array" if is_number and (traces_numbers or not is_whole(x)) else ""
-
-
-def is_whole(x: Any) -> bool:
-    """Whether it is an array of NumPy in which a model may get a shape or a mask."""
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iub"
+    return "array" if is_traced_numpy(x, traces_numbers) else ""

@@ -74,7 +74,7 @@ def report(
         if path in modules and matmuls_of_layer(module) and quantizing.of_module(path) is not None
     ]
     with naming_missing_inputs("report", inputs, options):
-        found = report_of(call.traced, call.leaves, call.planted({}), [p or MODEL for p in paths])
+        found = report_of(call.traced, call.leaves, call.planted(), [p or MODEL for p in paths])
     if not modules:  # what `wrap` returned was not used
         reason = "no layer of the model is wrapped"
         left = (dataclasses.replace(product, reason=reason) for product in found.left)

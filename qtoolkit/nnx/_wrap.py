@@ -44,13 +44,6 @@ Model = TypeVar("Model", bound=nnx.Module)
 _DEFAULT = Recipe()
 
 
-def _kernels_in(wrapped: Any, given: Any) -> list[str]:
-    """The paths of the modules whose kernels run, in their order."""
-    call = traced_call("wrap", wrapped, given)
-    matmuls = call.traced.program(call.leaves).matmuls
-    return list(dict.fromkeys(m.path for m in matmuls if m.parameter is not None))
-
-
 def wrap(
     model: Model,
     recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
@@ -134,7 +127,7 @@ def wrap(
         strict_inputs(given, "strict" if inputs is None else "inputs")
     if isinstance(recipe, FirstLast):
         plain = rewired("wrap", model, training_rules(recipe.recipe), None)
-        recipe = recipe.rules_for(given, lambda given: _kernels_in(plain, given))
+        recipe = recipe.rules_for(given, functools.partial(_kernels_of, plain))
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     if given is not None:
         keep_traced("wrap", wrapped, given)
@@ -146,6 +139,11 @@ def wrap(
             found = report(wrapped, *args, **options)
         check_all_quantized(type(wrapped).__name__, found)
     return wrapped
+
+
+def _kernels_of(wrapped: Any, given: Any) -> list[str]:
+    call = traced_call("wrap", wrapped, given)
+    return call.traced.program(call.leaves).paths_of_kernels
 
 
 def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:

@@ -3,8 +3,9 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -98,9 +99,64 @@ def is_eager(tree: Any) -> bool:
     return not is_traced and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-NEEDS_NUMBERS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
+class NoMatmulsError(Exception):
+    """A method computes no matmul: it runs as it is."""
+
+
+_MOST = 4096  # calls whose answer is kept
+
+
+def remembering_no_matmuls(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A jitted function of a call, which hashes, and arrays: each call without matmuls is traced
+    once, and raises `NoMatmulsError` from then on.
+    """
+    without: dict[Any, None] = {}
+
+    @functools.wraps(run)
+    def remembered(call: Any, *arrays: Any) -> Any:
+        if call in without:
+            raise NoMatmulsError
+        try:
+            return run(call, *arrays)
+        except NoMatmulsError:
+            if len(without) >= _MOST:
+                without.clear()
+            without[call] = None
+            raise
+
+    return remembered
+
+
+def hashes(call: Any) -> bool:
+    """Whether `jax.jit` can know a call again: not if its model has a list as an attribute, say."""
+    try:
+        hash(call)
+    except TypeError:
+        return False
+    return True
+
+
+def needs_numbers(what: str, error: Exception) -> TypeError:
+    """The error for a method that cannot be traced.
+
+    Args:
+      what: Says which one, and where numbers are missing.
+      error: That of JAX.
+    """
+    line = str(error).strip().split("\n")[0]
+    return TypeError(
+        f"wrap: {what}: {line} Expected a method that JAX can trace; write jnp.where or "
+        "jax.lax.cond in place of an if, and jax.debug.print in place of print"
+    )
+
+
+LATER = ("generator", "coroutine", "async_generator")
+
+
+def runs_later(method: str, kind: str) -> TypeError:
+    """The error for "Model.__call__" that returns a generator, say: its `kind`."""
+    return TypeError(
+        f"wrap: {method} returns a {kind}, whose code runs later, expected arrays: its matmuls "
+        "would not be quantized; return a list, or let an unwrapped module yield what wrapped "
+        "ones return"
+    )

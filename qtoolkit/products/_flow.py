@@ -5,7 +5,7 @@ write its state. `products._states` names the arrays of the state.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -52,9 +52,7 @@ class Call(Protocol):
     @property
     def leaves(self) -> list[Any]: ...
 
-    def planted(
-        self, zeros: Mapping[Key, Any], *, has_probes: bool = False
-    ) -> dict[Key, Planted]: ...
+    def planted(self) -> dict[Key, Planted]: ...
 
 
 class Kept(NamedTuple):
@@ -131,7 +129,7 @@ def calibrate(
 ) -> Calibration:
     def summarize(bins: Any, batch: Batch) -> Summary:
         call = call_of(batch)
-        return summary_of(call.traced, bins, call.leaves, call.planted({}))
+        return summary_of(call.traced, bins, call.leaves, call.planted())
 
     return calibration_of(summarize, batches, observer, options)
 
@@ -175,7 +173,7 @@ def frozen_amaxes(
 
 
 def numerics(call: Call) -> Numerics:
-    return numerics_of(call.traced, call.leaves, call.planted({}))
+    return numerics_of(call.traced, call.leaves, call.planted())
 
 
 def sensitivity(call: Call, products: Iterable[Kept]) -> Sensitivity:
@@ -187,12 +185,12 @@ def sensitivity(call: Call, products: Iterable[Kept]) -> Sensitivity:
                 "started, expected a number; write start_scales, as qtoolkit.nnx.start_scales("
                 "wrapped, batch) or qtoolkit.linen.start_scales(wrapped, variables, batch)"
             )
-    return sensitivity_of(call.traced, call.leaves, call.planted({}))
+    return sensitivity_of(call.traced, call.leaves, call.planted())
 
 
 def start_scales(call: Call, products: Sequence[Kept]) -> list[dict[str, Any]]:
     """For each matmul the learned scales and offsets that had no value, from one batch."""
-    seen, static = _seen_to_start(call.traced, call.leaves, call.planted({}))
+    seen, static = _seen_to_start(call.traced, call.leaves, call.planted())
     values = {
         (*key, side): first_scale(seen[key].largest[side], seen[key].total[side], operand)
         for key, side, operand in static.value

@@ -6,6 +6,48 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
+
+NEEDS_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def is_traced_numpy(x: Any, traces_numbers: bool) -> bool:
+    """Whether a leaf is an array of NumPy which a model gets as one of JAX.
+
+    Args:
+      traces_numbers: Whether also one of integers or booleans, see `with_numbers`.
+    """
+    if not isinstance(x, np.ndarray | np.generic):
+        return False
+    is_number = any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.number, np.bool_))
+    return is_number and (traces_numbers or not is_whole(x))
+
+
+def is_whole(x: Any) -> bool:
+    """Whether it is an array of NumPy in which a model may get a shape or a mask."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iub"
+
+
+def with_numbers(call: Callable[[bool], Any], has_numbers: Callable[[], bool]) -> Any:
+    """`call(True)`, which traces all arrays of NumPy; `call(False)` if Python needs numbers.
+
+    Then NumPy's integers and booleans, and Python's floats, stay as they are. In them a model may
+    get a shape or a mask, and without quantization it takes them.
+
+    Args:
+      has_numbers: Whether there are any among the inputs.
+    """
+    try:
+        return call(True)
+    except NEEDS_NUMBERS:
+        if not has_numbers():
+            raise
+    return call(False)
 
 
 @contextlib.contextmanager

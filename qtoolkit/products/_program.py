@@ -104,6 +104,11 @@ class Program:
     def matmuls(self) -> list[Matmul]:
         return self.block.all_matmuls
 
+    @property
+    def paths_of_kernels(self) -> list[str]:
+        """The paths of the modules whose kernels run, in their order."""
+        return list(dict.fromkeys(x.path for x in self.matmuls if x.parameter is not None))
+
     def run(
         self, inputs: Sequence[Any], multiply: Multiply, planted: Mapping[Key, Planted]
     ) -> tuple[list[Any], dict[Key, Seen]]:
@@ -260,11 +265,8 @@ def _renamed(block: Block, names: Iterator[str]) -> Block:
     for number in sorted({*matmuls, *bodies}):
         if number in matmuls:
             matmuls[number] = matmuls[number]._replace(name=next(names))
-        bodies |= {
-            number: tuple(_renamed(inner, names) for inner in bodies[number])
-            for number in (number,)
-            if number in bodies
-        }
+        if number in bodies:
+            bodies[number] = tuple(_renamed(inner, names) for inner in bodies[number])
     return block._replace(matmuls=matmuls, bodies=bodies)
 
 

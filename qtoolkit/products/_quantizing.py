@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qtoolkit.formats import Rules
+from qtoolkit.products._calls import hashes
 from qtoolkit.products._learned import with_first_scales
 from qtoolkit.products._matmul import SCALED, Call, Key, Matmul, Planted, matching
 from qtoolkit.products._observed import observed
@@ -249,10 +250,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(traced: Traced, *arrays: Any) -> Any:
-        try:
-            hash(traced)
-        except TypeError:  # a model with a list or a plain dataclass among its attributes
-            return function(traced, *arrays)
-        return jitted(traced, *arrays)
+        return (jitted if hashes(traced) else function)(traced, *arrays)
 
     return run

@@ -6,16 +6,28 @@ from qtoolkit.products import _flow as flow
 from qtoolkit.products._bilinear import Axes, Einsum
 from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calls import (
-    NEEDS_NUMBERS,
+    LATER,
+    NoMatmulsError,
+    hashes,
     in_module,
     is_eager,
     is_in_program,
+    needs_numbers,
     own_traces,
+    remembering_no_matmuls,
+    runs_later,
     step_of,
     tracing_function,
 )
 from qtoolkit.products._flow import Kept
-from qtoolkit.products._inputs import Batch, naming_missing_inputs
+from qtoolkit.products._inputs import (
+    NEEDS_NUMBERS,
+    Batch,
+    is_traced_numpy,
+    is_whole,
+    naming_missing_inputs,
+    with_numbers,
+)
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
