@@ -14,6 +14,8 @@ import optax
 from _language_model import CONTEXT, Block, ByteTransformer, bits_per_byte
 from flax import linen, nnx
 
+import qtoolkit as qt
+
 TRANSFORM = optax.adamw(1e-4)
 
 
@@ -40,10 +42,10 @@ def nnx_step(model: nnx.Module, loss: Callable[..., jax.Array], batch: jax.Array
     params = in_dtype_of(batch, params)
 
     def step(params: Any, rest: Any, state: Any) -> Any:
-        def of(params: Any) -> jax.Array:
-            return loss(nnx.merge(graph, params, rest), batch)
-
-        value, grads = jax.value_and_grad(of)(params)
+        model = nnx.merge(graph, params, rest)
+        # It updates delayed scales and keys too; without them it is `nnx.value_and_grad`.
+        value, grads = qt.nnx.value_and_grad(loss)(model, batch)
+        _, params, rest = nnx.split(model, nnx.Param, ...)
         updates, state = TRANSFORM.update(grads, state, params)
         return (optax.apply_updates(params, updates), rest, state), value
 
