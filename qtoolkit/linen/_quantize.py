@@ -67,10 +67,11 @@ def quantize(
     Which parameters are kernels, and along which axes they are summed, is found by tracing the
     module with `inputs`; nothing is computed. A parameter is stored as codes if only matmuls use
     it, and always along the same axes. Under `nn.scan` and `nn.vmap` each kernel of a stack along
-    the first axis is stored by itself. Tables of embeddings that are looked up, biases, norms, and
-    kernels that are reshaped or joined before they are multiplied stay as they are; so do those of
-    equal layers under `nn.jit`, but for the first, since these share one trace. Afterwards call
-    only methods that were traced: one that looks up a stored table raises.
+    the first axis is stored by itself. Biases, norms, and kernels that are reshaped or joined
+    before they are multiplied stay as they are; so do those of equal layers under `nn.jit`, but for
+    the first, since these share one trace. Tables of embeddings that are looked up are stored where
+    the recipe says `lookups=True`, see `qtoolkit.nnx.quantize`. Afterwards call only methods that
+    were traced.
 
     Args:
       module: As for `wrap`.
@@ -139,7 +140,7 @@ class _Served:
         kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
         uses = {path: kernels.storable(path) for path in kernels.uses}
         self.uses = {path: use for path, use in uses.items() if use is not None}
-        self.states = call.states
+        self.tables, self.states = kernels.tables, call.states
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original, self.given, self.method)
@@ -167,7 +168,8 @@ class _Served:
                 for part, own in zip(of_kernel(kept), ((), (2,), ()), strict=True)
             )
             state = amax, key, scale
-            yield place, Storable(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
+            x, is_table = jnp.asarray(x), name in self.tables
+            yield place, Storable(name, where, x, use.operand, use.axes, lead, state, is_table)
 
     def store(self, place: tuple[str, ...], array: QArray) -> None:
         params = self.variables["params"]

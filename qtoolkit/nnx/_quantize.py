@@ -70,9 +70,14 @@ def quantize(
     to calibrate with, it traces the model, and also stores the parameters of modules that compute
     matmuls by themselves (`x @ self.kernel`, `jnp.einsum`, `jax.lax.ragged_dot`): those that are
     attributes of the module, and that only its matmuls use, in one way. All other parameters stay
-    as they are: biases, norms, embeddings, kernels under a mask; and those of such modules without
-    `inputs`, which are rounded in each call as in a wrapped model. Kernels that are `QArray`s
-    already, from `qtoolkit.checkpoints.load`, are used as they are.
+    as they are: biases, norms, kernels under a mask; and those of such modules without `inputs`,
+    which are rounded in each call as in a wrapped model. Kernels that are `QArray`s already, from
+    `qtoolkit.checkpoints.load`, are used as they are.
+
+    Tables of embeddings, of `nnx.Embed` and those that your modules look up (`self.table[tokens]`),
+    are stored where the recipe says `lookups=True`, and rounded to nearest whatever the method. A
+    look-up then reads the codes of its rows alone; a head that is tied to the table multiplies the
+    same codes.
 
     With a calibration, kernels are rounded so that the matmuls lose little, not the kernels. The
     method is one of
@@ -207,14 +212,15 @@ class _Served:
                 if isinstance(value, QArray):
                     if self.rules is not None and operand is not None:
                         _check_stored(one, attribute, value, operand)
-                elif operand is None:
+                elif operand is None or (isinstance(layer, nnx.Embed) and not recipe.lookups):
                     continue
                 kept = product_states(layer).get(product)
                 scale = kept.scales[1] if kept and operand and operand.is_learned else None
                 state = of_kernel({} if kept is None else kept.arrays)
                 where = f"quantize: {one.shown}: {type(layer).__name__}.{attribute}"
                 name = names.get(Same(parameter), "")
-                this = Storable(name, where, value, operand, axes, lead, state)
+                is_table = isinstance(layer, nnx.Embed) or name in self.traced.tables
+                this = Storable(name, where, value, operand, axes, lead, state, is_table)
                 key = Same(parameter), operand, axes, Same(scale)
                 place = _Place(layer, attribute, product, operand)
                 found.setdefault(key, ([], this))[0].append(place)
@@ -228,6 +234,8 @@ class _Served:
         """
         layer: Any = found.module
         axes = kernel_axes(layer)
+        if isinstance(layer, nnx.Embed):
+            yield "embedding", Axes((1,), (0,)), len(stacked(layer)), "embedding"
         if axes is not None:
             yield "kernel", axes, len(stacked(layer)), "kernel"
         if is_of_flax(layer):

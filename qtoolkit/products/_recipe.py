@@ -79,6 +79,9 @@ class Recipe:
       axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor, and the
         history of delayed scales. Without them each shard has a scale of its own.
       warm_up: How many training steps a layer computes in high precision: see `policies.warm_up`.
+      lookups: Whether rows that are looked up in a table of embeddings are rounded, too, as the rhs
+        of `forward`: a head that is tied to the table then multiplies the same codes. The gradient
+        passes straight through. Otherwise rows stay as they are.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
 
@@ -98,6 +101,7 @@ class Recipe:
     arithmetic: str = "emulate"
     axis_names: tuple[str, ...] = ()
     warm_up: int = 0
+    lookups: bool = False
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class Recipe:
         arithmetic: str = "emulate",
         axis_names: tuple[str, ...] = (),
         warm_up: int = 0,
+        lookups: bool = False,
     ) -> None:
         """From operands, formats or their names.
 
@@ -121,12 +126,13 @@ class Recipe:
             rounded.
           wgrad: (lhs, cotangent). Default: (lhs as in `forward`, gradient). None: nothing is
             rounded.
-          arithmetic, axis_names, warm_up: See above.
+          arithmetic, axis_names, warm_up, lookups: See above.
 
         Raises:
           ValueError: A format is unknown; one format without negative numbers is given for both
             operands (write a pair if that is meant); only one operand of a matmul has a transform;
-            the scale of a cotangent would be learned or calibrated.
+            the scale of a cotangent would be learned or calibrated; `lookups` is given and rhs has
+            state, random bits or a transform.
           TypeError: An argument has another type.
         """
         lhs, rhs = _pair("forward", forward)
@@ -143,6 +149,7 @@ class Recipe:
             "arithmetic": arithmetic,
             "axis_names": axis_names,
             "warm_up": plain_number(warm_up),
+            "lookups": lookups,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -151,6 +158,7 @@ class Recipe:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
             )
+        self._check_lookups()
         if type(self.warm_up) is not int or self.warm_up < 0:
             raise ValueError(f"Recipe: warm_up={warm_up!r}, expected an integer of 0 or more")
         if not isinstance(axis_names, tuple) or not all(isinstance(n, str) for n in axis_names):
@@ -167,6 +175,21 @@ class Recipe:
         parts += [] if self.arithmetic == "emulate" else [self.arithmetic]
         parts += [f"scales over {', '.join(self.axis_names)}"] if self.axis_names else []
         return f"<Recipe {'; '.join(parts)}>"
+
+    def _check_lookups(self) -> None:
+        """Raises if look-ups cannot be rounded as the kernel is."""
+        if type(self.lookups) is not bool:
+            raise TypeError(f"Recipe: lookups={self.lookups!r}, expected True or False")
+        rhs = self.forward[1]
+        if not self.lookups or rhs is None:
+            return
+        has_state = isinstance(rhs.scaling, Delayed | Learned) or self.warm_up > 0
+        if has_state or rhs.is_stochastic or rhs.transform is not None:
+            raise ValueError(
+                f"Recipe: lookups=True and {rhs} as rhs, expected current or static scales, "
+                "rounding to nearest, no transform and no warm-up: look-ups keep no state; give "
+                "the embedding a recipe of its own by Rules"
+            )
 
     def _check_operands(self) -> None:
         """Raises if operands do not fit together."""
