@@ -212,7 +212,9 @@ class _Served:
                 if isinstance(value, QArray):
                     if self.rules is not None and operand is not None:
                         _check_stored(one, attribute, value, operand)
-                elif operand is None or (isinstance(layer, nnx.Embed) and not recipe.lookups):
+                elif recipe is None or operand is None:
+                    continue
+                elif isinstance(layer, nnx.Embed) and not recipe.lookups:
                     continue
                 kept = product_states(layer).get(product)
                 scale = kept.scales[1] if kept and operand and operand.is_learned else None

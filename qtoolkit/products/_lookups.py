@@ -7,7 +7,6 @@ the table. A vocabulary of 248,000 rows of 4,096 numbers would take 4 GB a step.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,17 +87,21 @@ def looked_up(
     """
     out, indices = eqn.outvars[0].aval, inputs[1]
     if isinstance(table, QArray):
-        is_by_row = table.blocks.lengths[0] in (1, table.shape[0]) and math.prod(indices.shape)
+        is_by_row = table.blocks.lengths[0] in (1, table.shape[0]) and indices.size > 0
         return _stored_rows(table, eqn, indices) if is_by_row else bind(table.dequantize(out.dtype))
     if lookup.operand is None:
         return bind(inputs[0])
-    return differentiable_in_dtype(_rounded_rows(table, lookup.operand, lookup.axes, bind), out.dtype)
+    return differentiable_in_dtype(
+        _rounded_rows(table, lookup.operand, lookup.axes, bind), out.dtype
+    )
 
 
 def _stored_rows(table: QArray, eqn: Any, indices: Array) -> Array:
     out, count = eqn.outvars[0].aval, table.shape[0]
     rows = indices[..., 0]
-    flat = lax.clamp(jnp.zeros((), rows.dtype), rows.reshape(-1), jnp.asarray(count - 1, rows.dtype))
+    flat = lax.clamp(
+        jnp.zeros((), rows.dtype), rows.reshape(-1), jnp.asarray(count - 1, rows.dtype)
+    )
     y = table[flat].dequantize(out.dtype).reshape(out.shape)
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return y

@@ -25,6 +25,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
 from qtoolkit.products._lines import Places, librarys_line, places_of, users_line
+from qtoolkit.products._lookups import Lookup, looked_up, lookup_of
 from qtoolkit.products._loops import (
     OPAQUE,
     RULES,
@@ -39,7 +40,6 @@ from qtoolkit.products._loops import (
     merge,
     runs_of,
 )
-from qtoolkit.products._lookups import Lookup, looked_up, lookup_of
 from qtoolkit.products._matmul import (
     Call,
     Key,
