@@ -208,20 +208,18 @@ class _Served:
                 recipe = quantizing_of(site).by_rules(site.path, Parameter(site.path, attribute))
                 parameter = getattr(layer, attribute)
                 operand = None if recipe is None else recipe.forward[1]
-                value = parameter.get_value()
+                value, is_table = parameter.get_value(), isinstance(layer, nnx.Embed)
                 if isinstance(value, QArray):
                     if self.rules is not None and operand is not None:
                         _check_stored(one, attribute, value, operand)
-                elif recipe is None or operand is None:
-                    continue
-                elif isinstance(layer, nnx.Embed) and not recipe.lookups:
+                elif recipe is None or operand is None or (is_table and not recipe.lookups):
                     continue
                 kept = product_states(layer).get(product)
                 scale = kept.scales[1] if kept and operand and operand.is_learned else None
                 state = of_kernel({} if kept is None else kept.arrays)
                 where = f"quantize: {one.shown}: {type(layer).__name__}.{attribute}"
                 name = names.get(Same(parameter), "")
-                is_table = isinstance(layer, nnx.Embed) or name in self.traced.tables
+                is_table = is_table or name in self.traced.tables
                 this = Storable(name, where, value, operand, axes, lead, state, is_table)
                 key = Same(parameter), operand, axes, Same(scale)
                 place = _Place(layer, attribute, product, operand)

@@ -332,6 +332,12 @@ class Operand:
         return isinstance(self.scaling, Learned)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is rounded to nearest, by no state and without a transform."""
+        has_state = isinstance(self.scaling, Delayed | Learned)
+        return not (has_state or self.is_stochastic or self.transform is not None)
+
+    @property
     def is_stochastic(self) -> bool:
         """Whether it is rounded by random bits."""
         return not isinstance(self.projection.rounding, str)
@@ -355,6 +361,18 @@ class Operand:
         notes += [] if self.projection == NEAREST else [str(self.projection.rounding)]
         notes += ["Hadamard"] if self.transform else []
         return ", ".join([self.spec.name, *notes])
+
+
+def with_current_scale(operand: Operand) -> Operand:
+    """`operand` with a current scale."""
+    return dataclasses.replace(operand, scaling=Current(operand.has_power_of_two))
+
+
+def is_cut_alike(operand: Operand | None) -> bool:
+    """Whether an operand is rounded to the same numbers whichever axis a matmul contracts."""
+    if operand is None:
+        return True
+    return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
 
 
 OperandLike: TypeAlias = Operand | SpecLike | None

@@ -8,7 +8,6 @@ from typing import Any
 from qtoolkit.formats import E4M3FN, E5M2, BlockFormat
 from qtoolkit.formats.internal import hashed_once, plain_number
 from qtoolkit.products._operand import (
-    Current,
     Delayed,
     Learned,
     Operand,
@@ -16,6 +15,8 @@ from qtoolkit.products._operand import (
     Pair,
     Scaling,
     Static,
+    is_cut_alike,
+    with_current_scale,
 )
 
 ARITHMETIC = ("emulate", "native")
@@ -79,9 +80,8 @@ class Recipe:
       axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor, and the
         history of delayed scales. Without them each shard has a scale of its own.
       warm_up: How many training steps a layer computes in high precision: see `policies.warm_up`.
-      lookups: Whether rows that are looked up in a table of embeddings are rounded, too, as the rhs
-        of `forward`: a head that is tied to the table then multiplies the same codes. The gradient
-        passes straight through. Otherwise rows stay as they are.
+      lookups: Whether rows looked up in a table of embeddings are rounded, too, as rhs of `forward`
+        (a tied head multiplies the same codes); the gradient passes straight through.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
 
@@ -140,7 +140,7 @@ class Recipe:
             has_blocks = lhs is not None and lhs.spec.block != ()
             gradient = lhs if has_blocks and lhs == rhs else _GRADIENT
             if gradient is not None and gradient.is_calibrated:
-                gradient = _current(gradient)
+                gradient = with_current_scale(gradient)
         cotangent = _operand("gradient", gradient)
         fields = {
             "forward": (lhs, rhs),
@@ -181,14 +181,11 @@ class Recipe:
         if type(self.lookups) is not bool:
             raise TypeError(f"Recipe: lookups={self.lookups!r}, expected True or False")
         rhs = self.forward[1]
-        if not self.lookups or rhs is None:
-            return
-        has_state = isinstance(rhs.scaling, Delayed | Learned) or self.warm_up > 0
-        if has_state or rhs.is_stochastic or rhs.transform is not None:
+        if self.lookups and rhs is not None and not (rhs.is_plain and not self.warm_up):
             raise ValueError(
                 f"Recipe: lookups=True and {rhs} as rhs, expected current or static scales, "
-                "rounding to nearest, no transform and no warm-up: look-ups keep no state; give "
-                "the embedding a recipe of its own by Rules"
+                "rounding to nearest, no transform, no warm-up: look-ups keep no state; give the "
+                "embedding a recipe of its own by Rules"
             )
 
     def _check_operands(self) -> None:
@@ -259,7 +256,7 @@ class Recipe:
         return {
             place: twin
             for place, twin in ((3, 1), (4, 0), (5, 2))
-            if place in self.reused or (o[place] == o[twin] and _is_cut_alike(o[place]))
+            if place in self.reused or (o[place] == o[twin] and is_cut_alike(o[place]))
         }
 
     @property
@@ -345,7 +342,9 @@ class Recipe:
         """The recipe with current scales in place of delayed ones, and without a warm-up."""
         if not self.warm_up and not self.is_delayed:
             return self  # each call of a layer asks
-        current = self.mapped(lambda o: _current(o) if isinstance(o.scaling, Delayed) else o)
+        current = self.mapped(
+            lambda o: with_current_scale(o) if isinstance(o.scaling, Delayed) else o
+        )
         return dataclasses.replace(current, warm_up=0)
 
     def frozen(self) -> "Recipe":
@@ -376,18 +375,6 @@ class Recipe:
             dgrad=(dgrad_cotangent, dgrad_rhs),
             wgrad=(wgrad_lhs, wgrad_cotangent),
         )
-
-
-def _current(operand: Operand) -> Operand:
-    """`operand` with a current scale."""
-    return dataclasses.replace(operand, scaling=Current(operand.has_power_of_two))
-
-
-def _is_cut_alike(operand: Operand | None) -> bool:
-    """Whether an operand is rounded to the same numbers whichever axis a matmul contracts."""
-    if operand is None:
-        return True
-    return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
 
 
 def check_recipe(where: str, recipe: Any) -> Recipe:
