@@ -93,8 +93,8 @@ def quantize(
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
       ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, has a
-        learned scale that was not started, or a learned offset (LSQ+), which codes cannot hold
-        since their zero points are integers; or `recipe` is "wrapped" and `module` is not.
+        learned scale that was not started, or a learned offset (LSQ+) in a format without a zero
+        point; or `recipe` is "wrapped" and `module` is not.
 
     Gradient: Stored kernels have none; `jax.grad` refuses integers.
 
@@ -163,11 +163,10 @@ class _Served:
             if use.operand is None or tuple(x.shape[lead:]) != use.shape:
                 continue
             kept = self.states.get((use.path, use.name), {})
-            amax, key, scale = (
+            state = tuple(
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
-                for part, own in zip(of_kernel(kept), ((), (2,), ()), strict=True)
+                for part, own in zip(of_kernel(kept), ((), (2,), (), ()), strict=True)
             )
-            state = amax, key, scale
             x, is_table = jnp.asarray(x), name in self.tables
             yield place, Storable(name, where, x, use.operand, use.axes, lead, state, is_table)
 

@@ -123,8 +123,8 @@ def quantize(
       TypeError: As `wrap`.
       ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, is
         stored in another format than `recipe` says, has a learned scale that was not started, or a
-        learned offset (LSQ+), which codes cannot hold since their zero points are integers;
-        `recipe` is "wrapped" and `model` is not; or the calibration is missing, reaches a kernel
+        learned offset (LSQ+) in a format without a zero point; `recipe` is "wrapped" and `model`
+        is not; or the calibration is missing, reaches a kernel
         with too few rows (fewer than channels), not at all, or only with infinities and NaNs.
 
     Gradient: Stored kernels have none: `value_and_grad` raises, and `nnx.grad` refuses integers, so
@@ -259,7 +259,7 @@ class _Served:
             setattr(layer, attribute, stored)
             kept = product_states(layer).get(product)
             if kept is not None and operand is not None and operand.is_learned:
-                kept.scales[1] = None  # it is the scale of the codes now
+                kept.scales[1] = kept.offsets[1] = None  # they are those of the codes now
 
 
 def _check_stored(found: FoundModule, name: str, kernel: QArray, operand: Operand) -> None:

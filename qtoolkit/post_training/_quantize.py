@@ -32,7 +32,7 @@ class Storable(NamedTuple):
     operand: Any
     axes: Axes
     stacked: int
-    state: tuple[Any, Any, Any] = (None, None, None)
+    state: tuple[Any, ...] = (None, None, None, None)
     is_table: bool = False
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qtoolkit.casts.internal import differentiable_in_dtype
+from qtoolkit.casts.internal import differentiable_in_dtype, straight_through
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Current, Operand, Static
 from qtoolkit.products._origins import Origin, Parameter
@@ -125,9 +125,9 @@ def _rounded_rows(table: Array, operand: Operand, axes: Axes, bind: Callable[...
         own = dataclasses.replace(spec, block=lengths[1:], axes=along, other_axes=1)
         by_row = dataclasses.replace(operand, spec=own)
     else:
-        return bind(_straight_through(table, _rounded(table, operand, axes)))
+        return bind(straight_through(table, _rounded(table, operand, axes)))
     rows = bind(table)
-    return _straight_through(rows, _rounded(rows, by_row, Axes((rows.ndim - 1,), ())))
+    return straight_through(rows, _rounded(rows, by_row, Axes((rows.ndim - 1,), ())))
 
 
 def _rounded(x: Array, operand: Operand, axes: Axes) -> Array:
@@ -135,14 +135,3 @@ def _rounded(x: Array, operand: Operand, axes: Axes) -> Array:
     if not x.size:
         return x
     return rounding_of(operand, axes, x.shape, ()).rounded(x, None, None).unscaled().astype(x.dtype)
-
-
-@jax.custom_jvp
-def _straight_through(x: Array, rounded: Array) -> Array:
-    """`rounded`, whose derivative by `x` is the identity."""
-    return rounded
-
-
-@_straight_through.defjvp
-def _straight_through_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return primals[1], tangents[0]

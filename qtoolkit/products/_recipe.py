@@ -430,7 +430,7 @@ def _pair(name: str, value: Any) -> Pair:
             )
         return _operand(name, value[0]), _operand(name, value[1])
     both = _operand(name, value)
-    has_offset = both is not None and both.scaling == Learned(offset=True)
+    has_offset = both is not None and (both.spec.zero_point or both.scaling == Learned(offset=True))
     if both is not None and not both.spec.element.signed and not has_offset:
         raise ValueError(
             f"Recipe: {name} is {both.spec.element.name} for both operands, which has no negative "

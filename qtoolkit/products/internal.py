@@ -78,3 +78,4 @@ from qtoolkit.products._states import (
     uncalibrated,
     unstarted,
 )
+from qtoolkit.products._zero_points import moved_by, of_differences
