@@ -34,6 +34,7 @@ from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
     KernelUses,
+    KVCacheLike,
     of_kernel,
 )
 from qtoolkit.scaling import QArray
@@ -52,7 +53,7 @@ def quantize(
     sequential: bool = False,
     damping: float = 0.01,
     act_order: bool = False,
-    kv_cache: SpecLike | None = None,
+    kv_cache: KVCacheLike | None = None,
     method: Any = None,
 ) -> tuple[Model, Any]:
     """A module and its variables, to be served: kernels are 8-bit or narrower codes with scales.

@@ -34,6 +34,7 @@ from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     KernelUses,
+    KVCacheLike,
     Parameter,
     of_kernel,
     strict_inputs,
@@ -52,7 +53,7 @@ def quantize(
     sequential: bool = False,
     damping: float = 0.01,
     act_order: bool = False,
-    kv_cache: SpecLike | None = None,
+    kv_cache: KVCacheLike | None = None,
     inputs: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
 ) -> Model:
     """A model like `model`, to be served: its kernels are 8-bit or narrower codes with scales.

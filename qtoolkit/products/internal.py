@@ -4,7 +4,7 @@
 
 from qtoolkit.products import _flow as flow
 from qtoolkit.products._bilinear import Axes, Einsum
-from qtoolkit.products._cache import cache_format, cached
+from qtoolkit.products._cache import KVCacheLike, cache_format
 from qtoolkit.products._calls import (
     LATER,
     NoMatmulsError,
