@@ -59,8 +59,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-# Files of the repository, and the pages that show them; copies are made of the first two.
-COPIED = {"tests/conformance/README.md": "conformance.md", "experiments/RESULTS.md": "results.md"}
+# Files of the repository, and the pages that show them; copies are made of the first ones.
+COPIED = {
+    "tests/conformance/README.md": "conformance.md",
+    "experiments/RESULTS.md": "results.md",
+    "experiments/results/tables.md": "results-tables.md",
+}
 SHOWN = {**COPIED, "qtoolkit/products/_presets.py": "reference/products.md"}
 
 
