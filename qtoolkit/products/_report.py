@@ -86,6 +86,22 @@ class Report:
         known = (BY_RULE, BY_RECIPE, INTEGERS)
         return tuple(product for product in self.left if not product.reason.startswith(known))
 
+    def scalars(self) -> dict[str, float]:
+        """For a logger: how many matmuls there are, how many are quantized, and what share.
+
+        Examples:
+          >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
+          >>> qt.nnx.report(model, jnp.ones((1, 2))).scalars()
+          {'matmuls': 2.0, 'quantized': 2.0, 'share of multiplications': 1.0}
+        """
+        done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
+        share = sum(p.multiplications for p in self.quantized) / self._multiplications
+        return {
+            "matmuls": float(done + left),
+            "quantized": float(done),
+            "share of multiplications": share,
+        }
+
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("path", *_PARTS, "matmuls", "")]
         by_path: dict[str, list[Product]] = {}
