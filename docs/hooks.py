@@ -164,7 +164,8 @@ def reference_index() -> str:
         [
             "# Reference",
             "",
-            f"Of qtoolkit {qtoolkit.__version__}. These pages list every public name, with its docstring. All other names are private.",
+            f"These pages list every public name of qtoolkit {qtoolkit.__version__}, with its "
+            "docstring. All other names are private.",
             "",
             "CI runs each example in a new namespace and folder, and compares what it prints.",
             "The examples need these imports:",
