@@ -49,7 +49,7 @@ from qtoolkit import checkpoints
 from qtoolkit.formats import format as resolve
 from qtoolkit.products import Recipe
 
-PROMPT = 9_000  # where in the validation text the models begin to write
+PROMPT = 5_000  # where in the validation text the models begin to write
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
