@@ -197,7 +197,7 @@ class Numerics:
         scales no scales. An operand with several formats has a name for each: "lhs (wgrad)".
         """
         seen = collections.Counter((row.path, row.product, row.operand) for row in self.rows)
-        scalars = {}
+        scalars: dict[str, float] = {}
         for row in self.rows:
             alone = seen[row.path, row.product, row.operand] == 1
             operand = row.operand if alone else f"{row.operand} ({row.parts})"
