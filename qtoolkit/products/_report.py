@@ -89,10 +89,7 @@ class Report:
     def scalars(self) -> dict[str, float]:
         """For a logger: how many matmuls there are, how many are quantized, and what share.
 
-        Examples:
-          >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
-          >>> qt.nnx.report(model, jnp.ones((1, 2))).scalars()
-          {'matmuls': 2.0, 'quantized': 2.0, 'share of multiplications': 1.0}
+        The names are "matmuls", "quantized" and "share of multiplications".
         """
         done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
         share = sum(p.multiplications for p in self.quantized) / self._multiplications

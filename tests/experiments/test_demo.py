@@ -128,7 +128,7 @@ def test_the_bar_stays_visible_on_a_small_terminal():
     run = language_model.TrainingRun(None, None, [2.0] * 20, [1.0])
     new = language_model.TrainingRun(None, None)
     pair = language_model.TrainingPair(run, run, list(range(20, 401, 20)), run)
-    compiling = pair._replace(naive=new)
+    compiling = pair._replace(naive=new, evaluated_at=[])
     screen = demo._Screen(console, 400)
     for step, at, description in (
         (0, compiling, "compiling model 3 of 3"),
