@@ -16,7 +16,7 @@ def test_the_examples_run():
     assert isinstance(names["fp8"], type(names["model"]))
     assert all(losses[-1] < losses[0] for losses in names["losses"].values())
     kinds = [block.kind for block in examples.blocks(README.read_text(encoding="utf-8"))]
-    assert kinds == ["sh", "python", "pycon", "python", "console", "pycon"]
+    assert kinds == ["sh", "python", "pycon", "python", "console", "python", "pycon"]
 
 
 def test_it_is_two_screens_long():
