@@ -192,6 +192,17 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     return np.ascontiguousarray(values.swapaxes(-1, -2)) if encoding.transposed else values
 
 
+def loaded_weight(encoding: Encoding, stored: Mapping[str, Tensor], dtype: Any) -> Any:
+    """A weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than a
+    byte; float32 where no `QArray` can hold it: without elements, or with reordered groups.
+    """
+    read = entry_reader(stored)
+    if 0 in encoding.shape or encoding.group_index is not None:
+        return values_of(encoding, read)
+    array = qarray_of(encoding, read, dtype=dtype)
+    return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
+
+
 def qarray_of(
     encoding: Encoding,
     read: ReadEntry,
