@@ -26,7 +26,6 @@ from qtoolkit.checkpoints._tensors import (
     FLOATS,
     Checkpoint,
     CheckpointError,
-    json_object,
     shown,
 )
 from qtoolkit.checkpoints.layouts._qarrays import (
@@ -156,7 +155,7 @@ def _loaded(file: Checkpoint, wanted: Mapping[str, Any] | None) -> dict[str, Any
 
     Entries that only loaders need, such as input scales, are skipped if `wanted` lacks them.
     """
-    saved = json_object(file.metadata.get(ARRAYS_KEY, ""))
+    saved = _saved(file)
     parts = {f"{name}_{field}" for name in saved for field in (*FIELDS, FACTORS)}
     others = {n: t for n, t in file.tensors.items() if n not in saved and n not in parts}
     # Codes that no layout finds become arrays: what ComfyUI says of them would be lost.
@@ -234,6 +233,14 @@ def _array(path: Path, name: str, x: Any) -> np.ndarray:
         from qtoolkit.casts.internal import hint_for_others
 
         raise CheckpointError(f"{where}: {error}{hint_for_others('x', x)}") from error
+
+
+def _saved(file: Checkpoint) -> dict[str, Any]:
+    """What the metadata says of the `QArray`s that `save` wrote, by name."""
+    try:
+        return {**json.loads(file.metadata.get(ARRAYS_KEY, "{}"))}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise not_described(file.path, error) from error
 
 
 def _saved_array(file: Checkpoint, name: str, description: Any) -> Any:

@@ -93,10 +93,11 @@ def verify(
             for problem in problems:
                 typer.echo(problem)
             verdict = counted(len(problems), "problem") if problems else "as expected"
+            if verification.codes_only:
+                verdict += "; of another program, so that its config is not compared"
             typer.echo(
                 f"{shown(converted)}: {counted(verification.tensors, 'tensor')}, "
                 f"{verification.quantized or 'none'} of them quantized: {verdict}"
-                + ("; of another program: codes and scales alone" if verification.codes_only else "")
             )
         if problems:
             raise typer.Exit(1)
