@@ -15,19 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import comfy_marks, dequantized
 from qtoolkit.checkpoints._pytrees import differs, filled, is_qarray, named_arrays
 from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._storage import Path, check_path
-from qtoolkit.checkpoints._tensors import (
-    DTYPE_OF,
-    FLOATS,
-    Checkpoint,
-    CheckpointError,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import DTYPE_OF, FLOATS, CheckpointError, shown
 from qtoolkit.checkpoints.layouts._qarrays import (
     ARRAYS_KEY,
     FACTORS,

@@ -10,6 +10,7 @@ from typing import Any
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._arguments import recorded
 from qtoolkit.checkpoints._cautions import Target, cautions_of
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import (
     check_fit,
     check_loads,
@@ -46,14 +47,7 @@ from qtoolkit.checkpoints._roles import (
     is_stack_of_experts,
 )
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
-from qtoolkit.checkpoints._tensors import (
-    Checkpoint,
-    CheckpointError,
-    MisuseError,
-    Tensor,
-    listed,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, listed, shown
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION, SCALINGS
 from qtoolkit.checkpoints.layouts._qarrays import remaining_arrays, undecoded_parts

@@ -17,6 +17,7 @@ from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._containers import container_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
@@ -28,14 +29,7 @@ from qtoolkit.checkpoints._folder import (
 )
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
-from qtoolkit.checkpoints._tensors import (
-    Checkpoint,
-    CheckpointError,
-    MisuseError,
-    configs_in,
-    listed,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, configs_in, listed, shown
 from qtoolkit.checkpoints._writing import check_target, exists_already
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 

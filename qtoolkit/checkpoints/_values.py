@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._quantize import may_be_subnormal, unit_spec
 from qtoolkit.checkpoints._slabs import Grid, Slab, columns_of, tiles_of
-from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
+from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import (
     Encoding,
     ReadEntry,

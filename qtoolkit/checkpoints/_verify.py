@@ -15,6 +15,7 @@ import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._arguments import recalled
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized, own_metadata
@@ -25,7 +26,7 @@ from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, TensorPlan
 from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._target import json_files
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, shown
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION

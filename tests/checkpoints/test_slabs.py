@@ -13,6 +13,7 @@ from stored import stored
 
 import qtoolkit as qt
 from qtoolkit.checkpoints import _produce, _quantize, _slabs, convert, save
+from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._produce import Workers
 from qtoolkit.checkpoints._quantize import (
     Weight,
@@ -22,7 +23,7 @@ from qtoolkit.checkpoints._quantize import (
     tensor_scales_from,
 )
 from qtoolkit.checkpoints._slabs import Grid
-from qtoolkit.checkpoints._tensors import DTYPE_OF, Tensor
+from qtoolkit.checkpoints._tensors import DTYPE_OF
 from qtoolkit.checkpoints._values import decoded_slab
 from qtoolkit.formats import BlockFormat, Rules, spec
 from qtoolkit.scaling.internal import ErrorSums
