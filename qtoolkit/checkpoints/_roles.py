@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Tensor, configs_in, shown
+from qtoolkit.checkpoints._checkpoint import Tensor
+from qtoolkit.checkpoints._tensors import CheckpointError, configs_in, shown
 
 AxisChoice = Literal["auto", "first", "last"]
 AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")

@@ -14,11 +14,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import typer
+from stored import stored
 from typer.testing import CliRunner
 
 import qtoolkit as qt
 from qtoolkit import __version__
-from qtoolkit.checkpoints import load, save
+from qtoolkit.checkpoints import save
 from qtoolkit.cli import _tables
 from qtoolkit.cli._app import EXAMPLES, app
 
@@ -64,7 +65,7 @@ def test_convert_writes_and_sums_up(source, tmp_path):
     assert "excluded   2 tensors" in result.stdout
     assert "mean SQNR" in result.stdout
     assert "converting: 100 %, 1.7/1.7 kB" in result.stderr
-    found = load(tmp_path / "out")
+    found = stored(tmp_path / "out")
     assert found["layers/0/kernel"].dtype == ml_dtypes.float8_e5m2
     assert found["layers/0/kernel_scale"].shape == (1, 16)
 
@@ -86,7 +87,7 @@ def test_a_dry_run_shows_what_a_conversion_then_does(source, tmp_path):
     assert os.listdir(tmp_path) == ["model.safetensors"]
     done = run(*arguments).stdout.splitlines()
     assert lines[5:] == done[1:4]  # the same counts and bytes
-    written = load(tmp_path / "out")
+    written = stored(tmp_path / "out")
     assert written["layers/0/kernel"].dtype == ml_dtypes.float8_e4m3fn
     assert written["layers/0/kernel_scale"].shape == (1, 16)
 
@@ -335,7 +336,7 @@ def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirect
     lines = [line for line in stderr.splitlines(True) if not line.startswith("converting")]
     assert (process.returncode, "".join(lines)) == (code, error)
     assert bool(stdout) is (code == 0)
-    assert load(tmp_path / "out")
+    assert stored(tmp_path / "out")
 
 
 LONG = "model.layers.{}.self_attn.a_module_with_a_long_name.q_proj.weight"
