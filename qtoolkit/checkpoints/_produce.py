@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from qtoolkit.checkpoints._checkpoint import Tensor, Turning
 from qtoolkit.checkpoints._quantize import (
     QuantizedSlab,
     Weight,
@@ -21,7 +22,7 @@ from qtoolkit.checkpoints._quantize import (
 )
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Slab
-from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Tensor, Turning, shown
+from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._values import Values, grid_of
 from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums

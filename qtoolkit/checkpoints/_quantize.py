@@ -28,8 +28,8 @@ import numpy as np
 
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import NEAREST, exact_float32, product, projection_of
+from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._slabs import Grid, Slab, Units, columns_of, tiles_of
-from qtoolkit.checkpoints._tensors import Tensor
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling.internal import (
     ErrorSums,

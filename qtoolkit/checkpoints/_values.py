@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._quantize import may_be_subnormal, unit_spec
 from qtoolkit.checkpoints._slabs import Grid, Slab, columns_of, tiles_of
-from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
+from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import (
     Encoding,
     ReadEntry,
@@ -190,6 +191,17 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     values = np.asarray(qarray_of(in_order, read, (order, axis)).dequantize("float32"))
     values = np.take(values, np.argsort(order), axis)
     return np.ascontiguousarray(values.swapaxes(-1, -2)) if encoding.transposed else values
+
+
+def loaded_weight(encoding: Encoding, stored: Mapping[str, Tensor], dtype: Any) -> Any:
+    """A weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than a
+    byte; float32 where no `QArray` can hold it: without elements, or with reordered groups.
+    """
+    read = entry_reader(stored)
+    if 0 in encoding.shape or encoding.group_index is not None:
+        return values_of(encoding, read)
+    array = qarray_of(encoding, read, dtype=dtype)
+    return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
 
 
 def qarray_of(

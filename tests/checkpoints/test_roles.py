@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, make_plan, save
 from qtoolkit.formats import Rules
@@ -287,9 +288,8 @@ def test_experts_in_one_tensor_have_codes_as_if_each_were_alone(tmp_path):
     convert(tmp_path / "src", tmp_path / "dst", scaling="channel")
     save(tmp_path / "alone", {f"{i}.weight": x[i] for i in range(3)})
     convert(tmp_path / "alone", tmp_path / "each", scaling="channel")
-    from qtoolkit.checkpoints import load
 
-    found, each = load(tmp_path / "dst"), load(tmp_path / "each")
+    found, each = stored(tmp_path / "dst"), stored(tmp_path / "each")
     for i in range(3):
         assert found[UP][i].tobytes() == each[f"{i}.weight"].tobytes()
         assert found[f"{UP}_scale"][i].tobytes() == each[f"{i}.weight_scale"].tobytes()
@@ -301,9 +301,8 @@ def test_fused_weights_share_the_second_scale_of_nvfp4(tmp_path):
     tensors = {name: np.full((16, 16), 2.0**i, np.float32) for i, name in enumerate(names)}
     save(tmp_path / "src", tensors)
     convert(tmp_path / "src", tmp_path / "dst", layout="compressed-tensors", format="nvfp4")
-    from qtoolkit.checkpoints import load
 
-    found = load(tmp_path / "dst")
+    found = stored(tmp_path / "dst")
     # 448 * 6 over the amax of q, k and v together: of v. o and w2 stand alone.
     largest = [4, 4, 4, 8, 64, 64, 64, 128, 1024, 512, 1024]
     got = [float(found[name.removesuffix("weight") + "weight_global_scale"][0]) for name in names]

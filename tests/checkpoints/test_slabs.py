@@ -9,9 +9,11 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from stored import stored
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import _produce, _quantize, _slabs, convert, load, save
+from qtoolkit.checkpoints import _produce, _quantize, _slabs, convert, save
+from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._produce import Workers
 from qtoolkit.checkpoints._quantize import (
     Weight,
@@ -21,7 +23,7 @@ from qtoolkit.checkpoints._quantize import (
     tensor_scales_from,
 )
 from qtoolkit.checkpoints._slabs import Grid
-from qtoolkit.checkpoints._tensors import DTYPE_OF, Tensor
+from qtoolkit.checkpoints._tensors import DTYPE_OF
 from qtoolkit.checkpoints._values import decoded_slab
 from qtoolkit.formats import BlockFormat, Rules, spec
 from qtoolkit.scaling.internal import ErrorSums
@@ -284,7 +286,7 @@ def test_a_conversion_does_not_depend_on_batches(tmp_path, monkeypatch):
         convert(tmp_path / "src", tmp_path / "dst", workers=workers, **options)
         made.append((tmp_path / "dst").read_bytes())
     assert made[0] == made[1] == made[2]
-    found = load(tmp_path / "dst")
+    found = stored(tmp_path / "dst")
     whole = qt.quantize(tensors["4.a.weight"], BlockFormat.channel("int8", 0))
     np.testing.assert_array_equal(found["4.a.weight"].view(np.uint8), whole.codes)
     np.testing.assert_array_equal(found["4.a.weight_scale"], whole.scale)
