@@ -12,19 +12,19 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Tensor, Turning
+from qtoolkit.checkpoints._programs import tensor_scales_from
 from qtoolkit.checkpoints._quantize import (
     QuantizedSlab,
     Weight,
     largest_magnitudes,
     prepared,
     quantize_batch,
-    tensor_scales_from,
 )
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Slab
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._values import Values, grid_of
-from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
+from qtoolkit.checkpoints.layouts._encoding import packed, packed_zero_points, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 Item = TypeVar("Item")
@@ -146,6 +146,7 @@ class Production:
     def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (name of an entry, the next bytes of it) for some tensors, one after the other."""
         sums, scales = ErrorSums(), 0  # of the tensor that is being made: how many are written
+        zeros: list[np.ndarray] = []  # its zero points, which are packed along the rows
         batches = _batches(part for tensor in tensors for part in self._parts(tensor))
         for part, made in itertools.chain.from_iterable(self._workers.map(_made, batches)):
             tensor = part.tensor
@@ -155,8 +156,16 @@ class Production:
                 if self._progress is not None:
                     self._progress(shown(tensor.name), self._done, self.total)
             sums.add(made.sums)
+            if made.zero_point is not None:
+                zeros.append(made.zero_point)
             if made.scale is not None:
                 scales = max(scales, made.first + len(made.scale))
+            if part.is_last and zeros:
+                encoding = tensor.encoding
+                assert encoding is not None
+                assert encoding.zero_point is not None
+                yield encoding.zero_point.name, packed_zero_points(np.concatenate(zeros), encoding)
+                zeros = []
             if part.is_last:
                 self.reports.append(
                     tensor.report(

@@ -17,36 +17,31 @@ tiles. Then three programs run:
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts import Projection
-from qtoolkit.casts.internal import NEAREST, exact_float32, product, projection_of
 from qtoolkit.checkpoints._checkpoint import Tensor
+from qtoolkit.checkpoints._programs import (
+    block_scales,
+    encoded,
+    finite_sums,
+    range_scales,
+    unit_amax,
+    unit_range,
+    unit_spec,
+)
 from qtoolkit.checkpoints._slabs import Grid, Slab, Units, columns_of, tiles_of
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling.internal import (
     ErrorSums,
-    Scales,
-    block_codes,
-    effective,
-    element_values,
     error_sums,
-    magnitude_max,
-    scale_from,
-    scaled_values,
-    tensor_scale_from,
 )
 
 # `map`, or that of a pool of threads.
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-_KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
 # `block_scales` gets one of these numbers of blocks, padded, so that XLA compiles it four times.
 _BLOCK_COUNTS = tuple(2**n for n in (6, 10, 14, 20))
 
@@ -84,12 +79,14 @@ class QuantizedSlab(NamedTuple):
       first: The number of the first block that lies in the slab.
       scale: The scales of its blocks, flat, as stored; None if the format has none.
       sums: The rounding error.
+      zero_point: The zero points of its blocks, int32, flat; None if the format has none.
     """
 
     codes: np.ndarray
     first: int
     scale: np.ndarray | None
     sums: ErrorSums
+    zero_point: np.ndarray | None = None
 
 
 def quantize_batch(batch: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
@@ -123,16 +120,24 @@ def _quantize_group(
     )
     elements = [weight.read(slab) for weight, slab in batch]
     tiles = tiles_of([u.laid_out(x) for u, x in zip(units, elements, strict=True)], axis)
-    amaxes = _known_amaxes(batch, units)
+    amaxes, zeros, ranges = _known_amaxes(batch, units), None, None
+    if spec.zero_point:
+        assert amaxes is None  # slabs hold whole groups
+        ranges = block_ranges(tiles, axis, block_of_unit, block_starts[-1])
+        amaxes = np.maximum(-ranges[0], ranges[1])
     if amaxes is None:
         # If no code is NaN, a NaN makes its whole block NaN. So the amax of the block must be NaN.
         nan_wins = not spec.element.has_nan
         amaxes = block_amaxes(tiles, axis, block_of_unit, block_starts[-1], nan_wins)
     tensor_scales = _tensor_scales_of(batch, units)
     scales, tensor_scales, multipliers = _scales(amaxes, tensor_scales, spec)
+    if ranges is not None:
+        scales, zeros = map(np.asarray, range_scales(*ranges, spec))
+        multipliers = scales
     nonzero = None if spec.scale is None else amaxes != 0
     columns = [
-        _columns(values, block_of_unit, tiles, axis) for values in (scales, nonzero, tensor_scales)
+        _columns(values, block_of_unit, tiles, axis)
+        for values in (scales, nonzero, tensor_scales, zeros)
     ]
     is_alone = len(batch) == 1
     inputs = [*zip(tiles, *columns, strict=True)]
@@ -147,7 +152,7 @@ def _quantize_group(
         sums = ErrorSums(signal, noise, int(nonfinite), int(overflowed))
         if multipliers is not None:
             sums.max_scale = float(np.fmax.reduce(multipliers[blocks], initial=0))
-            if may_be_subnormal(multipliers[blocks], spec):
+            if zeros is None and may_be_subnormal(multipliers[blocks], spec):
                 # XLA counted such values as 0. NumPy does not: compute the error again.
                 factors = np.expand_dims(multipliers[block_of_unit[own]], axis).astype(np.float64)
                 with np.errstate(under="ignore", invalid="ignore"):
@@ -156,7 +161,8 @@ def _quantize_group(
                 sums.signal, sums.noise = exact.signal, exact.noise
         slab_codes = slab_units.elements(unit_codes).reshape(slab.rows, slab.columns)
         scale = None if scales is None else scales[blocks]
-        quantized.append(QuantizedSlab(slab_codes, slab_units.first, scale, sums))
+        zero_point = None if zeros is None else zeros[blocks]
+        quantized.append(QuantizedSlab(slab_codes, slab_units.first, scale, sums, zero_point))
     return quantized
 
 
@@ -207,7 +213,8 @@ def _encode_tiles(
     elements are not finite, how many overflow. A slab that is alone has a column for each tile.
 
     Args:
-      inputs: For each tile its elements, and the scales, `nonzero` and tensor scales of `encoded`.
+      inputs: For each tile its elements, and the scales, `nonzero`, tensor scales and zero points
+        of `encoded`.
       amaxes: The amax of each block.
       is_alone: Whether all units are of one slab. Then sums are computed for each tile, not for
         each unit: one sum over 2**20 elements takes less time than 8,192 sums over 128.
@@ -262,6 +269,19 @@ def block_amaxes(
     return amaxes
 
 
+def block_ranges(
+    tiles: Sequence[np.ndarray], axis: int, block_of_unit: np.ndarray, blocks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest finite element of each block, and zero; NaN where one is NaN."""
+    parts = [np.asarray(unit_range(tile, axis)).reshape(2, -1) for tile in tiles]
+    units = np.concatenate(parts, axis=1)[:, : len(block_of_unit)]
+    lowest, largest = np.zeros((2, blocks), np.float32)
+    with np.errstate(invalid="ignore"):
+        np.minimum.at(lowest, block_of_unit, units[0])
+        np.maximum.at(largest, block_of_unit, units[1])
+    return lowest, largest
+
+
 def weight_amaxes(weight: Weight, map_: Map = map, *, nan_wins: bool) -> np.ndarray:
     """The amax of each block of a weight. Reads the whole weight."""
 
@@ -303,7 +323,7 @@ def _scales(
 
     A code stands for an element; the element times the multiplier is the weight.
     """
-    if spec.scale is None:
+    if spec.scale is None or spec.zero_point:
         return None, None, None
     parts = []
     for start in range(0, len(amaxes), _BLOCK_COUNTS[-1]):
@@ -318,127 +338,3 @@ def _scales(
         parts.append([np.asarray(a)[:count] for a in block_scales(amax, tensor_scale, spec)])
     scales, multipliers = (np.concatenate(part) for part in zip(*parts, strict=True))
     return scales, tensor_scales, multipliers
-
-
-# The programs: compiled once for each shape of tiles, dtype and format.
-
-
-class Encoded(NamedTuple):
-    """The codes of a tile and its sums, one for each unit or one for the tile.
-
-    Attributes:
-      codes: Unsigned codes.
-      signal, noise: The sums of (factor * x)^2 and of (factor * (x - value))^2, where `value` is
-        what the code of x stands for. Not finite if an element is not.
-      overflowed: How many finite elements exceed the largest value of the format.
-    """
-
-    codes: jax.Array
-    signal: jax.Array
-    noise: jax.Array
-    overflowed: jax.Array
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def unit_amax(x: jax.Array, axis: int, nan_wins: bool) -> jax.Array:
-    """The largest finite |x| of each unit, float32; NaN if `nan_wins` and the unit has a NaN."""
-    return exact_float32(magnitude_max(x, (axis,), nan_wins=nan_wins))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def tensor_scales_from(amaxes: jax.Array, spec: BlockFormat) -> jax.Array:
-    return tensor_scale_from(amaxes, spec)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def block_scales(
-    amaxes: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat
-) -> tuple[jax.Array, jax.Array]:
-    """The scale of each block as stored, and its float32 multiplier, see `_scales`."""
-    scale = scale_from(amaxes, spec, tensor_scale)
-    return scale, effective(scale, tensor_scale, spec)
-
-
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def encoded(
-    x: jax.Array,
-    scale: jax.Array | None,
-    nonzero: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    factor: jax.Array,
-    spec: BlockFormat,
-    axis: int,
-    by_unit: bool,
-) -> Encoded:
-    """Encodes a tile and measures the rounding error.
-
-    Args:
-      scale, nonzero, tensor_scale: For each unit the scale of its block, whether the amax of the
-        block is above 0, and the tensor scale; None if the format has none.
-      factor: A power of two that keeps squares in range: one number, or one for each unit.
-      by_unit: Whether to sum each unit instead of the whole tile.
-    """
-    codes = block_codes(x, spec, _projection(spec), Scales(scale, tensor_scale), nonzero)
-    scaled, error = _errors(x, scale, tensor_scale, factor, spec)
-    overflowed = jnp.zeros(())
-    summed = axis if by_unit else None
-    if _is_cast(spec):
-        magnitude = jnp.abs(exact_float32(x))
-        largest = np.float32(float(spec.element.max_finite))
-        exceeds = (magnitude > largest) & jnp.isfinite(magnitude)
-        overflowed = jnp.sum(exceeds.astype(jnp.float32), axis=summed)
-    signal, noise = (jnp.sum(part * part, axis=summed) for part in (scaled, error))
-    return Encoded(codes, signal, noise, overflowed)
-
-
-def _errors(
-    x: jax.Array,
-    scale: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    factor: jax.Array,
-    spec: BlockFormat,
-) -> tuple[jax.Array, jax.Array]:
-    """(factor * x, factor * (x - value)) for the elements of a tile; see `Encoded`."""
-    multiplier = factor if scale is None else effective(scale, tensor_scale, spec) * factor
-    quotients = scaled_values(x, spec, Scales(scale, tensor_scale))
-    elements = element_values(quotients, spec, _projection(spec), None)
-    scaled = exact_float32(x) * factor
-    # `product` is always rounded to float32, as in `dequantize`. With `*` XLA may fuse product and
-    # difference into one operation that does not round the product.
-    return scaled, scaled - product(elements, multiplier)
-
-
-@functools.partial(jax.jit, static_argnums=(5, 6))
-def finite_sums(
-    x: jax.Array,
-    scale: jax.Array | None,
-    nonzero: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    factor: jax.Array,
-    spec: BlockFormat,
-    axis: int,
-) -> jax.Array:
-    """[3, units]: signal, noise and how many elements are NaN or infinite.
-
-    For the few tiles that have such elements, which signal and noise do not count here.
-    """
-    scaled, error = _errors(x, scale, tensor_scale, factor, spec)
-    is_counted = jnp.isfinite(scaled) & jnp.isfinite(error)
-    nonfinite = (~jnp.isfinite(exact_float32(x))).astype(jnp.float32)
-    squares = (jnp.where(is_counted, part * part, np.float32(0)) for part in (scaled, error))
-    return jnp.stack([jnp.sum(part, axis=axis) for part in (*squares, nonfinite)])
-
-
-@functools.cache
-def unit_spec(spec: BlockFormat, axis: int) -> BlockFormat:
-    """The format with one block for each unit, where the elements of a unit lie along `axis`."""
-    return dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
-
-
-def _is_cast(spec: BlockFormat) -> bool:
-    """Whether weights are rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
-    return spec.scale is None and spec.element.bits >= 16
-
-
-def _projection(spec: BlockFormat) -> Projection:
-    return _KEEPING_INF if _is_cast(spec) else NEAREST

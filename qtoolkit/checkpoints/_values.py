@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Tensor
-from qtoolkit.checkpoints._quantize import may_be_subnormal, unit_spec
+from qtoolkit.checkpoints._programs import unit_spec
+from qtoolkit.checkpoints._quantize import may_be_subnormal
 from qtoolkit.checkpoints._slabs import Grid, Slab, columns_of, tiles_of
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import (

@@ -15,12 +15,12 @@ import qtoolkit as qt
 from qtoolkit.checkpoints import _produce, _quantize, _slabs, convert, save
 from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._produce import Workers
+from qtoolkit.checkpoints._programs import tensor_scales_from
 from qtoolkit.checkpoints._quantize import (
     Weight,
     largest_magnitudes,
     prepared,
     quantize_batch,
-    tensor_scales_from,
 )
 from qtoolkit.checkpoints._slabs import Grid
 from qtoolkit.checkpoints._tensors import DTYPE_OF

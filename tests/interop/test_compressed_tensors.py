@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
@@ -26,6 +27,7 @@ FORMATS = [
     ("int4_group128", None),
     ("int4_group32", None),
     ("int8_group128", None),
+    ("W4A16_ASYM", None),
 ]
 
 
@@ -76,7 +78,9 @@ def compressed(weight, scheme, compressor):
     if args.strategy == "tensor_group":
         amax = weight.abs().max().reshape(1)
         second = state["weight_global_scale"] = generate_gparam(-amax, amax)
-    scale, _ = calculate_qparams(low, high, args, global_scale=second)
+    scale, zero_point = calculate_qparams(low, high, args, global_scale=second)
+    if not args.symmetric:
+        state["weight_zero_point"] = zero_point
     # The parameter that holds the scales of a layer has the dtype of its weight.
     return compressor.compress(state | {"weight_scale": scale.to(weight.dtype)}, scheme)
 
@@ -119,6 +123,10 @@ def test_codes_are_those_of_its_own_compress(tmp_path, fmt, scaling, dtype):
     elif "weight_global_scale" in ours:
         state["weight_scale"] = scale.float()
         state["weight_global_scale"] = ours["weight_global_scale"]
+    if "weight_zero_point" in ours:
+        state["weight_zero_point"] = unpack_from_int32(
+            ours["weight_zero_point"], scheme.weights.num_bits, scale.shape, packed_dim=0
+        )
     theirs = compressor.compress(state, scheme)
     assert ours.keys() == theirs.keys()
     name = "weight_packed" if "weight_packed" in ours else "weight"

@@ -123,12 +123,13 @@ class Encoding:
     @property
     def is_sliceable(self) -> bool:
         """Whether some of its rows can be read on their own."""
-        return self.is_written and not self.transposed
+        return self.is_written and not (self.transposed or self.zero_point)
 
     @property
     def is_written(self) -> bool:
         """Whether weights can be quantized to it."""
-        if self.group_index or self.zero_point:
+        has_words = self.zero_packing == dataclasses.replace(WORDS, axis=-2)
+        if self.group_index or (self.zero_point and not has_words):
             return False
         packing = self.packing
         return packing is None or (
@@ -230,6 +231,16 @@ def zero_points(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
     half = 1 << (bits - 1)  # codes of signed integers are two's complement
     return (codes ^ half) - half if element.signed else codes
+
+
+def packed_zero_points(zeros: np.ndarray, encoding: Encoding) -> np.ndarray:
+    """The bytes of the entry of zero points, one for each block of a matrix, packed along rows."""
+    assert encoding.zero_packing is not None
+    rows = encoding.matrix_shape[0]
+    columns = np.ascontiguousarray(zeros.reshape(rows, -1).T).astype(np.int8).view(np.uint8)
+    words = packed(columns, encoding.zero_packing, encoding.spec.element.bits)
+    of_words = words.reshape(len(columns), -1, 4).swapaxes(0, 1)
+    return np.ascontiguousarray(of_words).reshape(-1)
 
 
 def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
