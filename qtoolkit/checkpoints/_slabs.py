@@ -1,8 +1,8 @@
 """How a weight is cut: into blocks, which share a scale, and slabs, which fit in memory.
 
 A weight is seen as one or more matrices. A slab is some rows of them, or a piece of a long row. It
-holds whole blocks, or lies in one row of blocks. Programs are compiled for slabs of few shapes: full
-slabs, and padded ones with fewer rows, by powers of 4. No JAX here.
+holds whole blocks, or lies in one row of blocks. Programs are compiled for slabs of few shapes:
+full ones, and ones with fewer rows, which are padded by powers of 4. No JAX here.
 """
 
 import dataclasses

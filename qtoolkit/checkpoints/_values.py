@@ -85,26 +85,12 @@ class Values:
         if self._grid is None:
             self._copy_matrices(values_of, first, out)
             return
-        done = 0
+        spec, done = self.encoding.spec_as_stored, 0
         for slab, where in self._grid.slabs_between(first, first + len(out)):
-            part = self._slab_values(slab).reshape(-1)[where]
+            codes = self._slab_codes(slab)
+            part = slab_values(codes, self._grid, slab, spec, *self.scales()).reshape(-1)[where]
             out[done : done + len(part)] = part
             done += len(part)
-
-    def _slab_values(self, slab: Slab) -> np.ndarray:
-        grid, spec = self._grid, self.encoding.spec_as_stored
-        assert grid is not None
-        codes, lengths, shape = self._slab_codes(slab), grid.lengths(slab), grid.padded(slab)
-        scale, second = self.scales()
-        second = matrix_scale(second, grid, slab)
-        spec_of_slab = slab_spec(spec, lengths)
-        if scale is not None:
-            scale = scale.reshape(grid.count * grid.down, grid.across)[grid.blocks(slab)]
-            if may_be_subnormal(rates := multipliers(scale, second, spec), spec):
-                return exact_values(codes, rates, lengths, spec)
-            scale = padded(scale, spec_of_slab.scale_shape(shape), 1)
-        values = np.asarray(numbers_of(padded(codes, shape), scale, second, spec_of_slab))
-        return values[: slab.rows, : slab.columns]
 
     def codes_between(self, start: int, stop: int) -> np.ndarray:
         """The codes of elements `start` to `stop` of the weight."""
@@ -292,3 +278,27 @@ def _spec_of_rank(
         return dataclasses.replace(spec, block=(1,), axes=(outputs[0],), other_axes=None)
     axes = tuple(range(len(shape)))
     return dataclasses.replace(spec, block=lengths, axes=axes, other_axes=1)
+
+
+def slab_values(
+    codes: np.ndarray,
+    grid: Grid,
+    slab: Slab,
+    spec: BlockFormat,
+    scale: np.ndarray | None,
+    tensor_scale: np.ndarray | None,
+) -> np.ndarray:
+    """The float32 numbers of the codes [rows, columns] of a slab.
+
+    `scale` and `tensor_scale` are those of all blocks and matrices of the weight, flat, as stored.
+    """
+    lengths, shape = grid.lengths(slab), grid.padded(slab)
+    second = matrix_scale(tensor_scale, grid, slab)
+    spec_of_slab = slab_spec(spec, lengths)
+    if scale is not None:
+        scale = scale.reshape(grid.count * grid.down, grid.across)[grid.blocks(slab)]
+        if may_be_subnormal(rates := multipliers(scale, second, spec), spec):
+            return exact_values(codes, rates, lengths, spec)
+        scale = padded(scale, spec_of_slab.scale_shape(shape), 1)
+    values = numbers_of(padded(codes, shape), scale, second, spec_of_slab)
+    return np.asarray(values)[: slab.rows, : slab.columns]
