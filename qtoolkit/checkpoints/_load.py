@@ -71,7 +71,7 @@ def save(
         if not name:
             raise CheckpointError(
                 f"{path}: what is saved has type {type(leaf).__name__}, expected arrays by name; "
-                'write {"name": array}, or of a model of nnx nnx.state(model)'
+                'write {"name": array}, or, of a model of nnx, nnx.state(model, nnx.Param)'
             )
         entries = {name: leaf}
         if is_qarray(leaf):

@@ -19,8 +19,8 @@ AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
 # "gate_proj" and GGUF's "ffn_gate" are not, its "ffn_gate_inp" is), biases (of two dimensions in
 # Flax attention), the state matrices and short convolutions of state-space models, the vision and
 # audio parts of language models with what projects their results into the model, the scales of
-# tensors that are quantized already, and the states of optimizers (Adam divides by moments that
-# rounding would make 0).
+# tensors that are quantized already, the states of optimizers (Adam divides by moments that
+# rounding would make 0), and what training with qtoolkit keeps: histories, keys, probes.
 DEFAULT_SKIP = (
     r"(^|[./])("
     r"[^./]*embe?d[^./]*|([^./]*_)?emb|token_types|wte|wpe|shared(?=[./](weight|embedding)$)"
@@ -28,7 +28,7 @@ DEFAULT_SKIP = (
     r"|vocab_(transform|projector)|(generator|discriminator)_predictions|output_projection"
     r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
     r"|([^./]*_)?router|(?!ffn_gate([./]|$))([^./]*_)?gate|ffn_gate_inp[^./]*"
-    r"|a_log|([^./]*_)?conv1d|dt_bias|opt_states?|optim(izer)?(_states?)?"
+    r"|a_log|([^./]*_)?conv1d|dt_bias|qtoolkit(_products)?|opt_states?|optim(izer)?(_states?)?"
     r"|([^./]*_)?(vision|image|video|audio|speech)_(tower|model|encoder|backbone)|vqmodel|vpm|apm"
     r"|vision|visual(_tokenizer)?|vision_language_adapter|patch_merger|([^./]*_)?(aligner|projector)"
     r"|connector|([^./]*_)?resampler|qformer|query_tokens|audio_projection_layer"

@@ -86,6 +86,19 @@ class Report:
         known = (BY_RULE, BY_RECIPE, INTEGERS)
         return tuple(product for product in self.left if not product.reason.startswith(known))
 
+    def scalars(self) -> dict[str, float]:
+        """For a logger: how many matmuls there are, how many are quantized, and what share.
+
+        The names are "matmuls", "quantized" and "share of multiplications".
+        """
+        done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
+        share = sum(p.multiplications for p in self.quantized) / self._multiplications
+        return {
+            "matmuls": float(done + left),
+            "quantized": float(done),
+            "share of multiplications": share,
+        }
+
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("path", *_PARTS, "matmuls", "")]
         by_path: dict[str, list[Product]] = {}

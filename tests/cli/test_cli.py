@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+import typer
 from stored import stored
 from typer.testing import CliRunner
 
@@ -19,7 +21,7 @@ import qtoolkit as qt
 from qtoolkit import __version__
 from qtoolkit.checkpoints import save
 from qtoolkit.cli import _tables
-from qtoolkit.cli._app import app
+from qtoolkit.cli._app import EXAMPLES, app
 
 COMMAND = (sys.executable, "-m", "qtoolkit")
 
@@ -387,3 +389,17 @@ def in_terminal(start, arguments=(), columns=100, command=COMMAND):
         os.close(ours)
     assert process.wait(timeout=60) == 0, output
     return output.decode()
+
+
+@pytest.mark.quick
+def test_the_examples_of_help_are_of_that_command_and_can_be_parsed():
+    group = typer.main.get_command(app)
+    assert set(EXAMPLES) == set(group.commands)
+    for name, lines in EXAMPLES.items():
+        shown = CliRunner().invoke(app, [name, "--help"]).output
+        assert len(lines) == 2
+        for line in lines:
+            assert f"    {line}\n" in shown
+            program, command, *arguments = shlex.split(line)
+            assert (program, command) == ("qtoolkit", name)
+            group.commands[name].make_context(name, arguments)  # an unknown option would raise
