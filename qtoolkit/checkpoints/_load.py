@@ -83,16 +83,16 @@ def save(
                     "expected one; rename one of them"
                 )
             arrays[entry] = _array(path, entry, array)
-    about = dict(metadata or {})
+    written = dict(metadata or {})
     description = json.dumps(quantized, sort_keys=True)
-    if about.get(ARRAYS_KEY, description) != description:
+    if written.get(ARRAYS_KEY, description) != description:
         raise CheckpointError(
             f"{path}: metadata has {ARRAYS_KEY!r}, which describes the quantized arrays, expected "
             "another key; remove it"
         )
     if quantized:
-        about[ARRAYS_KEY] = description
-    write_arrays(path, arrays, about, overwrite=overwrite)
+        written[ARRAYS_KEY] = description
+    write_arrays(path, arrays, written, overwrite=overwrite)
 
 
 def load(path: Path, like: Any = None) -> Any:
@@ -168,7 +168,7 @@ def _loaded(file: Checkpoint, wanted: Mapping[str, Any] | None) -> dict[str, Any
         if name in saved:
             loaded[leaf] = _saved_array(file, name, saved[name])
         elif encoding := source.encodings.get(name):
-            from qtoolkit.checkpoints._values import loaded_weight  # loads JAX
+            from qtoolkit.checkpoints._reader import loaded_weight  # loads JAX
 
             dtype = getattr((wanted or {}).get(leaf), "dtype", np.dtype("float32"))
             loaded[leaf] = loaded_weight(encoding, file.tensors, dtype)
@@ -198,15 +198,15 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
     for field in (*FIELDS, FACTORS):
         if getattr(array, field) is not None:
             entries[f"{name}_{field}"] = getattr(array, field)
-    about: dict[str, Any] = {
+    description: dict[str, Any] = {
         "spec": spec,
         "dtype": str(array.dtype),
         "lengths": list(array.lengths),
         "packed_size": array.packed_size,
     }
-    about |= {} if array.factors is None else {FACTORS: True}
-    about |= {} if array.rotation is None else {ROTATION: list(array.rotation)}
-    return entries, about
+    description |= {} if array.factors is None else {FACTORS: True}
+    description |= {} if array.rotation is None else {ROTATION: list(array.rotation)}
+    return entries, description
 
 
 def _array(path: Path, name: str, x: Any) -> np.ndarray:

@@ -50,18 +50,18 @@ def filled(path: Path, tree: Any, arrays: dict[str, Any], keys: tuple[str, ...] 
     children = _children(path, tree, keys)
     if children is None:
         return None if tree is None else _checked(path, ".".join(keys), tree, arrays)
-    made = [filled(path, child, arrays, (*keys, key) if key else keys) for key, child in children]
+    new = [filled(path, child, arrays, (*keys, key) if key else keys) for key, child in children]
     if isinstance(tree, dict):
         copied = copy.copy(tree)  # keeps the default_factory of a defaultdict
-        copied.update(zip(tree, made, strict=True))
+        copied.update(zip(tree, new, strict=True))
         return copied
     if isinstance(tree, Mapping):
-        return type(tree)(zip(tree, made, strict=True))  # type: ignore[call-arg]
+        return type(tree)(zip(tree, new, strict=True))  # type: ignore[call-arg]
     if isinstance(tree, list):
-        return made
+        return new
     if isinstance(tree, tuple):
-        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
-    return type(tree).from_metadata(made[0], tree.get_metadata())
+        return type(tree)(*new) if hasattr(tree, "_fields") else tuple(new)
+    return type(tree).from_metadata(new[0], tree.get_metadata())
 
 
 def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
