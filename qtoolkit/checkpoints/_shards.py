@@ -218,9 +218,8 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
         return False
     if there is not None and (shared["shards"] or (there["shards"] and not overwrite)):
         raise CheckpointError(
-            f"{path}: files of another conversion are there: "
-            f"{difference(there['fingerprint'], shared['fingerprint'])}; finalize it, give the same options "
-            f"and source, or {removal(path)}"
+            f"{path}: files of another conversion are there: {difference(there, shared)}; finalize "
+            f"it, give the same options and source, or {removal(path)}"
         )
     if not is_url(path):
         # A shard does not clear the folder: another shard may have made it a moment ago.
@@ -407,8 +406,8 @@ def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[Ten
         if record["fingerprint"] != shared["fingerprint"]:
             raise CheckpointError(
                 f"{unfinished.path}: {name} is of another conversion than the others: "
-                f"{difference(record['fingerprint'], shared['fingerprint'])}; run its shard again with the "
-                "options and the source of the others"
+                f"{difference(record, shared)}; run its shard again with the options and the "
+                "source of the others"
             )
         reports += [TensorReport(**report) for report in record["tensors"]]
     return reports

@@ -270,8 +270,9 @@ def json_files(source: Checkpoint, plan: Plan) -> dict[str, Any]:
     return contents
 
 
-def difference(there: Any, here: Mapping[str, Any]) -> str:
-    """The first difference of two fingerprints ("fingerprint"): "scaling channel, here tensor"."""
+def difference(record: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """The first difference of the fingerprints of two plans: "scaling channel, here tensor"."""
+    there, here = record["fingerprint"], plan["fingerprint"]
     there = there if isinstance(there, dict) else {}
     key = next(key for key in here if there.get(key) != here[key])
     if key in ("source", "options"):
