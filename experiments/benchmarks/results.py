@@ -21,7 +21,14 @@ ORDER = (
     *("gpu", "gpu_training"),
 )
 EXPERIMENTS = (
-    *("rounding_modes", "accumulation", "random_bits", "double_rounding", "fp8_gradients"),
+    *(
+        "rounding_modes",
+        "accumulation",
+        "random_bits",
+        "double_rounding",
+        "fp8_gradients",
+        "kv_cache",
+    ),
     *("qat", "ptq_methods"),
 )
 FETCHING = ("ptq_real_models",)  # experiments on models that are downloaded

@@ -46,6 +46,17 @@ def _in_dtype_jvp(dtype: DTypeLike, primals: Any, tangents: Any) -> tuple[jax.Ar
 
 
 @jax.custom_jvp
+def straight_through(x: jax.Array, value: jax.Array) -> jax.Array:
+    """`value`, whose derivative is that of `x`; both have one shape and dtype."""
+    return value
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return straight_through(*primals), tangents[0]
+
+
+@jax.custom_jvp
 def differentiable_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a * b` rounded once to the dtype of `b`; `a` may be wider. Both have one shape."""
     # b first, which `product` protects: XLA would merge a uniform coefficient with what makes b.

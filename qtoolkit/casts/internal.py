@@ -62,6 +62,7 @@ from qtoolkit.casts._differentiable import (
     differentiable_quotient,
     differentiable_widened,
     linear_product,
+    straight_through,
 )
 from qtoolkit.casts._elementwise import (
     barrier_on_cpu,

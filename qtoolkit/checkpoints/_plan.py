@@ -350,7 +350,7 @@ class _Planner:
             scheme = self.layout.static.get(scheme, scheme)
         try:
             if self.layout.linear_only:
-                self._check_linear(info)
+                self._check_linear(info, scheme)
             if reason := self.layout.misfit(info.shape, scheme.spec):
                 self.misfits.append((info, scheme, reason))
                 return self._unquantized(info, reason)
@@ -364,7 +364,7 @@ class _Planner:
         group = fused_group(info.name) if shares else ""
         return TensorPlan.quantized(info, encoding, scheme, group)
 
-    def _check_linear(self, info: Tensor) -> None:
+    def _check_linear(self, info: Tensor, scheme: Scheme) -> None:
         if self.layout.experts_of:
             if not is_stack_of_experts(info) or not self.roles.outputs_last(info):
                 raise CheckpointError(
@@ -380,11 +380,19 @@ class _Planner:
                 f"NAME.weight, as layout {self.layout.name} holds them; exclude it with --skip, or "
                 "use --layout plain"
             )
-        if EMBEDDING.search(info.name):
+        if EMBEDDING.search(info.name) and scheme not in self.layout.tables:
+            held = " or ".join(dict.fromkeys(one.name for one in self.layout.tables))
+            takes = f"; loaders read tables in {held}" if held else ""
             raise CheckpointError(
                 f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of "
-                f"layout {self.layout.name} take quantized weights of linear layers only; exclude "
-                "it by a rule or with --skip, or use --layout plain"
+                f"layout {self.layout.name} take {scheme.name} for linear layers only{takes}; "
+                "exclude it by a rule or with --skip, or use --layout plain"
+            )
+        if EMBEDDING.search(info.name) and self.roles.has_tied_head():
+            raise CheckpointError(
+                f"tensor {shown(info.name)}: the head is tied to this table, by config.json or "
+                "because there is no weight for it, and loaders look for its own; exclude it by a "
+                "rule or with --skip, or save the model with tie_word_embeddings=false and a head"
             )
         if self.roles.outputs_last(info):
             raise CheckpointError(

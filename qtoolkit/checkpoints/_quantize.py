@@ -143,8 +143,7 @@ def multipliers(scale: np.ndarray, tensor_scale: Any, spec: BlockFormat) -> np.n
     if tensor_scale is None or spec.scale is None:
         return rates * np.float32(2.0**spec.element_exponent)
     with np.errstate(all="ignore"):
-        rates = rates / tensor_scale if spec.tensor_scale_divides else rates * tensor_scale
-    return rates
+        return rates / tensor_scale if spec.tensor_scale_divides else rates * tensor_scale
 
 
 def may_be_subnormal(rates: np.ndarray, spec: BlockFormat) -> bool:

@@ -156,6 +156,18 @@ class Roles:
             return False if by_bias is None or len(info.shape) != 2 else by_bias
         return by_bias
 
+    def has_tied_head(self) -> bool:
+        """Whether the output layer of a language model is its table of embeddings.
+
+        Where the config does not say it, models differ: a head that is missing is a tied one.
+        """
+        said = [part.get("tie_word_embeddings") for part in configs_in(self._config)]
+        if True in said:
+            return True
+        names = map(module_of, self._tensors)
+        has_head = any(re.search(r"(^|[./])(lm_head|embed_out|output|head)$", n) for n in names)
+        return bool(self._config) and not has_head and False not in said
+
     def axes(self, info: Tensor) -> tuple[int, ...]:
         """The axes of a weight that hold its outputs; raises where nothing says which."""
         last = self.outputs_last(info)

@@ -309,6 +309,22 @@ def test_fused_weights_share_the_second_scale_of_nvfp4(tmp_path):
     np.testing.assert_allclose(got, [2688 / amax for amax in largest], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("others", "targets"),
+    [("int8_group128", [["Linear", "Embedding"]]), ("int8", [["Embedding"], [r"re:(.*\.)?mlp$"]])],
+)
+def test_tables_are_targeted_by_their_class(tmp_path, others, targets):
+    """As llm-compressor does it: vLLM's models do not tell all tables their names."""
+    x = np.ones((128, 128), np.float32)
+    save(tmp_path / "f", {f"{name}.weight": x for name in ("embed_tokens", "mlp", "lm_head")})
+    with SafetensorsFile(tmp_path / "f") as source:
+        rules = Rules({"embed_tokens": "int8_group128", "mlp": others})
+        plan = make_plan(source, format=rules, layout="compressed-tensors")
+    groups = plan.quantization_config["config_groups"].values()
+    assert [group["targets"] for group in groups] == targets
+    assert "lm_head" in plan.quantization_config["ignore"]
+
+
 @pytest.mark.parametrize("name", ["model.embed_tokens", "transformer.wte", "token_embd"])
 def test_embeddings_are_refused_for_layouts_of_linear_layers(tmp_path, name):
     tensors = {f"{name}.weight": np.zeros((128, 128), np.float32)}
