@@ -226,6 +226,11 @@ class Operand:
       projection: Rounding and saturation.
       scaling: Where the scales come from. `Delayed` and `Static` need a format with one scale.
       transform: A `Hadamard` transform before the rounding, for both operands of a matmul.
+      gather: The name of a mesh axis along which a kernel is sharded (FSDP). It is rounded shard by
+        shard, and its codes of 8 bits are gathered for the matmul, again for its derivative, where
+        XLA would gather the kernel. The mesh is that of `jax.set_mesh`; where its axis is not of
+        type Explicit, the kernel has to lie in shards along its longest axis that can be cut, the
+        first one of equals. See `Recipe.gathered`.
 
     Raises:
       ValueError: The format is unknown, has zero points, or cannot have this scaling.
@@ -244,6 +249,7 @@ class Operand:
     projection: Projection = NEAREST
     scaling: Scaling = Current()
     transform: Hadamard | None = None
+    gather: str | None = None
 
     if TYPE_CHECKING:  # `__init__` takes more types than the attributes have: see `__post_init__`
 
@@ -253,6 +259,7 @@ class Operand:
             projection: Projection = NEAREST,
             scaling: Scaling = Current(),
             transform: Hadamard | None = None,
+            gather: str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -263,6 +270,7 @@ class Operand:
             ("projection", (Projection,)),
             ("scaling", (Current, Delayed, Static, Learned)),
             ("transform", (Hadamard, type(None))),
+            ("gather", (str, type(None))),
         ):
             value = getattr(self, name)
             if not isinstance(value, kinds):
@@ -279,6 +287,11 @@ class Operand:
             raise ValueError(
                 f"Operand: {fmt.name} has zero points, which matmuls do not take; use a "
                 "symmetric format, or qtoolkit.fake_quantize on the operand"
+            )
+        if self.gather and (fmt.element.bits > 8 or self.transform or self.is_learned):
+            raise ValueError(
+                f"Operand: gather={self.gather!r} for {self}, expected elements of at most 8 bits, "
+                "no transform and no learned scale: codes are gathered"
             )
         self._check_scaling()
 
@@ -354,6 +367,7 @@ class Operand:
         notes += ["powers of two"] if self.has_power_of_two else []
         notes += [] if self.projection == NEAREST else [str(self.projection.rounding)]
         notes += ["Hadamard"] if self.transform else []
+        notes += [f"codes gathered over {self.gather}"] if self.gather else []
         return ", ".join([self.spec.name, *notes])
 
 

@@ -29,6 +29,7 @@ from qtoolkit.formats import (
     Overflow,
 )
 from qtoolkit.products._rounded import Rounded, Rounding
+from qtoolkit.products._wire import gathered
 from qtoolkit.scaling.internal import (
     Blocks,
     Scales,
@@ -120,9 +121,11 @@ def from_residual(saved: SavedCodes | Rounded) -> Rounded:
         return saved
     how = saved.how
     assert how.operand is not None
-    codes = in_place(saved.codes, saved.order)
-    q = _restored(codes, saved.scales, saved.carrier, how, saved.container)
-    return Rounded(q, saved.scales, how.operand.spec, codes if how.makes_codes else None)
+    codes, scales = in_place(saved.codes, saved.order), saved.scales
+    if (axis_name := how.operand.gather) is not None:
+        codes, scales = gathered((codes, scales), codes.shape, axis_name)
+    q = _restored(codes, scales, saved.carrier, how, saved.container)
+    return Rounded(q, scales, how.operand.spec, codes if how.makes_codes else None)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
