@@ -228,9 +228,10 @@ class Operand:
       transform: A `Hadamard` transform before the rounding, for both operands of a matmul.
       gather: The name of a mesh axis along which a kernel is sharded (FSDP). It is rounded shard by
         shard, and its codes of 8 bits are gathered for the matmul, again for its derivative, where
-        XLA would gather the kernel. The mesh is that of `jax.set_mesh`; where its axis is not of
-        type Explicit, the kernel has to lie in shards along its longest axis that can be cut, the
-        first one of equals. See `Recipe.gathered`.
+        XLA would gather the kernel. The mesh is that of `jax.set_mesh`. See `Recipe.gathered`.
+      gather_axis: The axis of the kernel that is cut into shards, as the matmul gets it; None: the
+        longest one that can be cut, the first of equals. Not needed where the mesh axis has the
+        type Explicit. If the kernel lies otherwise, XLA moves it first: `native_calls` says so.
 
     Raises:
       ValueError: The format is unknown, has zero points, or cannot have this scaling.
@@ -250,6 +251,7 @@ class Operand:
     scaling: Scaling = Current()
     transform: Hadamard | None = None
     gather: str | None = None
+    gather_axis: int | None = None
 
     if TYPE_CHECKING:  # `__init__` takes more types than the attributes have: see `__post_init__`
 
@@ -260,6 +262,7 @@ class Operand:
             scaling: Scaling = Current(),
             transform: Hadamard | None = None,
             gather: str | None = None,
+            gather_axis: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -271,6 +274,7 @@ class Operand:
             ("scaling", (Current, Delayed, Static, Learned)),
             ("transform", (Hadamard, type(None))),
             ("gather", (str, type(None))),
+            ("gather_axis", (int, type(None))),
         ):
             value = getattr(self, name)
             if not isinstance(value, kinds):

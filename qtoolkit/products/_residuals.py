@@ -123,7 +123,8 @@ def from_residual(saved: SavedCodes | Rounded) -> Rounded:
     assert how.operand is not None
     codes, scales = in_place(saved.codes, saved.order), saved.scales
     if (axis_name := how.operand.gather) is not None:
-        codes, scales = gathered((codes, scales), codes.shape, axis_name)
+        axis = how.operand.gather_axis
+        codes, scales = gathered((codes, scales), codes.shape, axis_name, axis)
     q = _restored(codes, scales, saved.carrier, how, saved.container)
     return Rounded(q, scales, how.operand.spec, codes if how.makes_codes else None)
 

@@ -19,7 +19,7 @@ from qtoolkit.scaling import QArray, quantize
 Array = jax.Array
 
 
-def gathered(parts: Any, shape: tuple[int, ...], axis_name: str) -> Any:
+def gathered(parts: Any, shape: tuple[int, ...], axis_name: str, axis: int | None = None) -> Any:
     """The codes and scales of an array whose shards along a mesh axis each device then has all.
 
     Where the axis is not known, as on a single device, or where the shards are the user's own, in a
@@ -28,6 +28,7 @@ def gathered(parts: Any, shape: tuple[int, ...], axis_name: str) -> Any:
     Args:
       parts: A pytree of arrays with as many axes as the array, or none.
       shape: Of the array.
+      axis: See `Operand.gather_axis`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if axis_name not in mesh.axis_names:
@@ -43,8 +44,8 @@ def gathered(parts: Any, shape: tuple[int, ...], axis_name: str) -> Any:
     if mesh.axis_types[mesh.axis_names.index(axis_name)] == AxisType.Explicit:
         return jax.tree.map(functools.partial(_resharded, axis_name), parts)
     size = mesh.shape[axis_name]
-    axis = sharded_axis(shape, size)
-    if axis is None:
+    axis = sharded_axis(shape, size) if axis is None else axis % len(shape)
+    if axis is None or shape[axis] % size:
         return parts
     # Not a sharding constraint: XLA may move what makes the codes behind it, and gather the kernel.
     gather = functools.partial(lax.all_gather, axis_name=axis_name, axis=axis, tiled=True)
