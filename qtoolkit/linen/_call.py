@@ -270,7 +270,7 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any, wrapped: nn.
     def run(core: Any, scope_fn: Any, repack_fn: Any, *given: Any) -> Any:
         layers = Layers.within(wrapped) if module is not wrapped else Layers()
         traced, program, arrays = _Trace.of(module, layers, core, scope_fn, repack_fn, *given)
-        if not program.matmuls:
+        if program.is_as_written:
             raise NoMatmulsError
         outs, new = traced.quantizing(**options).run(program, arrays, planted)
         result, written = program.static.whole(outs)

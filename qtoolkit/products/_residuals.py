@@ -30,6 +30,7 @@ from qtoolkit.formats import (
 )
 from qtoolkit.products._rounded import Rounded, Rounding
 from qtoolkit.products._wire import gathered
+from qtoolkit.products._zero_points import of_differences
 from qtoolkit.scaling.internal import (
     Blocks,
     Scales,
@@ -126,7 +127,8 @@ def from_residual(saved: SavedCodes | Rounded) -> Rounded:
         axis = how.operand.gather_axis
         codes, scales = gathered((codes, scales), codes.shape, axis_name, axis)
     q = _restored(codes, scales, saved.carrier, how, saved.container)
-    return Rounded(q, scales, how.operand.spec, codes if how.makes_codes else None)
+    spec = of_differences(how.operand.spec)
+    return Rounded(q, scales, spec, codes if how.makes_codes else None)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
@@ -157,7 +159,7 @@ def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 def codes_format(how: Rounding) -> Format | None:
     """The format of the saved codes; None where the operand itself is saved."""
-    return None if how.operand is None else _container(how.operand.spec.element)
+    return None if how.operand is None else _container(of_differences(how.operand.spec).element)
 
 
 @functools.lru_cache
