@@ -229,7 +229,8 @@ class Operand:
       transform: A `Hadamard` transform before the rounding, for both operands of a matmul.
       gather: The name of a mesh axis along which a kernel is sharded (FSDP). It is rounded shard by
         shard, and its codes of 8 bits are gathered for the matmul, again for its derivative, where
-        XLA would gather the kernel. The mesh is that of `jax.set_mesh`. See `Recipe.gathered`.
+        XLA would gather the kernel. The mesh is that of `jax.set_mesh`. `policies.gather_codes`
+        sets it.
       gather_axis: The axis of the kernel that is cut into shards, as the matmul gets it; None: the
         longest one that can be cut, the first of equals. Not needed where the mesh axis has the
         type Explicit. If the kernel lies otherwise, XLA moves it first: `native_calls` says so.

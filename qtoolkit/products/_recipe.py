@@ -325,22 +325,6 @@ class Recipe:
         lhs, rhs, *gradients = self.operands
         return self._with_operands((rhs, lhs, *gradients[::-1]))
 
-    def gathered(self, axis_name: str, axis: int | None = None) -> "Recipe":
-        """The recipe for kernels that are sharded along a mesh axis (FSDP): codes are gathered.
-
-        See `Operand.gather` and `gather_axis`. An operand of more than 8 bits is gathered as it is.
-
-        Examples:
-          >>> print(qt.recipes.te_current.gathered("fsdp").forward[1])
-          e4m3fn by tensor, current, codes gathered over fsdp
-        """
-        operands = list(self.operands)
-        for place in (1, 3):
-            operand = operands[place]
-            if operand is not None and operand.spec.element.bits <= 8:
-                operands[place] = dataclasses.replace(operand, gather=axis_name, gather_axis=axis)
-        return self._with_operands(tuple(operands))
-
     def with_stored(self, side: int) -> "Recipe":
         """The recipe for a matmul whose operand on one side is stored as codes.
 

@@ -95,7 +95,7 @@ def test_sharded_kernels_are_gathered_as_codes(make, name):
     expected, _ = run(make(recipe), is_sharded=False)
     plain, moved = run(make(recipe), is_sharded=True)
     assert moved["all-gather", "f32"] == 3 * KERNELS * 4
-    found, moved = run(make(recipe.gathered("fsdp")), is_sharded=True)
+    found, moved = run(make(qt.policies.gather_codes(recipe, "fsdp")), is_sharded=True)
     assert moved["all-gather", "u8"] >= 3 * KERNELS
     # XLA for CPUs moves 8-bit scales of blocks in other dtypes.
     scales = KERNELS // 16 if name == "nvfp4" else KERNELS // 32 if name == "mxfp8" else 0
@@ -113,13 +113,15 @@ def test_delayed_scales_gather_codes_by_their_history():
     (_, _, state), _ = run((step, params, rest), is_sharded=False)
     nnx.update(rest, state)
     expected, _ = run((step, params, rest), is_sharded=False)
-    found, moved = run((nnx_step(recipe.gathered("fsdp"))[0], params, rest), is_sharded=True)
+    found, moved = run(
+        (nnx_step(qt.policies.gather_codes(recipe, "fsdp"))[0], params, rest), is_sharded=True
+    )
     close(found, expected)
     assert moved["all-gather", "u8"] == 3 * KERNELS
 
 
 def test_without_a_mesh_a_warning_says_so():
-    step, params, rest = nnx_step(qt.recipes.te_current.gathered("fsdp"))
+    step, params, rest = nnx_step(qt.policies.gather_codes(qt.recipes.te_current, "fsdp"))
     with pytest.warns(RuntimeWarning, match="jax.set_mesh"):
         jax.jit(step)(params, rest, X)
 
@@ -135,7 +137,9 @@ def test_an_explicit_mesh_says_where_the_shards_lie():
     expected = jax.jit(product, static_argnums=2)(X, w, recipe)
     with jax.set_mesh(mesh):
         x, shards = jax.device_put(X, P("fsdp")), jax.device_put(w, P("fsdp"))
-        compiled = jax.jit(product, static_argnums=2).lower(x, shards, recipe.gathered("fsdp"))
+        compiled = jax.jit(product, static_argnums=2).lower(
+            x, shards, qt.policies.gather_codes(recipe, "fsdp")
+        )
         compiled = compiled.compile()
         found = compiled(x, shards)
     moved = {(t.op, t.dtype): t.bytes for t in qt.products.native_calls(compiled).transfers}
@@ -146,7 +150,7 @@ def test_an_explicit_mesh_says_where_the_shards_lie():
 def test_gather_needs_codes():
     with pytest.raises(ValueError, match="at most 8 bits"):
         qt.Operand("bfloat16", gather="fsdp")
-    recipe = qt.recipes.te_current.gathered("fsdp")
+    recipe = qt.policies.gather_codes(qt.recipes.te_current, "fsdp")
     assert qt.recipes.from_json(qt.recipes.to_json(recipe)) == recipe
     assert "codes gathered over fsdp" in repr(recipe)
 
