@@ -290,13 +290,13 @@ def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, 
         encoding = source.encodings.get(name)
         if encoding is None:
             loaded |= {name: folder.read(name)} if name in folder.tensors else {}
-        elif 0 in encoding.shape or encoding.scale is None:
+        elif encoding.is_array and (0 in encoding.shape or encoding.scale is None):
             loaded |= {e.name: folder.read(e.name) for e in encoding.entries}
         else:
             from qtoolkit.checkpoints._values import entry_reader, qarray_of, values_of  # loads JAX
 
             read = entry_reader(folder.tensors)
-            if encoding.group_index is not None:
+            if not encoding.is_array:
                 loaded[name] = values_of(encoding, read)
                 continue
             array = qarray_of(encoding, read)

@@ -165,6 +165,9 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     """The float32 values of a whole weight."""
     if 0 in encoding.shape:
         return np.zeros(encoding.shape, np.float32)
+    if encoding.finish is not None:
+        values = values_of(dataclasses.replace(encoding, finish=None), read)
+        return np.ascontiguousarray(encoding.finish(encoding, values, read), np.float32)
     if encoding.group_index is None:
         return np.asarray(qarray_of(encoding, read).dequantize("float32"))
     # Each input says in which group it lies: codes are sorted by groups, and the values back.
@@ -241,7 +244,10 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
         assert spec.scale is not None
         # A byte of E8M0 is U8 in some layouts.
         dtype = (spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[encoding.scale.dtype]
-        scale = read(encoding.scale).view(dtype)
+        if encoding.scale_of is not None:
+            scale = encoding.scale_of(encoding, read)
+        else:
+            scale = read(encoding.scale).view(dtype)
     if encoding.tensor_scale is not None:
         tensor_scale = read(encoding.tensor_scale).view(np.float32)
     return scale, tensor_scale
