@@ -14,6 +14,7 @@ import typer
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
     LAYOUTS,
+    OWN_TYPES,
     SCALINGS,
     WRITTEN,
     AxisChoice,
@@ -45,7 +46,7 @@ def completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _target(name: str | None) -> str | None:
     """The name of the format that `name` spells, or `name` itself if it is that of a scheme."""
-    if name is None or scheme_named(name) is not None:
+    if name is None or scheme_named(name) is not None or name.lower() in OWN_TYPES:
         return name
     try:
         return resolve_target(name).name
@@ -96,14 +97,16 @@ SRC = typer.Argument(
 )
 DST = typer.Argument(
     metavar="DST",
-    help="The folder to write, or the safetensors file if SRC is a file or orbax's; may be a URL.",
+    help="The folder to write, or the safetensors file if SRC is a file or orbax's; may be a URL. "
+    "NAME.gguf: a file for llama.cpp of a folder.",
 )
 FORMAT = typer.Option(
     metavar="NAME",
     callback=_target,
     autocompletion=completion(target_names()),
     show_default="e4m3fn",
-    help=f"Number format: {', '.join(target_names())}; or a scheme such as W4A16.",
+    help=f"Number format: {', '.join(target_names())}; or a scheme such as W4A16; for "
+    f"a DST that ends with .gguf {', '.join(OWN_TYPES)} as well.",
 )
 LAYOUT = typer.Option(
     **one_of("--layout", WRITTEN),
