@@ -66,7 +66,7 @@ def test_codes_that_nothing_explains_are_no_weights():
     with pytest.raises(CheckpointError, match=r"tensor w: float4_e2m1fn with w_scale, which no la"):
         dequantize({"w": codes, "w_scale": np.ones((4, 1), np.float32)})
     assert dequantize({"w": codes})["w"] is codes
-    bytes_of = {"a.weight": np.ones((4, 8), np.int8), "a.SCB": np.ones(4, np.float32)}
+    bytes_of = {"a.weight": np.ones((4, 8), np.int8), "a.weight_scales": np.ones(4, np.float32)}
     for tensors in (
         bytes_of,
         {"a.weight": np.ones((4, 8), ml_dtypes.float8_e4m3fn), "a.scales_of_it": np.ones(3)},

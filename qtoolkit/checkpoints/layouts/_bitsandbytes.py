@@ -48,7 +48,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             encodings[weight] = _of_table(headers, weight, table, where)
         elif name.rpartition(".")[2] == "SCB":
             weight = entry_beside(name, "weight")
-            encodings[weight] = _of_rows(headers, weight, where)
+            if config or weight in headers:
+                encodings[weight] = _of_rows(headers, weight, where)
     return encodings
 
 
