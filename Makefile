@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help run test quick lint exhaustive interop cuda bench docs docs-examples docs-test pictures package-test clean
+.PHONY: help run test quick lint exhaustive interop real-model cuda bench docs docs-examples docs-test pictures package-test clean
 
 run: $(VENV)/.stamp-plots  ## train a small model in float32 and FP8, convert it, print the losses: about 3 minutes
 	$(BIN)/python experiments/demo.py $(ARGS)
@@ -38,6 +38,10 @@ endif
 interop:  ## load converted checkpoints with the packages that they are written for
 	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
 	.venv-interop/bin/python -m pytest tests/interop -W default $(ARGS)
+
+real-model:  ## convert a small language model to FP8 and int4; perplexity and text before and after
+	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
+	.venv-interop/bin/python experiments/convert_model.py $(ARGS)
 
 # No GPU is needed: XLA compiles for a description of one.
 cuda:  ## compile matmuls and models for an NVIDIA GPU

@@ -59,8 +59,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-# Files of the repository, and the pages that show them; copies are made of the first two.
-COPIED = {"tests/conformance/README.md": "conformance.md", "experiments/RESULTS.md": "results.md"}
+# Files of the repository, and the pages that show them; copies are made of the first ones.
+COPIED = {
+    "tests/conformance/README.md": "conformance.md",
+    "experiments/RESULTS.md": "results.md",
+    "experiments/results/tables.md": "results-tables.md",
+}
 SHOWN = {**COPIED, "qtoolkit/products/_presets.py": "reference/products.md"}
 
 
@@ -95,8 +99,29 @@ def page_of(file: str) -> str | None:
     return SHOWN.get(file)
 
 
+# What most readers look for, in the order of use; what is not here follows, functions first.
+BY_USE = {
+    "nnx": ("wrap", "value_and_grad", "report", "numerics", "calibrate", "freeze", "quantize"),
+    "linen": ("wrap", "value_and_grad", "report", "numerics", "calibrate", "freeze", "quantize"),
+    "checkpoints": ("convert", "load", "dequantize", "save", "verify", "compare"),
+    "casts": ("cast", "encode", "decode", "round_to_format"),
+    "scaling": ("quantize", "QArray", "metrics"),
+    "gradients": ("fake_cast", "fake_quantize", "fake_convert"),
+    "formats": ("format", "FloatFormat", "IntFormat", "TableFormat", "BlockFormat"),
+    "products": ("Recipe", "Operand", "recipes", "policies", "dot_general", "einsum"),
+}
+
+
 def packages() -> list[str]:
-    return list(qtoolkit._NAMES_BY_PACKAGE)
+    rest = [name for name in qtoolkit._NAMES_BY_PACKAGE if name not in BY_USE]
+    return [*BY_USE, *rest]
+
+
+def names_by_use(package: str) -> list[str]:
+    module, first = _package(package), BY_USE.get(package, ())
+    rest = [name for name in module.__all__ if name not in first]
+    rest.sort(key=lambda name: inspect.isclass(getattr(module, name)))
+    return [*first, *rest]
 
 
 def loaders_page() -> str:
@@ -139,7 +164,8 @@ def reference_index() -> str:
         [
             "# Reference",
             "",
-            "These pages list every public name, with its docstring. All other names are private.",
+            f"These pages list every public name of qtoolkit {qtoolkit.__version__}, with its "
+            "docstring. All other names are private.",
             "",
             "CI runs each example in a new namespace and folder, and compares what it prints.",
             "The examples need these imports:",
@@ -162,7 +188,7 @@ def reference_page(package: str) -> str:
     module = _package(package)
     lines = [f"# qtoolkit.{package}", "", _described(module), ""]
     documented, constants = [], []
-    for name in module.__all__:
+    for name in names_by_use(package):
         value = getattr(module, name)
         if inspect.isroutine(value) or inspect.isclass(value):
             documented.append(name)

@@ -91,13 +91,12 @@ def minilm(folder: Path) -> Path:
     return target
 
 
-def perplexity(folder: Path, tokens: int) -> float:
-    """Of windows that do not overlap."""
+def perplexity(folder: Path, tokens: int, text: str) -> float:
+    """Of the first `tokens` of a text, in windows that do not overlap."""
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    text = "\n".join(topics[key] for key in sorted(topics))
     ids = transformers.AutoTokenizer.from_pretrained(folder)(text[: 8 * tokens])["input_ids"]
     windows = torch.tensor(ids[: tokens // WINDOW * WINDOW]).reshape(-1, WINDOW)
     losses = []
@@ -132,7 +131,8 @@ def converted(source: Path, target: Path, options: list[str]) -> Path:
 
 def language_model(recorder: Recorder, folder: Path, names: list[str], tokens: int) -> None:
     source = smollm2(folder)
-    wide = perplexity(source, tokens)
+    text = "\n".join(topics[key] for key in sorted(topics))
+    wide = perplexity(source, tokens, text)
     rows: dict[str, dict[str, str]] = {}
     lost: dict[str, float] = {}
 
@@ -149,7 +149,7 @@ def language_model(recorder: Recorder, folder: Path, names: list[str], tokens: i
     for name in names:
         options, other, _ = CONVERSIONS[name]
         target = converted(source, folder / "converted", options)
-        add(name, perplexity(target, tokens), other)
+        add(name, perplexity(target, tokens, text), other)
     recorder.figures(f"SmolLM2-135M, {tokens:,} tokens of pydoc's topics", rows)
     channel = "FP8 by channel"
     seen = f"{lost[channel]:+.2%}"
@@ -178,7 +178,7 @@ def sentence_model(recorder: Recorder, folder: Path, names: list[str], count: in
     recorder.claim("MiniLM in FP8 by channel: mean cosine above 0.99", f"{kept:.4f}", kept > 0.99)
 
 
-def _check_environment() -> None:
+def check_environment() -> None:
     packages: tuple[Any, ...] = ("torch", "transformers", "compressed_tensors", "gguf")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -195,7 +195,7 @@ def main(
     out: Out = None,
     quick: bool = False,
 ) -> None:
-    _check_environment()
+    check_environment()
     models.mkdir(parents=True, exist_ok=True)
     names = ["FP8 by channel"] if quick else list(CONVERSIONS)
     with Recorder("ptq_real_models", out, quick) as recorder:

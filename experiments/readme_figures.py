@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks._results import ROOT, load
+from benchmarks._results import ROOT, load, medians_of
 from update_page import with_block
 
 README = ROOT / "README.md"
@@ -36,17 +36,18 @@ class Ratios(NamedTuple):
 
 
 PLAIN, WRAPPED = "plain float32", "wrapped, E4M3 / E5M2"
+OURS, TORCH = "by channel", "torch, by channel"
 STEP = "training step, nnx, 2 blocks, d = 512"
 QUOTED = (
     Ratios(
-        "A training step of a transformer of width 512 in emulated FP8 takes {} times as long as in"
-        " float32, and {} times as long as in the same formats with qwix.",
+        "A training step of a transformer of width 512 in emulated FP8 takes {} times the time of"
+        " float32, and {} times that of qwix in the same formats.",
         *("training", STEP, WRAPPED, (PLAIN, "qwix")),
     ),
     Ratios(
-        "Converting 1 GiB of bfloat16 weights to FP8 takes {} times as long as copying the file"
-        " with `dd conv=fsync`.",
-        *("conversion", "1024 MiB", "by channel", ("dd conv=fsync",)),
+        "Converting 1 GiB of bfloat16 weights to FP8 takes {} times as long as the same in"
+        " [fifteen lines of torch](experiments/benchmarks/conversion.py).",
+        *("conversion", "1024 MiB", OURS, (TORCH,)),
     ),
     Ratios(
         "On a GPU a large matmul with both gradients takes {} times as long in native FP8 as in"
@@ -64,6 +65,8 @@ def figures(stored: Stored) -> str:
     sentences = [quoted.sentence.format(*found) for quoted, found in ratios.items()]
     if codes := _codes(stored):
         sentences.insert(0, codes)
+    if peaks := _peaks(stored):
+        sentences.append(peaks)
     lines = [f"* {sentence}" for sentence in sentences]
     origins = [stored[quoted.benchmark][0] for quoted in ratios]
     if origins:
@@ -76,12 +79,29 @@ def figures(stored: Stored) -> str:
 
 def _codes(stored: Stored) -> str:
     devices = [("on a CPU", "every_float32"), ("on a GPU", "every_float32_gpu")]
-    counts = [f"{_differing(rows)} {on}" for on, name in devices if (rows := stored.get(name))]
+    counts = [
+        f"{_differing(rows)} {on} ({rows[0]['date'][:10]})"
+        for on, name in devices
+        if (rows := stored.get(name))
+    ]
     if not counts:
         return ""
     return (
-        "`encode` was compared with a C program on every float32 number, in 13 formats, 6 rounding"
-        f" modes and 3 saturation rules. Codes that differ: {', '.join(counts)}."
+        "`encode` was compared with a C program on every float32 number, in 13 formats, 6"
+        f" deterministic modes and 3 saturation rules. Codes that differ: {', '.join(counts)}."
+    )
+
+
+def _peaks(stored: Stored) -> str:
+    peaks = {
+        row["row"]: row["peak_mib"]
+        for row in stored.get("conversion", ())[1:]
+        if row["table"].startswith("1024 MiB") and "peak_mib" in row
+    }
+    if not {OURS, TORCH} <= peaks.keys():
+        return ""
+    return (
+        f"The conversion needs {peaks[OURS]:,} MiB of memory, that in torch {peaks[TORCH]:,} MiB."
     )
 
 
@@ -93,12 +113,7 @@ def _differing(rows: Sequence[Row]) -> str:
 
 def _ratios(stored: Stored, quoted: Ratios) -> list[str]:
     """Empty where one of its rows was not measured."""
-    rows = stored.get(quoted.benchmark, ())[1:]
-    medians = {
-        row["row"]: row["median_ms"]
-        for row in rows
-        if row["table"].startswith(quoted.table) and "median_ms" in row
-    }
+    medians = medians_of(stored.get(quoted.benchmark, ())[1:], quoted.table)
     if not {quoted.row, *quoted.others} <= medians.keys():
         return []
     return [f"{medians[quoted.row] / medians[other]:.2f}" for other in quoted.others]

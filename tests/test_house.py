@@ -90,20 +90,27 @@ def test_every_import_points_down_the_layers():
 
 
 # Packages of which some files still import one another.
-CIRCLES = {"checkpoints", "products"}
+CIRCLES = {"products"}
 
 
 def files_in_a_circle(package: Path) -> list[str]:
-    """Files of a package from which imports, wherever they stand, lead back to the same file."""
-    files = [path for path in package.rglob("*.py") if path.stem != "__init__"]
-    names = {".".join(path.relative_to(package.parents[1]).with_suffix("").parts): path
-             for path in files}  # fmt: skip
+    """Files of a package from which imports, wherever they stand, lead back to the same file.
+
+    The `__init__` of a package inside it counts, if a name is imported from it.
+    """
+    files = [path for path in package.rglob("*.py") if path != package / "__init__.py"]
+    names = {}
+    for path in files:
+        parts = path.relative_to(package.parents[1]).with_suffix("").parts
+        names[".".join(parts[:-1] if path.stem == "__init__" else parts)] = path
     arrows = {}
     for name, path in names.items():
-        imported = imported_names(path, tuple(name.split(".")[:-1]))
-        prefixes = {".".join(parts[:n]) for i in imported for parts in [i.split(".")]
-                    for n in range(1, len(parts) + 1)}  # fmt: skip
-        arrows[name] = prefixes & names.keys()
+        holder = name if path.stem == "__init__" else name.rpartition(".")[0]
+        arrows[name] = set()
+        for imported in imported_names(path, tuple(holder.split("."))):
+            parts = imported.split(".")
+            prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+            arrows[name] |= {next(filter(names.__contains__, prefixes), name)} - {name}
 
     def reached(name: str) -> set[str]:
         found: set[str] = set()

@@ -191,7 +191,8 @@ def train_pair(
       steps: Optimizer steps of each.
       seed: Of the initialisation and of the batches.
       naive: A dtype, for a third model `with_astype`.
-      report: Called before the first step, after every step, with the number of steps done.
+      report: Called with the number of steps that all models did: before the first step, after
+        each model's first one, which compiles, and after every step.
     """
     model = ByteTransformer(rngs=nnx.Rngs(seed))
     models = [model, wrap(nnx.clone(model), recipe)]
@@ -210,12 +211,36 @@ def train_pair(
         windows = jnp.asarray(_windows(corpus.training, starts))
         for run in pair.runs:
             run.step(windows)
+            if step == 1:
+                report(0, pair)
         if step in evaluate_at:
             pair.evaluated_at.append(step)
             for run in pair.runs:
                 run.losses.append(float(evaluate(run.model, held_out_windows)))
         report(step, pair)
     return pair
+
+
+def continuation(
+    model: ByteTransformer, prompt: bytes, length: int, *, temperature: float = 0.5, seed: int = 0
+) -> str:
+    """The text that the model writes after `prompt`, which has at least `CONTEXT` bytes."""
+    window = jnp.asarray(np.frombuffer(prompt[-CONTEXT:], np.uint8).astype(np.int32))
+    keys = jax.random.split(jax.random.key(seed), length)
+    written = _sample(model, window, keys, temperature)
+    return bytes(np.asarray(written, np.uint8)).decode(errors="replace")
+
+
+@nnx.jit
+def _sample(
+    model: ByteTransformer, window: jax.Array, keys: jax.Array, temperature: jax.Array
+) -> jax.Array:
+    def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = model(window[None])[0, -1]
+        byte = jax.random.categorical(key, logits / temperature)
+        return jnp.append(window[1:], byte), byte
+
+    return lax.scan(next_byte, window, keys)[1]
 
 
 def with_astype(model: ByteTransformer, dtype: DTypeLike) -> ByteTransformer:

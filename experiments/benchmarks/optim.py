@@ -22,7 +22,7 @@ from _timing import interleaved
 
 from qtoolkit.optim import master_weights, quantize_state, stochastic_round_updates
 
-PLAIN = "optax.adamw, float32"
+PLAIN, MUON = "optax.adamw, float32", "optax.contrib.muon, float32"
 PUBLISHED = {"bitsandbytes, blocks of 2,048": 2 + 8 / 2048, "torchao, blocks of 256": 2 + 8 / 256}
 
 
@@ -41,6 +41,13 @@ def parameters(width: int, dtype: Any) -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(shapes))
     pairs = zip(shapes.items(), keys, strict=True)
     return {n: 0.02 * jax.random.normal(key, shape).astype(dtype) for (n, shape), key in pairs}
+
+
+def _matrices(params: Any) -> Any:
+    """How Muon sees each parameter as a matrix; None: by AdamW."""
+    numbers = optax.contrib.MuonDimensionNumbers
+    axes = {2: numbers(), 3: numbers(0, (1, 2))}
+    return {name: axes.get(x.ndim) for name, x in params.items()}
 
 
 class Update:
@@ -75,6 +82,8 @@ def main(
 ) -> None:
     width = 64 if quick else 512
     adamw = optax.adamw(1e-3)
+    # Muon is for matrices: qkv is one of [width, 3 * width], and biases get AdamW.
+    muon = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=_matrices)
     updates: dict[str, Callable[[], Any]] = {
         PLAIN: Update(adamw, width, jnp.float32),
         **{
@@ -83,6 +92,10 @@ def main(
         },
         "quantize_state, e4m3fn, to nearest": Update(
             quantize_state(adamw, "e4m3fn", rounding="nearest_even"), width, jnp.float32
+        ),
+        MUON: Update(muon, width, jnp.float32),
+        "quantize_state of muon, e4m3fn": Update(
+            quantize_state(muon, "e4m3fn"), width, jnp.float32
         ),
         "master_weights, bfloat16": Update(master_weights(adamw), width, jnp.bfloat16),
         "stochastic_round_updates, bfloat16": Update(
@@ -97,7 +110,8 @@ def main(
         for name, size in {**sizes, **PUBLISHED}.items():
             print(f"  {name:<36}{size:7.3f}")
         eight_bits = [n for n in sizes if n.startswith("quantize_state")]
-        assert all(sizes[n] <= 0.27 * sizes[PLAIN] for n in eight_bits if not quick), sizes
+        plain = {n: sizes[MUON if "muon" in n else PLAIN] for n in eight_bits}
+        assert all(sizes[n] <= 0.27 * plain[n] for n in eight_bits if not quick), sizes
 
 
 if __name__ == "__main__":

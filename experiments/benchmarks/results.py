@@ -1,15 +1,18 @@
-"""Writes experiments/RESULTS.md from what benchmarks and experiments stored in experiments/results.
+"""Writes two pages from what benchmarks and experiments stored in experiments/results.
+
+RESULTS.md has what matters most, the targets that are missed, and the claims of experiments;
+results/tables.md has every figure.
 
 Command: python experiments/benchmarks/results.py   (both `make bench` and `make exhaustive` end so)
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from _gaps import text_of_gaps
-from _results import ROOT, load
+from _results import ROOT, load, medians_of
 from c_casts import NUMPY_HAS, ROUNDINGS
 
 FOLDER = ROOT / "experiments" / "results"
@@ -18,21 +21,85 @@ ORDER = (
     *("gpu", "gpu_training"),
 )
 EXPERIMENTS = (
-    *("rounding_modes", "accumulation", "random_bits", "double_rounding", "fp8_gradients"),
+    *(
+        "rounding_modes",
+        "accumulation",
+        "random_bits",
+        "double_rounding",
+        "fp8_gradients",
+        "kv_cache",
+    ),
     *("qat", "ptq_methods"),
 )
 FETCHING = ("ptq_real_models",)  # experiments on models that are downloaded
 INTRODUCTION = """# Results
 
-`python experiments/benchmarks/results.py` writes this page from `experiments/results/*.jsonl`,
-which the commands below store. Do not edit it by hand. `make bench` runs all benchmarks, `make
+What matters most, with its date; hosts are below. [All tables](results/tables.md) has every figure.
+
+`python experiments/benchmarks/results.py` writes both pages from `experiments/results/*.jsonl`,
+which the commands below store. Do not edit them by hand. `make bench` runs all benchmarks, `make
 exhaustive MODES=all` compares every float32 number, `python experiments/NAME.py --out
 experiments/results` runs one experiment.
 
-Times are medians; the next column has the range of the middle half of the runs. Ratios compare
-medians of one table. Targets concern time, memory and losses; the bits have no targets, because
-they must be right.
+Times are medians of one run; a ratio compares two medians of one table. Targets concern time,
+memory and losses; the bits have no targets, because they must be right.
 """
+TABLES = """# All tables
+
+Every figure behind [Results](../RESULTS.md). Times are medians; the next column has the range of
+the middle half of the runs. Ratios compare medians of one table.
+"""
+
+
+class Headline(NamedTuple):
+    """A ratio that RESULTS.md begins with: the medians of two rows of one table."""
+
+    what: str
+    benchmark: str
+    table: str  # what the title begins with
+    row: str
+    other: str
+
+
+CODES = "float32 to codes, 16,777,216 elements"
+VALUES = "float32 to values, in place, 16,777,216 elements"
+STOCHASTIC = "float32 to codes, and fake_cast in place, stochastic, 16,777,216 elements"
+SCALES = "bfloat16 to codes and scales, 4,096 x 4,096"
+LARGE = "2 blocks, d = 512, 1,024 tokens"
+WRAPPED, PLAIN = "wrapped, E4M3 / E5M2", "plain float32"
+PYTORCH = "PyTorch as torchao compiled, "
+HEADLINES = (
+    Headline("`encode` to E4M3FN", "casts", CODES, "encode e4m3fn", "C e4m3fn"),
+    Headline("`encode` to E4M3FN", "casts", CODES, "encode e4m3fn", "XLA clip, astype e4m3fn"),
+    Headline("`encode` to E4M3FN", "casts", CODES, "encode e4m3fn", "PyTorch clamp, to e4m3fn"),
+    Headline("`fake_cast` to E4M3FN", "casts", VALUES, "fake_cast e4m3fn", "-x"),
+    Headline("`fake_convert`", "casts", VALUES, "fake_convert e4m3fn, scale, shift", "-x"),
+    Headline(
+        *("stochastic rounding", "casts", STOCHASTIC),
+        *("encode e4m3fn stochastic", "encode e4m3fn nearest_even"),
+    ),
+    *(
+        Headline(f"`quantize`, {n}", "scales", SCALES, f"quantize {n}", PYTORCH + n)
+        for n in ("e4m3fn_channel", "e4m3fn_tensor", "nvfp4", "deepseek_128x128")
+    ),
+    Headline("a step in FP8, nnx", "training", f"training step, nnx, {LARGE}", WRAPPED, PLAIN),
+    Headline("a step in FP8, nnx", "training", f"training step, nnx, {LARGE}", WRAPPED, "qwix"),
+    Headline(
+        *("a step in FP8, linen", "training", f"training step, linen, {LARGE}"),
+        *(WRAPPED, "flax fp8_ops"),
+    ),
+    Headline("tracing it", "training", f"tracing it, nnx, {LARGE}", WRAPPED, PLAIN),
+    Headline("compiling it", "training", f"compiling it, nnx, {LARGE}", WRAPPED, PLAIN),
+    Headline("converting to FP8", "conversion", "1024 MiB", "by channel", "torch, by channel"),
+    Headline(
+        *("a matmul in native FP8, with gradients", "gpu", "a product of bfloat16"),
+        *("te_current, native", "plain bfloat16"),
+    ),
+    Headline(
+        *("importing", "import_time", "importing"),
+        *("import qtoolkit; qtoolkit.cast", "import jax"),
+    ),
+)
 
 Row = dict[str, Any]
 
@@ -60,13 +127,25 @@ def judged(verdict: Row) -> str:
     return f"{verdict['promise']} x {verdict['of']}: {verdict['ratio']:.2f}"
 
 
+def headlines(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
+    lines = []
+    for line in HEADLINES:
+        origin, rows = benchmarks.get(line.benchmark, ({}, []))
+        medians = medians_of(rows, line.table)
+        if {line.row, line.other} <= medians.keys():
+            ratio = f"{medians[line.row] / medians[line.other]:.2f}"
+            lines.append([line.what, line.table, ratio, line.other, origin["date"][:10]])
+    heads = ("what", "table", "time", "relative to", "date")
+    return "## What matters most\n\n" + table(heads, lines)
+
+
 def summary(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
     lines = []
     for name, (origin, rows) in benchmarks.items():
         kept = [verdict["holds"] for _, verdict in verdicts(rows)]
         counts = str(len(kept)), str(kept.count(False))
-        lines.append([name, origin["date"], origin["commit"], *counts])
-    heads = ("benchmark", "date", "commit", "targets", "missed")
+        lines.append([name, origin["date"], origin["commit"], origin["host"], *counts])
+    heads = ("benchmark", "date", "commit", "host", "targets", "missed")
     return "## Performance targets\n\n" + table(heads, lines)
 
 
@@ -76,13 +155,16 @@ def missing(stored: Iterable[str]) -> str:
 
 
 def shortfalls(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
-    lines = [
-        [f"{name}: {row['table']}", row["row"], judged(verdict)]
-        for name, (_, rows) in benchmarks.items()
-        for row, verdict in verdicts(rows)
-        if not verdict["holds"]
-    ]
-    heads = ("table", "row", "target: measured")
+    """A line for each table and limit, with all rows that miss it."""
+    missed: dict[tuple[str, str], list[str]] = {}
+    for name, (_, rows) in benchmarks.items():
+        for row, verdict in verdicts(rows):
+            if not verdict["holds"]:
+                place = f"{name}: {row['table']}", verdict["promise"]
+                text = f"{row['row']} {verdict['ratio']:.2f} of {verdict['of']}"
+                missed.setdefault(place, []).append(text)
+    lines = [[place, limit, "; ".join(texts)] for (place, limit), texts in missed.items()]
+    heads = ("table", "target", "row, its ratio, of what")
     return "### Targets that are missed\n\n" + (table(heads, lines) if lines else "Nothing.\n")
 
 
@@ -209,26 +291,26 @@ SECTIONS = {
 
 def main(
     results: Annotated[
-        Path, typer.Option(help="Where they are; the page goes beside it.")
+        Path, typer.Option(help="Where they are, and the tables go; the page goes beside it.")
     ] = FOLDER,
 ) -> None:
-    page = results.parent / "RESULTS.md"
     stored = {path.stem: load(path) for path in sorted(results.glob("*.jsonl"))}
     benchmarks, experiments = (
         {name: (stored[name][0], stored[name][1:]) for name in names if name in stored}
         for names in (ORDER, EXPERIMENTS + FETCHING)
     )
-    parts = [INTRODUCTION]
+    page, tables = [INTRODUCTION], [TABLES]
     if benchmarks:
-        parts += [summary(benchmarks), missing(stored), shortfalls(benchmarks)]
-    parts += [claims(experiments)] if experiments else []
+        page += [headlines(benchmarks), summary(benchmarks), missing(stored)]
+        page.append(shortfalls(benchmarks))
+    page += [claims(experiments)] if experiments else []
     for name, section in SECTIONS.items():
         if name in stored:
             origin, *rows = stored[name]
-            parts.append(section(origin, rows))
-    parts += sections(benchmarks) + sections(experiments)
-    page.write_text("\n".join(parts), encoding="utf-8")
-    print(f"{page}: {len(stored)} results")
+            tables.append(section(origin, rows))
+    tables += sections(benchmarks) + sections(experiments)
+    for path, parts in ((results.parent / "RESULTS.md", page), (results / "tables.md", tables)):
+        path.write_text("\n".join(filter(None, parts)), encoding="utf-8")
 
 
 if __name__ == "__main__":

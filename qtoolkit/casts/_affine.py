@@ -25,13 +25,13 @@ _QUIET_NAN = {4: (0x7FC00000, 0xFFC00000), 8: (0x7FF8 << 48, 0xFFF8 << 48)}
 @elementwise
 def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
     """`a * b` of float32 or float64, rounded once: XLA does not contract it into an FMA."""
-    return settled(unmerged(a) * b)
+    return prevent_contraction(prevent_merging(a) * b)
 
 
 @elementwise
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a / b` of float32 or float64 by IEEE division, not merged with what makes `a`."""
-    return ieee_quotient(unmerged(a), b)
+    return ieee_quotient(prevent_merging(a), b)
 
 
 def _division(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -81,10 +81,10 @@ def _corrected_quotient(
 
 
 @elementwise
-def unmerged(x: jax.Array) -> jax.Array:
+def prevent_merging(x: jax.Array) -> jax.Array:
     """`x`, protected so that XLA does not merge its product or quotient with one that follows."""
-    # Not enough before an addition, see `settled`: LLVM removes this protection from numbers that
-    # it knows to be positive.
+    # Not enough before an addition, see `prevent_contraction`: LLVM removes this protection from
+    # numbers that it knows to be positive.
     unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, unsigned)
     bits = jnp.minimum(bits, unsigned.type(_QUIET_NAN[x.dtype.itemsize][1]))
@@ -92,7 +92,7 @@ def unmerged(x: jax.Array) -> jax.Array:
 
 
 @elementwise
-def settled(x: jax.Array) -> jax.Array:
+def prevent_contraction(x: jax.Array) -> jax.Array:
     """`x`, protected so that the compiler does not contract its product with an addition."""
     # The minimum with the pattern of a quiet NaN changes no number: as unsigned integers only
     # negative NaNs are larger, as signed ones only positive NaNs. LLVM removes one of the two if it
@@ -120,8 +120,9 @@ def without_underflow(u: jax.Array, x: jax.Array) -> jax.Array:
 @elementwise
 def is_zero(x: jax.Array) -> jax.Array:
     """Whether float32 `x` is 0 or -0. A comparison would also say so of subnormals."""
-    # LLVM turns the test of a pattern back into a float comparison, unless `settled` protects it.
-    return (lax.bitcast_convert_type(settled(x), jnp.uint32) & np.uint32(0x7FFFFFFF)) == 0
+    # LLVM turns the test of a pattern back into a float comparison, unless the guard protects it.
+    bits = lax.bitcast_convert_type(prevent_contraction(x), jnp.uint32)
+    return (bits & np.uint32(0x7FFFFFFF)) == 0
 
 
 # `quotient` of arrays of one shape; XLA may merge it with a product or quotient that makes `a`.

@@ -246,7 +246,7 @@ def ranked(parameter: Parameter, ndim: int) -> Parameter:
     return lax.expand_dims(parameter, range(ndim - parameter.ndim))
 
 
-def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast_like(x: jax.Array, like: jax.Array) -> jax.Array:
     """`broadcast_to(x, like.shape)`, on an Explicit mesh with the sharding of `like`."""
     # JAX selects only between the elements of arrays that have the same sharding.
     sharding = jax.typeof(like).sharding

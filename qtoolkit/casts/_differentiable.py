@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from qtoolkit.casts._affine import product, quotient
-from qtoolkit.casts._checks import spread
+from qtoolkit.casts._checks import broadcast_like
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._order import widened
 from qtoolkit.casts._storage import in_dtype
@@ -46,6 +46,17 @@ def _in_dtype_jvp(dtype: DTypeLike, primals: Any, tangents: Any) -> tuple[jax.Ar
 
 
 @jax.custom_jvp
+def straight_through(x: jax.Array, value: jax.Array) -> jax.Array:
+    """`value`, whose derivative is that of `x`; both have one shape and dtype."""
+    return value
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return straight_through(*primals), tangents[0]
+
+
+@jax.custom_jvp
 def differentiable_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a * b` rounded once to the dtype of `b`; `a` may be wider. Both have one shape."""
     # b first, which `product` protects: XLA would merge a uniform coefficient with what makes b.
@@ -72,13 +83,13 @@ def linear_product(coefficient: jax.Array, x: jax.Array, *, zero_absorbs: bool =
 
 def _product_or_zero(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
     product = differentiable_product(*residuals, x)
-    return jnp.where(spread(x == 0, product), jnp.zeros_like(product), product)
+    return jnp.where(broadcast_like(x == 0, product), jnp.zeros_like(product), product)
 
 
 def _absorbing_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
     (coefficient,) = residuals
     product = _product_or_zero(residuals, x)
-    return jnp.where(spread(coefficient == 0, product), jnp.zeros_like(product), product)
+    return jnp.where(broadcast_like(coefficient == 0, product), jnp.zeros_like(product), product)
 
 
 @jax.custom_jvp
@@ -92,7 +103,7 @@ def _differentiable_quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array
     (a, b), (a_dot, b_dot) = primals, tangents
     y = differentiable_quotient(a, b)
     by_a = linear_quotient(a_dot, b)
-    return y, by_a - linear_product(differentiable_quotient(y, b), spread(b_dot, y))
+    return y, by_a - linear_product(differentiable_quotient(y, b), broadcast_like(b_dot, y))
 
 
 def linear_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:

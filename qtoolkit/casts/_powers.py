@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._affine import unmerged
+from qtoolkit.casts._affine import prevent_merging
 from qtoolkit.casts._bits import (
     FLOAT32_MANTISSA,
     INF,
@@ -87,8 +87,8 @@ def times_to_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> 
     # that number to an integer.
     whole = pattern(steps + np.float32(_HIDDEN)) - np.float32(_HIDDEN).view(np.uint32)
     subnormal = from_pattern(whole | (bits & u32(SIGN)), jnp.float32)
-    # Without `unmerged` XLA multiplies the halves first where they are the same everywhere.
-    return jnp.where(steps < np.float32(_HIDDEN), subnormal, unmerged(x * first) * second)
+    # Without `prevent_merging` XLA multiplies the halves first where they are the same everywhere.
+    return jnp.where(steps < np.float32(_HIDDEN), subnormal, prevent_merging(x * first) * second)
 
 
 def _halves(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -155,17 +155,17 @@ def e8m0_codes(amax: jax.Array, exponent: int, least_fraction: int) -> jax.Array
 def over_e8m0(x: jax.Array, codes: jax.Array) -> jax.Array:
     """float32 `x / 2**e`, exact; subnormal numbers may be read and returned as zero."""
     # Codes are at most 253, because 2**-126 is float32's lowest normal number.
-    # `unmerged`: of `(2 * y) / 2**-127` XLA would make `y * 2**128`, which is NaN for y = 0.
+    # `prevent_merging`: of `(2 * y) / 2**-127` XLA would make `y * 2**128`, which is NaN for y = 0.
     field = np.uint32(2 * 127) - codes.astype(jnp.uint32)
-    return unmerged(x) * from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
+    return prevent_merging(x) * from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
 
 
 @elementwise
 def times_e8m0(q: jax.Array, codes: jax.Array) -> jax.Array:
     """float32 `q * 2**e`, NaN for code 255; subnormal numbers may be read and returned as zero."""
-    # 2**-127 is subnormal. So half of q is multiplied by 2**(e + 1). Without `unmerged` XLA would
-    # move the half to a factor that is the same everywhere.
+    # 2**-127 is subnormal. So half of q is multiplied by 2**(e + 1). Without `prevent_merging` XLA
+    # would move the half to a factor that is the same everywhere.
     field = codes.astype(jnp.uint32) + np.uint32(1)
     factor = from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
     factor = jnp.where(field > np.uint32(_NAN_CODE), np.float32(np.nan), factor)
-    return unmerged(q * np.float32(0.5)) * factor
+    return prevent_merging(q * np.float32(0.5)) * factor

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._affine import quotient, settled
+from qtoolkit.casts._affine import prevent_contraction, quotient
 from qtoolkit.casts._bits import holds
 from qtoolkit.casts._elementwise import look_up
 from qtoolkit.casts._modes import MODES, Mode, Stochastic, goes_up, stays_finite
@@ -61,7 +61,7 @@ def _stochastic_codes(
     thresholds, gaps = _gaps(fmt, projection.saturation, np.dtype(x.dtype))
     gap = _entry_at(key, thresholds, np.arange(len(gaps.start), dtype=np.int32))
     start, width = look_up(gaps.start, gap), look_up(gaps.width, gap)
-    v = quotient(jnp.abs(settled(x) - start), width)
+    v = quotient(jnp.abs(prevent_contraction(x) - start), width)
     bits = projection.rounding.bits + 2
     scaled = jnp.minimum(v, v.dtype.type(1)) * v.dtype.type(2.0**bits)
     fraction = scaled.astype(jnp.int32)

@@ -5,10 +5,10 @@
 from qtoolkit.casts._affine import (
     ieee_quotient,
     is_zero,
+    prevent_contraction,
+    prevent_merging,
     product,
     quotient,
-    settled,
-    unmerged,
     without_underflow,
 )
 from qtoolkit.casts._bits import (
@@ -32,6 +32,7 @@ from qtoolkit.casts._checks import (
     NONZERO,
     POSITIVE,
     Domain,
+    broadcast_like,
     broadcasts_to,
     check_differentiable,
     check_domain,
@@ -47,7 +48,6 @@ from qtoolkit.casts._checks import (
     parameter,
     ranked,
     result_dtype,
-    spread,
 )
 from qtoolkit.casts._codes import codes_of, round_values, values_of
 from qtoolkit.casts._compact import (
@@ -62,6 +62,7 @@ from qtoolkit.casts._differentiable import (
     differentiable_quotient,
     differentiable_widened,
     linear_product,
+    straight_through,
 )
 from qtoolkit.casts._elementwise import (
     barrier_on_cpu,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._report import TensorPlan
+from qtoolkit.checkpoints._roles import EMBEDDING
 from qtoolkit.checkpoints._tensors import configs_in, listed, over_layers, shown
 from qtoolkit.checkpoints.layouts import Scheme
 from qtoolkit.checkpoints.layouts._compressed_tensors import (
@@ -207,6 +208,10 @@ def _unquantized_stacks(target: Target) -> Iterable[str]:
     return [t.name for t in stacks if re.search(r"experts\.\w*_proj$", t.name)]
 
 
+def _tables(target: Target) -> Iterable[str]:
+    return [t.name for t in target.quantized if EMBEDDING.search(t.name)]
+
+
 _ALIKE = (
     "for it, quantize all of them alike, in e4m3fn by channel or tensor, mxfp4, int4_group128, "
     "int4_group32 or int8_group128"
@@ -263,6 +268,15 @@ CAUTIONS = (
         "and computes NaN or wrong numbers or fails",
         remedy="for it, exclude them with --skip shared_transf, or use --layout finegrained-fp8",
         names=_shared_modules,
+        **_OF_TRANSFORMERS,
+    ),
+    Caution(
+        key="tables of embeddings",
+        layout="compressed-tensors",
+        models="all",
+        fault="finds no weight in a table of embeddings and fails as it runs the model",
+        remedy="vLLM looks up the codes; for transformers load one scheme by " + PACKED_OPTION,
+        names=_tables,
         **_OF_TRANSFORMERS,
     ),
     Caution(

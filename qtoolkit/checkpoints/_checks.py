@@ -9,18 +9,12 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import engine_group, experts_of, module_of
 from qtoolkit.checkpoints._storage import join
-from qtoolkit.checkpoints._tensors import (
-    Checkpoint,
-    CheckpointError,
-    Tensor,
-    listed,
-    over_layers,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import CheckpointError, listed, over_layers, shown
 from qtoolkit.checkpoints.layouts import Scheme
 
 DIFFUSERS = "_class_name"  # a config.json with this key belongs to a model of diffusers

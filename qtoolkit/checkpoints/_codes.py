@@ -8,22 +8,14 @@ import math
 import re
 from collections.abc import Callable, Container, Mapping
 
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._decode import (
     LAYOUT_OF,
     dequantized,
     own_metadata,
     quantization_config,
 )
-from qtoolkit.checkpoints._tensors import (
-    DTYPE_BITS,
-    FLOATS,
-    Checkpoint,
-    CheckpointError,
-    Entry,
-    Tensor,
-    listed,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import DTYPE_BITS, FLOATS, CheckpointError, Entry, listed, shown
 from qtoolkit.checkpoints.layouts._qarrays import undecoded_parts
 
 _NARROW = {dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8 and dtype[0] == "F"}

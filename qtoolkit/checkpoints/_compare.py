@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, same_bytes
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
@@ -14,14 +15,7 @@ from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._tensors import (
-    FLOATS,
-    Checkpoint,
-    CheckpointError,
-    Tensor,
-    same_bytes,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import FLOATS, CheckpointError, shown
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.formats import FloatFormat, Format, IntFormat
 from qtoolkit.scaling.internal import ErrorSums, error_sums

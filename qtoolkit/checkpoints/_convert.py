@@ -6,11 +6,12 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._codes import check_quantized
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._formats import InputScales
-from qtoolkit.checkpoints._gguf import check_container, is_gguf, write_gguf
+from qtoolkit.checkpoints._gguf_write import check_container, is_gguf, write_gguf
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport
@@ -25,7 +26,7 @@ from qtoolkit.checkpoints._target import (
     file_limit,
     worker_count,
 )
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, listed, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, listed, shown
 from qtoolkit.formats import FormatLike, Rules, SpecLike
 
 _NAMED = 20  # tensors with NaN or Inf that are named

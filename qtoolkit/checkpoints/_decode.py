@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, all_zeros
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import (
     FLOATS,
-    Checkpoint,
     CheckpointError,
     Entry,
-    Tensor,
-    all_zeros,
     configs_in,
     json_object,
     shown,

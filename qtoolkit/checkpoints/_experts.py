@@ -9,8 +9,8 @@ import dataclasses
 import functools
 from collections.abc import Container, Iterator
 
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, Turning
 from qtoolkit.checkpoints._roles import Roles, is_stack_of_experts
-from qtoolkit.checkpoints._tensors import Checkpoint, Tensor, Turning
 
 _QWEN = ("compressed-tensors", "finegrained-fp8", "modelopt")
 # By `model_type` the layouts whose loaders read experts one by one. Source: transformers,

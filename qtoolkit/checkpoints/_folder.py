@@ -1,7 +1,6 @@
 """Folders as Hugging Face has them: safetensors files, an index, config.json, files to copy."""
 
 import contextlib
-import dataclasses
 import functools
 import glob
 import json
@@ -11,16 +10,10 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._checkpoint import Checkpoint, FolderFiles, Tensor, same_bytes
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._storage import Path, is_url, join
-from qtoolkit.checkpoints._tensors import (
-    Checkpoint,
-    CheckpointError,
-    Tensor,
-    listed,
-    same_bytes,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import CheckpointError, listed, shown
 from qtoolkit.checkpoints._writing import plan_in
 
 INDEX = "model.safetensors.index.json"
@@ -40,32 +33,6 @@ _WEIGHTS = re.compile(
     r"|\.(safetensors|bin)\.index\.json$|^hf_quant_config\.json$",
     re.IGNORECASE,
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FolderFiles:
-    """What a folder holds in addition to tensors.
-
-    Attributes:
-      has_config: Whether there is a `config.json`, or a `qtoolkit_config.json`.
-      modelopt_config: The content of `hf_quant_config.json`, which NVIDIA's modelopt writes; empty
-        without it.
-      weights_name: The name of its weights without the ending, from the index or the only file:
-        "model" of model.safetensors. For several files without an index also "model".
-      weights: Names of the files with its weights.
-      copied: Names of the files that go with the weights, also in folders below ("1_Pooling/
-        config.json"): tokenizer, generation config and so on.
-      not_copied: Names of what is not copied: hidden files, weights of other kinds.
-      is_adapter: Whether the weights are those of an adapter (LoRA), as PEFT loads them.
-    """
-
-    has_config: bool
-    modelopt_config: Mapping[str, Any]
-    weights_name: str
-    weights: list[str]
-    copied: list[str]
-    not_copied: list[str]
-    is_adapter: bool
 
 
 def open_folder(path: Path) -> Checkpoint:

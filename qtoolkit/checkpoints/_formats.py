@@ -9,18 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import DIFFUSERS
 from qtoolkit.checkpoints._report import TensorPlan
 from qtoolkit.checkpoints._roles import module_of
-from qtoolkit.checkpoints._tensors import (
-    DTYPE_OF,
-    Checkpoint,
-    CheckpointError,
-    MisuseError,
-    Tensor,
-    configs_in,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import DTYPE_OF, CheckpointError, MisuseError, configs_in, shown
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, HIGH_PRECISION
 from qtoolkit.formats import (

@@ -8,28 +8,21 @@ format, lengths of blocks, a dtype, a packed size, a rotation. JAX is imported o
 quantized arrays.
 """
 
+import dataclasses
 import json
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._codes import check_explained
-from qtoolkit.checkpoints._containers import array_checkpoint, container_of, open_source
+from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import comfy_marks, dequantized
 from qtoolkit.checkpoints._pytrees import differs, filled, is_qarray, named_arrays
 from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._storage import Path, check_path
-from qtoolkit.checkpoints._tensors import (
-    DTYPE_OF,
-    FLOATS,
-    Checkpoint,
-    CheckpointError,
-    Entry,
-    shown,
-)
-from qtoolkit.checkpoints.layouts import LAYOUTS
+from qtoolkit.checkpoints._tensors import DTYPE_OF, FLOATS, CheckpointError, shown
 from qtoolkit.checkpoints.layouts._qarrays import (
     ARRAYS_KEY,
     FACTORS,
@@ -78,7 +71,7 @@ def save(
         if not name:
             raise CheckpointError(
                 f"{path}: what is saved has type {type(leaf).__name__}, expected arrays by name; "
-                'write {"name": array}, or of a model of nnx nnx.state(model)'
+                'write {"name": array}, or, of a model of nnx, nnx.state(model, nnx.Param)'
             )
         entries = {name: leaf}
         if is_qarray(leaf):
@@ -110,17 +103,16 @@ def load(path: Path, like: Any = None) -> Any:
 
     Args:
       path: A safetensors file, from `save`, `convert` or any other program; a folder as Hugging
-        Face's, in any layout; or a checkpoint of orbax.
+        Face's, in any layout; a checkpoint of orbax; or GGUF, whose blocks become float32.
       like: A state with the structure of the result, such as `nnx.state(model)`, linen variables,
         or trees of `jax.ShapeDtypeStruct`. The file must have exactly the names that `save` would
         give it. A tensor that `convert` quantized becomes a `QArray`, even if `like` has a plain
         array there.
 
     Returns:
-      Without `like`: a dictionary of NumPy arrays by name, in the order of the file, with a
-      `QArray` for each one that was saved. Weights that `convert` quantized are `QArray`s if `path`
-      is a folder, because its config says what codes mean; elements narrower than a byte are
-      packed. If `path` is a file, codes and scales stay separate, for `dequantize`.
+      Without `like`: a dictionary by name, in the order of the file, with a `QArray` for each
+      quantized weight and a NumPy array for each other tensor. Elements narrower than a byte are
+      packed. Weights with reordered groups (GPTQ's act-order) are float32, as no `QArray` has such.
       With `like`: a tree with its structure, of JAX arrays and `QArray`s. Dtypes are those of the
       file. Shardings are those of the arrays or structs in `like`, if they have any; scales are
       then replicated on all devices.
@@ -140,36 +132,51 @@ def load(path: Path, like: Any = None) -> Any:
       >>> bool((state["kernel"][...] == model.kernel[...]).all())
       True
     """
-    kind = container_of(path)
-    if kind == "gguf":
-        raise CheckpointError(
-            f"{path}: gguf, expected safetensors, a folder or a checkpoint of orbax; make a "
-            "safetensors file of it with dequantize_checkpoint"
-        )
     with open_source(path) as file:
-        described = file.metadata.get(ARRAYS_KEY)
-        if file.folder is not None and described is None:
-            loaded = _of_folder(file, None if like is None else dict(named_arrays(path, like)))
-        else:
-            # What `dequantize` cannot see any more once there are only arrays.
-            comfy_marks(file, {n for n, t in file.tensors.items() if t.dtype not in FLOATS})
-            arrays: dict[str, Any] = {name: file.read(name) for name in file.tensors}
-            loaded = _with_qarrays(path, arrays, described)
-    if like is None:
+        wanted = None if like is None else dict(named_arrays(path, like))
+        loaded = _loaded(file, wanted)
+    if wanted is None:
         return loaded
-    wanted = dict(named_arrays(path, like))
-    for name in list(loaded) if kind == "orbax" else ():
-        # A last key "value" was dropped, because orbax's trees use it for variables. Restore it.
-        if f"{name}.value" in wanted and name not in wanted:
-            ends = [end for end in ("", "_scale") if name + end in loaded]
-            loaded |= {f"{name}.value{end}": loaded.pop(name + end) for end in ends}
-    loaded = _with_converted(loaded, wanted)
     state = filled(path, like, loaded)
     if loaded:
         raise differs(
             path, loaded, "which `like` has not; add them to it, or remove them from the file"
         )
     return state
+
+
+def _loaded(file: Checkpoint, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arrays of an open checkpoint by name, in its order; each quantized weight a `QArray`.
+
+    Entries that only loaders need, such as input scales, are skipped if `wanted` lacks them.
+    """
+    saved = _saved(file)
+    parts = {f"{name}_{field}" for name in saved for field in (*FIELDS, FACTORS)}
+    others = {n: t for n, t in file.tensors.items() if n not in saved and n not in parts}
+    # Codes that no layout finds become arrays: what ComfyUI says of them would be lost.
+    comfy_marks(file, {name for name, tensor in others.items() if tensor.dtype not in FLOATS})
+    rest = dataclasses.replace(file, tensors=others)
+    rest.metadata = {key: text for key, text in file.metadata.items() if key != ARRAYS_KEY}
+    source = dequantized(rest)
+    check_explained(source)
+    names = source.everything if wanted is None else dict.fromkeys((*source.tensors, *wanted))
+    loaded: dict[str, Any] = {}
+    for name in (*saved, *names):
+        # Orbax's trees use a last key "value" for variables, and it was dropped.
+        leaf = name if wanted is None or name in wanted else f"{name}.value"
+        leaf = name if wanted is None or leaf not in wanted else leaf
+        if name in saved:
+            loaded[leaf] = _saved_array(file, name, saved[name])
+        elif encoding := source.encodings.get(name):
+            from qtoolkit.checkpoints._values import loaded_weight  # loads JAX
+
+            dtype = getattr((wanted or {}).get(leaf), "dtype", np.dtype("float32"))
+            loaded[leaf] = loaded_weight(encoding, file.tensors, dtype)
+        elif name in others:
+            loaded[leaf] = file.read(name)
+    order = {name: place for place, name in enumerate(file.tensors)}
+    order |= {encoding.name: order[encoding.codes.name] for encoding in source.encodings.values()}
+    return dict(sorted(loaded.items(), key=lambda pair: order.get(pair[0], len(order))))
 
 
 def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -223,140 +230,60 @@ def _array(path: Path, name: str, x: Any) -> np.ndarray:
         raise CheckpointError(f"{where}: {error}{hint_for_others('x', x)}") from error
 
 
-def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> dict[str, Any]:
-    """The arrays that `save` wrote, with those of each `QArray` put together."""
-    if described is None:
-        return arrays
+def _saved(file: Checkpoint) -> dict[str, Any]:
+    """What the metadata says of the `QArray`s that `save` wrote, by name."""
+    try:
+        return {**json.loads(file.metadata.get(ARRAYS_KEY, "{}"))}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise not_described(file.path, error) from error
+
+
+def _saved_array(file: Checkpoint, name: str, description: Any) -> Any:
+    """A `QArray` that `save` wrote, as the metadata describes it."""
     import jax.numpy as jnp
 
     from qtoolkit.products.internal import spec_from_json
     from qtoolkit.scaling import QArray
 
-    result = dict(arrays)
     try:
-        for name, about in json.loads(described).items():
-            spec, size = spec_from_json(about["spec"]), about["packed_size"]
-            names = (*FIELDS, FACTORS) if FACTORS in about else FIELDS
-            fields = {field: result.pop(f"{name}_{field}", None) for field in names}
-            codes = arrays[name].view(np.uint8 if size is not None else spec.element.code_dtype)
-            result[name] = QArray(
-                jnp.asarray(codes),
-                spec=spec,
-                dtype=about["dtype"],
-                lengths=tuple(about["lengths"]),
-                packed_size=size,
-                rotation=tuple(about[ROTATION]) if ROTATION in about else None,
-                **{field: None if x is None else jnp.asarray(x) for field, x in fields.items()},
-            )
+        spec, size = spec_from_json(description["spec"]), description["packed_size"]
+        names = (*FIELDS, FACTORS) if FACTORS in description else FIELDS
+        fields = {n: f"{name}_{n}" for n in names if f"{name}_{n}" in file.tensors}
+        codes = file.read(name).view(np.uint8 if size is not None else spec.element.code_dtype)
+        return QArray(
+            jnp.asarray(codes),
+            **({"scale": None} | {n: jnp.asarray(file.read(entry)) for n, entry in fields.items()}),
+            spec=spec,
+            dtype=description["dtype"],
+            lengths=tuple(description["lengths"]),
+            packed_size=size,
+            rotation=tuple(description[ROTATION]) if ROTATION in description else None,
+        )
+    except CheckpointError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise not_described(path, error) from error
-    return result
+        raise not_described(file.path, error) from error
 
 
-def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, with a `QArray` for each pair of 8-bit codes and float32 scales."""
-    result = dict(arrays)
-
-    def read(entry: Entry) -> np.ndarray:
-        return np.ascontiguousarray(arrays[entry.name]).reshape(-1).view(np.uint8)
-
-    for name, codes in arrays.items():
-        scale: Any = arrays.get(f"{name}_scale")
-        if not isinstance(codes, np.ndarray) or not isinstance(scale, np.ndarray):
-            continue
-        is_pair = codes.dtype.itemsize == 1 and scale.dtype == np.float32 and codes.size
-        if not is_pair or name not in wanted or f"{name}_scale" in wanted:
-            continue
-        from qtoolkit.checkpoints._values import qarray_of  # loads JAX
-
-        both = {name: codes, f"{name}_scale": scale}
-        headers = {n: Entry(n, DTYPE_OF[x.dtype.name], x.shape) for n, x in both.items()}
-        (encoding,) = LAYOUTS["plain"].decode({}, headers, "load").values()
-        dtype = getattr(wanted[name], "dtype", np.dtype("float32"))
-        result[name] = qarray_of(encoding, read, dtype=dtype)
-        del result[f"{name}_scale"]
-    return result
-
-
-def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, Any]:
-    """The tensors of a folder by name; quantized ones are `QArray`s, in any layout.
-
-    Entries that only loaders need, such as input scales, are skipped unless they are `wanted`.
-    """
-    source = dequantized(folder)
-    check_explained(source)
-    loaded: dict[str, Any] = {}
-    for name in source.everything if wanted is None else {*source.tensors, *wanted}:
-        encoding = source.encodings.get(name)
-        if encoding is None:
-            loaded |= {name: folder.read(name)} if name in folder.tensors else {}
-        elif encoding.is_array and (0 in encoding.shape or encoding.scale is None):
-            loaded |= {e.name: folder.read(e.name) for e in encoding.entries}
-        else:
-            from qtoolkit.checkpoints._values import entry_reader, qarray_of, values_of  # loads JAX
-
-            read = entry_reader(folder.tensors)
-            if not encoding.is_array:
-                loaded[name] = values_of(encoding, read)
-                continue
-            array = qarray_of(encoding, read)
-            is_narrow = encoding.spec.element.bits in (1, 2, 4, 6)
-            loaded[name] = array.pack() if is_narrow else array
-    return loaded
-
-
-def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Dequantize tensors, as `convert` or other programs write them, to float32.
+def dequantize(tree: Any, dtype: Any = "float32") -> Any:
+    """A tree, such as `load` returns, with the numbers of each `QArray` in its place.
 
     Args:
-      tensors: Arrays by name, as `load` returns them.
-
-    Returns:
-      The same dictionary with the float32 values of every `QArray`, and of every weight whose codes
-      and scales have the names and dtypes of a known layout. The scales are removed.
-
-    Raises:
-      CheckpointError: Codes are in a layout that cannot be read.
-      TypeError: `tensors` is no dictionary.
+      tree: Any pytree; arrays in it stay as they are.
+      dtype: As in `QArray.dequantize`.
 
     Examples:
       >>> weights = {"w": jnp.asarray([[896.0, 0.3]]), "bias": jnp.ones(2)}
       >>> qt.checkpoints.save("model.safetensors", weights)
       >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
       >>> tensors = qt.checkpoints.load("fp8.safetensors")
-      >>> tensors["w"].dtype, tensors["w_scale"]
-      (dtype(float8_e4m3fn), array([2.], dtype=float32))
+      >>> tensors["w"]
+      QArray(e4m3fn by tensor, float32[1,2]: codes uint8[1,2], scale float32[1,1])
       >>> qt.checkpoints.dequantize(tensors)["w"]
-      array([[8.960e+02, 3.125e-01]], dtype=float32)
+      Array([[8.960e+02, 3.125e-01]], dtype=float32)
     """
-    if not isinstance(tensors, Mapping):
-        raise TypeError(
-            f"dequantize: tensors has type {type(tensors).__name__}, expected arrays by name; "
-            "write dequantize(load(path))"
-        )
-    arrays = {
-        name: np.asarray(tensor.dequantize("float32") if is_qarray(tensor) else tensor)
-        for name, tensor in tensors.items()
-    }
-    known = {name: x for name, x in arrays.items() if x.dtype.name in DTYPE_OF}
-    headers = {name: (x.dtype, x.shape) for name, x in known.items()}
-    source = dequantized(array_checkpoint("dequantize", headers, known.__getitem__))
-    check_explained(source, lambda name: not _has_scales(name, arrays))
-    for name in arrays.keys() - known.keys():
-        scales = [f"{name}{end}" for end in ("_scale", "_scale_inv") if f"{name}{end}" in arrays]
-        if scales:
-            raise CheckpointError(
-                f"dequantize: tensor {shown(name)}: {arrays[name].dtype} with {shown(scales[0])}, "
-                "which no layout explains, expected 8-bit or packed codes; load the folder, whose "
-                "config.json may say it"
-            )
-    values = {n: t.read_all() if t.encoding else arrays[n] for n, t in source.everything.items()}
-    return values | {name: x for name, x in arrays.items() if name not in known}
+    import jax
 
-
-def _has_scales(name: str, names: Iterable[str]) -> bool:
-    """Whether other tensors of its module, by their names, show that this one holds codes."""
-    module = name.rpartition(".")[0]
-    start = f"{module}." if module else name
-    ends = (other.removeprefix(start) for other in names if other.startswith(start))
-    return any(re.search("scale|zero|absmax|quant|SCB|codebook", end) for end in ends)
+    return jax.tree.map(
+        lambda x: x.dequantize(dtype) if is_qarray(x) else x, tree, is_leaf=is_qarray
+    )

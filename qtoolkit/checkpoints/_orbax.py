@@ -13,9 +13,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._containers import array_checkpoint, check_unique
+from qtoolkit.checkpoints._arrays import array_checkpoint, check_unique
+from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._storage import Path, is_url, join
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, shown
 
 _METADATA = "_METADATA"  # the file of a tree that describes its arrays
 _TOGETHER = 2**24  # bytes that are read at a time: each reading looks at the metadata of all arrays

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints._arguments import recorded
 from qtoolkit.checkpoints._cautions import Target, cautions_of
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import (
     check_fit,
     check_loads,
@@ -45,14 +47,7 @@ from qtoolkit.checkpoints._roles import (
     is_stack_of_experts,
 )
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
-from qtoolkit.checkpoints._tensors import (
-    Checkpoint,
-    CheckpointError,
-    MisuseError,
-    Tensor,
-    listed,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, listed, shown
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION, SCALINGS
 from qtoolkit.checkpoints.layouts._qarrays import remaining_arrays, undecoded_parts
@@ -158,6 +153,11 @@ def make_plan(
         input_scales=input_scales,
         keep_unfitting=keep_unfitting,
         copied=undecoded_parts(source.metadata, source.tensors, source.encodings),
+        others={
+            "channel_axis": None if channel_axis == "auto" else channel_axis,
+            "allow_codes": allow_codes,
+            "allow_split": allow_split,
+        },
     )
     plan = planner.plan(format, skip, allow_codes)
     if not allow_split:
@@ -168,8 +168,8 @@ def make_plan(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """The choices of one conversion. `copied` are tensors of quantized arrays, `misfits` is
-    what was met that a format does not fit.
+    """The choices of one conversion. `copied` are tensors of quantized arrays, `others` arguments
+    that are only recorded, `misfits` is what was met that a format does not fit.
     """
 
     source: Checkpoint
@@ -180,6 +180,7 @@ class _Planner:
     input_scales: InputScales | None
     keep_unfitting: bool
     copied: set[str]
+    others: Mapping[str, Any]
     misfits: list[tuple[Tensor, Scheme, str]] = dataclasses.field(default_factory=list)
 
     def plan(
@@ -223,7 +224,7 @@ class _Planner:
             format=chosen,
             scaling=word,
             tensors=tensors,
-            metadata=self._metadata(chosen, word, tensors, keeps_codes),
+            metadata=self._metadata(chosen, word, tensors, keeps_codes, patterns),
             quantization_config=self.layout.config(used, unquantized) if used else {},
             files=self.layout.files(used, unquantized) if used else {},
             dequantizes=self.source.layout,
@@ -349,7 +350,7 @@ class _Planner:
             scheme = self.layout.static.get(scheme, scheme)
         try:
             if self.layout.linear_only:
-                self._check_linear(info)
+                self._check_linear(info, scheme)
             if reason := self.layout.misfit(info.shape, scheme.spec):
                 self.misfits.append((info, scheme, reason))
                 return self._unquantized(info, reason)
@@ -363,7 +364,7 @@ class _Planner:
         group = fused_group(info.name) if shares else ""
         return TensorPlan.quantized(info, encoding, scheme, group)
 
-    def _check_linear(self, info: Tensor) -> None:
+    def _check_linear(self, info: Tensor, scheme: Scheme) -> None:
         if self.layout.experts_of:
             if not is_stack_of_experts(info) or not self.roles.outputs_last(info):
                 raise CheckpointError(
@@ -379,11 +380,19 @@ class _Planner:
                 f"NAME.weight, as layout {self.layout.name} holds them; exclude it with --skip, or "
                 "use --layout plain"
             )
-        if EMBEDDING.search(info.name):
+        if EMBEDDING.search(info.name) and scheme not in self.layout.tables:
+            held = " or ".join(dict.fromkeys(one.name for one in self.layout.tables))
+            takes = f"; loaders read tables in {held}" if held else ""
             raise CheckpointError(
                 f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of "
-                f"layout {self.layout.name} take quantized weights of linear layers only; exclude "
-                "it by a rule or with --skip, or use --layout plain"
+                f"layout {self.layout.name} take {scheme.name} for linear layers only{takes}; "
+                "exclude it by a rule or with --skip, or use --layout plain"
+            )
+        if EMBEDDING.search(info.name) and self.roles.has_tied_head():
+            raise CheckpointError(
+                f"tensor {shown(info.name)}: the head is tied to this table, by config.json or "
+                "because there is no weight for it, and loaders look for its own; exclude it by a "
+                "rule or with --skip, or save the model with tie_word_embeddings=false and a head"
             )
         if self.roles.outputs_last(info):
             raise CheckpointError(
@@ -404,7 +413,12 @@ class _Planner:
         return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
 
     def _metadata(
-        self, chosen: Any, word: str, tensors: Sequence[TensorPlan], keeps_codes: bool
+        self,
+        chosen: Any,
+        word: str,
+        tensors: Sequence[TensorPlan],
+        keeps_codes: bool,
+        skip: Sequence[re.Pattern[str]],
     ) -> dict[str, str]:
         about: dict[str, Any] = {"scaling": word, "version": __version__}
         if keeps_codes:
@@ -424,4 +438,14 @@ class _Planner:
         if chosen is None:
             metadata.pop(METADATA_KEY, None)
             return metadata
+        about["arguments"] = recorded(
+            chosen,
+            skip,
+            scaling=self.scaling,
+            layout=self.layout.name,
+            keep_dtype=self.keep_dtype and HIGH_PRECISION[self.keep_dtype].name,
+            input_scales=self.input_scales,
+            keep_unfitting=self.keep_unfitting,
+            **self.others,
+        )
         return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._safetensors import TensorInfo
 from qtoolkit.checkpoints._safetensors import layout as placed
-from qtoolkit.checkpoints._tensors import Entry, Tensor, shown
+from qtoolkit.checkpoints._tensors import Entry, shown
 from qtoolkit.checkpoints.layouts import Encoding, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Tensor, configs_in, shown
+from qtoolkit.checkpoints._checkpoint import Tensor
+from qtoolkit.checkpoints._tensors import CheckpointError, configs_in, shown
 
 AxisChoice = Literal["auto", "first", "last"]
 AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
@@ -18,8 +19,8 @@ AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
 # "gate_proj" and GGUF's "ffn_gate" are not, its "ffn_gate_inp" is), biases (of two dimensions in
 # Flax attention), the state matrices and short convolutions of state-space models, the vision and
 # audio parts of language models with what projects their results into the model, the scales of
-# tensors that are quantized already, and the states of optimizers (Adam divides by moments that
-# rounding would make 0).
+# tensors that are quantized already, the states of optimizers (Adam divides by moments that
+# rounding would make 0), and what training with qtoolkit keeps: histories, keys, probes.
 DEFAULT_SKIP = (
     r"(^|[./])("
     r"[^./]*embe?d[^./]*|([^./]*_)?emb|token_types|wte|wpe|shared(?=[./](weight|embedding)$)"
@@ -27,7 +28,7 @@ DEFAULT_SKIP = (
     r"|vocab_(transform|projector)|(generator|discriminator)_predictions|output_projection"
     r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
     r"|([^./]*_)?router|(?!ffn_gate([./]|$))([^./]*_)?gate|ffn_gate_inp[^./]*"
-    r"|a_log|([^./]*_)?conv1d|dt_bias|opt_states?|optim(izer)?(_states?)?"
+    r"|a_log|([^./]*_)?conv1d|dt_bias|qtoolkit(_products)?|opt_states?|optim(izer)?(_states?)?"
     r"|([^./]*_)?(vision|image|video|audio|speech)_(tower|model|encoder|backbone)|vqmodel|vpm|apm"
     r"|vision|visual(_tokenizer)?|vision_language_adapter|patch_merger|([^./]*_)?(aligner|projector)"
     r"|connector|([^./]*_)?resampler|qformer|query_tokens|audio_projection_layer"
@@ -154,6 +155,18 @@ class Roles:
         if last == "weight":
             return False if by_bias is None or len(info.shape) != 2 else by_bias
         return by_bias
+
+    def has_tied_head(self) -> bool:
+        """Whether the output layer of a language model is its table of embeddings.
+
+        Where the config does not say it, models differ: a head that is missing is a tied one.
+        """
+        said = [part.get("tie_word_embeddings") for part in configs_in(self._config)]
+        if True in said:
+            return True
+        names = map(module_of, self._tensors)
+        has_head = any(re.search(r"(^|[./])(lm_head|embed_out|output|head)$", n) for n in names)
+        return bool(self._config) and not has_head and False not in said
 
     def axes(self, info: Tensor) -> tuple[int, ...]:
         """The axes of a weight that hold its outputs; raises where nothing says which."""

@@ -17,15 +17,14 @@ from typing import Any, Self
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._storage import Path, is_url
 from qtoolkit.checkpoints._tensors import (
     DTYPE_BITS,
     DTYPE_OF,
     DTYPE_RANK,
     NUMPY_DTYPES,
-    Checkpoint,
     CheckpointError,
-    Tensor,
     shown,
 )
 from qtoolkit.checkpoints._writing import (

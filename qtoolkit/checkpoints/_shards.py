@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
@@ -38,7 +39,7 @@ from qtoolkit.checkpoints._target import (
     modified_at,
     shared_plan,
 )
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, listed
+from qtoolkit.checkpoints._tensors import CheckpointError, listed
 from qtoolkit.checkpoints._writing import (
     CONTENT,
     PLAN,

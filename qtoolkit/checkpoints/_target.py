@@ -17,6 +17,7 @@ from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints import _storage as storage
+from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._containers import container_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
@@ -28,14 +29,7 @@ from qtoolkit.checkpoints._folder import (
 )
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
-from qtoolkit.checkpoints._tensors import (
-    Checkpoint,
-    CheckpointError,
-    MisuseError,
-    configs_in,
-    listed,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, configs_in, listed, shown
 from qtoolkit.checkpoints._writing import check_target, exists_already
 from qtoolkit.checkpoints.layouts import _mlx
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
@@ -239,13 +233,11 @@ def shared_plan(
     folder = source.folder
     assert folder is not None
     names = file_names(len(files), folder.weights_name)
-    contents = dict(plan.files)
+    contents: dict[str, Any] = {}
     if len(names) > 1:
         # The content of the index is known only when all files are written.
         contents[INDEX.replace("model", folder.weights_name, 1)] = None
-    if folder.has_config:
-        name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
-        contents[name] = _new_config(source.config, plan)
+    contents |= json_files(source, plan)  # config.json last: behind a URL it completes the folder
     tensors_by_file = [
         [(t.name, t.action, t.source.entry, t.entries, str(t.spec), t.group) for t in file]
         for file in files
@@ -268,6 +260,15 @@ def shared_plan(
         "json": contents,
         "report": dataclasses.asdict(report),
     }
+
+
+def json_files(source: Checkpoint, plan: Plan) -> dict[str, Any]:
+    """The contents of the JSON files of a target folder, without the index, by name."""
+    contents = dict(plan.files)
+    if source.folder is not None and source.folder.has_config:
+        name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
+        contents[name] = _new_config(source.config, plan)
+    return contents
 
 
 def difference(there: Any, here: Mapping[str, Any]) -> str:

@@ -1,21 +1,13 @@
-"""What a container yields: tensors that are read in parts. Dtypes, errors and their words."""
+"""Tensors as headers announce them: dtypes, `Entry`. Errors and their words."""
 
-import contextlib
-import dataclasses
 import json
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import ml_dtypes  # registers the 8-bit float names with numpy, too
 import numpy as np
-
-if TYPE_CHECKING:
-    from qtoolkit.checkpoints._folder import FolderFiles
-    from qtoolkit.checkpoints._storage import Path
-    from qtoolkit.checkpoints.layouts import Encoding
 
 # Bits of an element, and NumPy's name for it, in the order in which the reference implementation
 # lays tensors out (the last first), so that every tensor starts at a multiple of its element size.
@@ -50,7 +42,6 @@ NUMPY_DTYPES = {dtype: np.dtype(name) for dtype, (_, name) in _DTYPES.items() if
 DTYPE_OF = {dtype.name: name for name, dtype in NUMPY_DTYPES.items()}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-_CHUNK = 2**20  # elements that are read at a time
 # Fills a buffer with the bytes of a tensor from a byte on. Threads may call it at the same time.
 ReadBytes = Callable[[int, memoryview], None]
 
@@ -139,174 +130,3 @@ def read_elements(entry: Entry, read_into: ReadBytes, start: int, stop: int) -> 
     read_into(start // 2, data.data)
     codes = np.stack([data & 15, data >> 4], -1).reshape(-1)[start % 2 :][: stop - start]
     return codes.view(ml_dtypes.float4_e2m1fn)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tensor:
-    """A tensor of an open checkpoint. Its elements are read when they are asked for.
-
-    Attributes:
-      name: As in the checkpoint.
-      dtype: As safetensors spells it: "F8_E4M3".
-      shape: Elements along each axis; () for a scalar.
-      read_into: Fills a buffer with its bytes.
-      encoding: How the checkpoint holds it, if `read_into` dequantizes it; else None.
-      stored_dtype, stored_nbytes: The dtype of its codes, and the bytes of all its entries; of what
-        is not quantized, those of the tensor.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    read_into: ReadBytes
-    encoding: "Encoding | None" = None
-    stored_dtype: str = ""
-    stored_nbytes: int = -1
-
-    def __post_init__(self) -> None:
-        if not self.stored_dtype:
-            object.__setattr__(self, "stored_dtype", self.dtype)
-            object.__setattr__(self, "stored_nbytes", self.nbytes)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * DTYPE_BITS[self.dtype] // 8
-
-    @property
-    def entry(self) -> Entry:
-        return Entry(self.name, self.dtype, self.shape)
-
-    @property
-    def is_dequantized(self) -> bool:
-        return self.stored_dtype != self.dtype
-
-    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Elements `start` to `stop` in C order: a new array of one dimension."""
-        return read_elements(self.entry, self.read_into, start, self.size if stop is None else stop)
-
-    def read_all(self) -> np.ndarray:
-        return self.read().reshape(self.shape)
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes; reads a part after the other."""
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    for start in range(0, a.nbytes, _CHUNK):
-        one, other = (bytearray(min(_CHUNK, a.nbytes - start)) for _ in range(2))
-        a.read_into(start, memoryview(one))
-        b.read_into(start, memoryview(other))
-        if one != other:
-            return False
-    return True
-
-
-class Turning:
-    """Reads stacks of matrices as those of their transposes; one matrix at a time is in memory."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._matrix: tuple[Tensor, int] | None = None
-        self._data = np.empty(0, np.uint8)
-
-    def transposed(self, tensor: Tensor) -> Tensor:
-        """The tensor with its last two axes in the other order."""
-        *batch, rows, columns = tensor.shape
-        nbytes = tensor.nbytes // max(math.prod(batch), 1)
-
-        def read_into(start: int, buffer: memoryview) -> None:
-            done = 0
-            while done < len(buffer):
-                index, first = divmod(start + done, nbytes)
-                with self._lock:
-                    self._turn(tensor, index, nbytes)
-                    part = self._data[first : first + len(buffer) - done]
-                    buffer[done : done + len(part)] = part.data
-                done += len(part)
-
-        return Tensor(tensor.name, tensor.dtype, (*batch, columns, rows), read_into)
-
-    def _turn(self, tensor: Tensor, index: int, nbytes: int) -> None:
-        if self._matrix == (tensor, index):
-            return
-        *_, rows, columns = tensor.shape
-        self._matrix = None
-        if len(self._data) != nbytes:
-            self._data = np.empty(nbytes, np.uint8)
-        turned = self._data.view(NUMPY_DTYPES[tensor.dtype]).reshape(columns, rows)
-        step = max(_CHUNK // columns, 1)
-        for row in range(0, rows, step):
-            stop = min(row + step, rows)
-            part = tensor.read(*((index * rows + at) * columns for at in (row, stop)))
-            turned[:, row:stop] = part.reshape(-1, columns).T
-        self._matrix = tensor, index
-
-
-@dataclasses.dataclass(eq=False)
-class Checkpoint:
-    """An open checkpoint of any container. A context manager; threads may read it together.
-
-    Attributes:
-      path: As given.
-      tensors: Its tensors by name, in the order of the data.
-      metadata: The strings that it holds in addition to tensors.
-      config: The content of its `config.json`; empty without one.
-      folder: What else a folder of Hugging Face holds; None of other containers.
-      layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
-      auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
-        model.
-      stored: The tensors as the container has them, where weights were dequantized; else empty.
-      opened: What `close` closes.
-    """
-
-    path: "Path"
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    folder: "FolderFiles | None" = None
-    layout: str = ""
-    auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    opened: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-
-    @property
-    def everything(self) -> dict[str, Tensor]:
-        """`tensors` and `auxiliary`."""
-        return {**self.tensors, **self.auxiliary}
-
-    @property
-    def encodings(self) -> "dict[str, Encoding]":
-        """How each weight that was dequantized is stored, by name."""
-        return {n: t.encoding for n, t in self.tensors.items() if t.encoding is not None}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.opened.close()
-
-    def read(self, name: str) -> np.ndarray:
-        """The whole tensor `name`, a new array. Raises KeyError where there is none."""
-        return self.tensors[name].read_all()
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fills `buffer` from byte `start` of tensor `name` on."""
-        tensor, view = self.tensors[name], memoryview(buffer)
-        if not 0 <= start <= start + len(view) <= tensor.nbytes:
-            raise IndexError(
-                f"tensor {shown(name)}: bytes {start}:{start + len(view)} of {tensor.nbytes}"
-            )
-        tensor.read_into(start, view)
-
-
-def all_zeros(tensor: Tensor) -> bool:
-    """Reads a tensor in chunks, up to the first element that is not zero."""
-    starts = range(0, tensor.size, _CHUNK)
-    return not any((tensor.read(i, min(i + _CHUNK, tensor.size)) != 0).any() for i in starts)

@@ -1,37 +1,38 @@
 """Checks a converted checkpoint: plans and quantizes its source again and compares the bytes.
 
-From the codes and scales of the converted checkpoint it makes the plan of the conversion again, and
-compares what the layout writes for that plan, config and static input scales too, with what is
-there. Other programs may write other configs, so less of these is checked.
+`convert` stores its arguments with the weights, so the same plan is made again, and the tensors and
+config.json that it writes are compared with what is there. Other programs store no arguments: of
+their checkpoints only the codes and scales of weights are compared, with those that the format of
+each weight gives.
 """
 
 import dataclasses
-import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._checks import unquantized_modules, used_schemes
-from qtoolkit.checkpoints._compare import opened
-from qtoolkit.checkpoints._decode import own_layout, quantization_config
+from qtoolkit.checkpoints._arguments import recalled
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
+from qtoolkit.checkpoints._codes import check_explained
+from qtoolkit.checkpoints._containers import open_source
+from qtoolkit.checkpoints._decode import dequantized, own_metadata
 from qtoolkit.checkpoints._experts import split_alike
-from qtoolkit.checkpoints._folder import CONFIG, read_json
+from qtoolkit.checkpoints._folder import read_json
+from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
-from qtoolkit.checkpoints._report import Progress, TensorPlan, followed
-from qtoolkit.checkpoints._roles import module_of
+from qtoolkit.checkpoints._report import Plan, Progress, TensorPlan
 from qtoolkit.checkpoints._storage import Path, join
-from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, Entry, Tensor, shown
+from qtoolkit.checkpoints._target import json_files
+from qtoolkit.checkpoints._tensors import CheckpointError, shown
 from qtoolkit.checkpoints._values import Values
-from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, Layout, Scheme
+from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32
 
 _AGAIN = "convert it again"
-_MOST = 2**16  # elements of a tensor of scales at most; it may have one for each head
 _UNCOMPARED = ("producer",)  # in a config: the version of a program
 
 
@@ -42,6 +43,8 @@ class Verification:
     Attributes:
       source, converted: The two paths.
       tensors, quantized: How many tensors were compared, and how many of them are quantized.
+      codes_only: Whether nothing but codes and scales of weights was compared, because another
+        program made the checkpoint, which stores no arguments of `convert`.
       problems: A line for each difference; empty where all is as it should be.
     """
 
@@ -49,25 +52,26 @@ class Verification:
     converted: str
     tensors: int
     quantized: int
+    codes_only: bool
     problems: tuple[str, ...]
 
 
 def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> Verification:
-    """Quantize `src` again as `converted` is quantized, and compare every code and scale.
+    """Convert `src` again as `converted` was converted, and compare all bytes. Nothing is written.
 
-    Headers and index are checked when the two are opened. Each tensor of `src` must be there:
-    unchanged, rounded to another dtype of high precision, or quantized. Its codes and scales must
-    then be those of `qtoolkit.quantize`; in layout compressed-tensors scales follow that package's
-    rules. Static input scales must be there if the config says so, and be finite and above 0;
-    whether they are those of the calibration cannot be checked. If `convert` wrote the checkpoint,
-    config.json and hf_quant_config.json must say of quantization what it writes for these weights.
-    If another program did, config.json must only say that weights are quantized. Other files are
-    not compared. Nothing is written; memory is a few slabs.
+    `convert` stores its arguments in the metadata of the weights. Planned again with them, each
+    tensor must have the same dtype, shape and bytes, static input scales too, and config.json the
+    same content. Other files are not compared. Memory is a few slabs.
+
+    A checkpoint of another program has no such arguments. Then only weights are compared: each
+    tensor of `src` must be there, unchanged, rounded to another dtype of high precision, or
+    quantized with the codes and scales of `qtoolkit.quantize`; in layout compressed-tensors scales
+    follow that package's rules. `codes_only` says so.
 
     Args:
       src: The checkpoint that was converted: a folder or a file.
       converted: The result, of any program that quantizes in one of the layouts.
-      progress: Called with (name, bytes compared, bytes in all) of `src`.
+      progress: Called with (name, bytes compared, bytes in all).
 
     Returns:
       What was compared, and a line for each difference.
@@ -87,228 +91,59 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     """
     storage.check_path(src, "src")
     storage.check_path(converted, "converted")
-    with opened(src) as source, opened(converted) as target:
-        source, target = split_alike(source, target)
-        problems = [*_other_problems(source, target), *_changed(source, target, progress)] + [
-            f"{shown(name)}: is not in {shown(str(src))}"
-            for name in target.tensors
-            if name not in source.tensors
-        ]
+    with open_source(src) as opened, open_source(converted) as target:
+        source = dequantized(opened)
+        record = own_metadata(target).get("arguments")
+        if record is None:
+            check_explained(source)
+            tensors, quantized, problems = _by_codes(source, target, progress)
+        else:
+            tensors, quantized, problems = _by_arguments(source, target, record, progress)
         return Verification(
             source=str(src),
             converted=str(converted),
-            tensors=sum(name in target.everything for name in source.tensors),
-            quantized=sum(name in source.tensors for name in target.encodings),
+            tensors=tensors,
+            quantized=quantized,
+            codes_only=record is None,
             problems=tuple(problems),
         )
 
 
-def _changed(source: Checkpoint, target: Checkpoint, progress: Progress | None) -> Iterator[str]:
-    """A line for each tensor of the source that the target has not as the conversion gives it."""
-    plans = {t.name: _plan(t, target) for t in source.tensors.values()}
-    planned = [p for p in plans.values() if isinstance(p, TensorPlan)]
-    production = Production(planned, Workers(), stored=source.stored)
-    # All in one call, because it computes small tensors together.
-    planned = [plan for plan in planned if plan.source.size]
-    owner = {entry.name: plan.name for plan in planned for entry in plan.entries}
-    made = itertools.groupby(production.chunks(planned), lambda chunk: owner[chunk[0]])
-    for tensor in followed(source.tensors.values(), progress):
-        plan = plans[tensor.name]
-        if isinstance(plan, str):
-            yield f"{shown(tensor.name)}: {plan}"
-        elif tensor.size:
-            _, chunks = next(made)
-            if difference := _difference(chunks, plan, target):
-                yield f"{shown(tensor.name)}: {difference}"
+# Checkpoints of `convert`.
 
 
-def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
-    """What the conversion did with a tensor; or what is wrong if it did no such thing."""
-    converted = target.everything.get(tensor.name)
-    if converted is None or converted.shape != tensor.shape:
-        got = "is missing" if converted is None else f"shape {list(converted.shape)}"
-        return f"{got}, expected shape {list(tensor.shape)}"
-    if converted.encoding is not None:
-        if not converted.encoding.is_written:
-            return (
-                f"in layout {target.layout} as {converted.encoding.spec.name}, which is read, not "
-                "written, expected codes that can be made again; measure it with `qtoolkit compare`"
-            )
-        encoding = _computed(converted.encoding, target)
-        entry, group = encoding.tensor_scale, ""
-        if entry is not None and entry.nbytes == 4:  # weights with an equal one may share it
-            group = target.stored[entry.name].read().tobytes().hex()
-        return TensorPlan(
-            source=tensor,
-            action="quantize",
-            dtype=encoding.codes.dtype,
-            spec=encoding.spec_as_stored,
-            encoding=encoding,
-            group=group,
-        )
-    if converted.dtype != tensor.dtype and not HIGH_PRECISION.keys() >= {
-        converted.dtype,
-        tensor.dtype,
-    }:
-        return f"dtype {converted.dtype}, expected {tensor.dtype}"
-    return TensorPlan.unquantized(tensor, converted.dtype)
-
-
-def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
-    """The encoding, with the rules of scales of its layout."""
-    spec = encoding.spec
-    if target.layout in LAYOUTS:
-        spec = LAYOUTS[target.layout].computed(spec)
-    encoding = dataclasses.replace(encoding, spec=spec)
-    # No file says whether DeepSeek's least amax of 1e-4 was used. If the least scale is exactly
-    # 1e-4 / 448, it was: blocks with a smaller amax have that scale then.
-    least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
-    if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
-        return encoding
-    scale, _ = Values(encoding, target.stored).scales()
-    if scale is None or np.nanmin(scale, initial=np.inf) != least:
-        return encoding
-    spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
-    return dataclasses.replace(encoding, spec=spec)
-
-
-def _difference(
-    chunks: Iterable[tuple[str, np.ndarray]], plan: TensorPlan, target: Checkpoint
-) -> str:
-    """Where the target first differs from what is produced again; "" where it does not."""
-    name = plan.name
-    places: dict[str, int] = {}
-    for entry, array in chunks:
-        wanted = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        got = np.empty_like(wanted)
-        start = places.get(entry, 0)
-        stored = target.stored if plan.encoding is not None else target.everything
-        stored[entry].read_into(start, got.data)
-        places[entry] = start + len(got)
-        differ = np.flatnonzero(got != wanted)
-        if len(differ):
-            at = int(differ[0])
-            return (
-                "" if entry == name else f"{shown(entry)}: "
-            ) + f"byte {start + at:,} is {got[at]}, expected {wanted[at]}; convert it again"
-    return ""
-
-
-# What loaders read besides codes and scales of weights.
-
-
-def _other_problems(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
-    """A line for each thing that loaders read besides codes and that is not as it should be."""
-    config = quantization_config(target)
-    if not target.encodings:
-        method = str(config.get("quant_method", "compressed-tensors"))
-        key = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}.get(method)
-        # If only the attention cache is quantized, the config has neither key.
-        if config and (key is None or config.get(key)):
-            yield (
-                f"{CONFIG}: quantization_config of {shown(method)}, and no weight is quantized, "
-                f"expected none: loaders look for codes; remove it, or {_AGAIN}"
-            )
-        return
-    own = (own_layout(target) or "plain") if "qtoolkit" in target.metadata else ""
-    is_ours, is_folder = own in LAYOUTS, target.folder is not None
-    layout = LAYOUTS[own if is_ours else target.layout]
-    if is_ours and not target.config.get("quantization_config"):
-        config = {}  # loaders may not find it where it is in config.json
-    has_file = is_folder and storage.kind_at(join(target.path, CONFIG)) == "file"
-    if is_folder and not config and (layout.linear_only or has_file):
-        # transformers then takes the codes for weights: SmolLM2-135M in E4M3 has a perplexity of 17
-        # million instead of 18.
-        yield (
-            f"{CONFIG}: no quantization_config, expected that of layout {target.layout}: loaders "
-            f"take codes for weights, without an error; {_AGAIN}"
-        )
-    schemes = _schemes(source, target, layout)
-    unknown = [name for name, scheme in schemes.items() if scheme is None]
-    plans = [
-        TensorPlan.unquantized(info, info.dtype)
-        if (scheme := schemes.get(name)) is None
-        else TensorPlan.quantized(info, layout.encode(info.entry, scheme, (), 1.0), scheme)
-        for name, info in source.tensors.items()
+def _by_arguments(
+    source: Checkpoint, target: Checkpoint, record: Any, progress: Progress | None
+) -> tuple[int, int, list[str]]:
+    """How many tensors were compared, how many of them are quantized, and what differs."""
+    try:
+        plan = make_plan(source, **recalled(record))
+    except CheckpointError as error:
+        return 0, 0, [f"planned again as it was converted: {error}"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{target.path}: the arguments of its conversion, in its metadata, cannot be read "
+            f"({type(error).__name__}: {shown(str(error))}); {_AGAIN}"
+        ) from error
+    expected = {entry.name for tensor in plan.tensors for entry in tensor.entries}
+    problems = [*_config_problems(source, target, plan)]
+    problems += _tensor_problems(plan.tensors, source, target.tensors, progress)
+    problems += [
+        f"{shown(name)}: is there, expected no such tensor; {_AGAIN}"
+        for name in target.tensors
+        if name not in expected
     ]
-    if is_ours:
-        for name in unknown:
-            parts = ", ".join(f"{shown(e.name)} {e}" for e in target.encodings[name].parts)
-            yield (
-                f"{shown(name)}: {parts}, expected what layout {layout.name} writes of a weight "
-                f"{list(source.tensors[name].shape)}; {_AGAIN}"
-            )
-        if is_folder and config and not unknown:
-            yield from _config_problems(target, config, layout, plans)
-    constants = [t.encoding.constants for t in plans if t.encoding is not None]
-    expected = {entry.name: entry for entries in constants for entry, _ in entries}
-    yield from _scale_problems(source, target, expected, is_ours and not unknown)
+    present = [t for t in plan.tensors if all(e.name in target.tensors for e in t.entries)]
+    return len(present), sum(t.encoding is not None for t in present), problems
 
 
-def _schemes(source: Checkpoint, target: Checkpoint, layout: Layout) -> dict[str, Scheme | None]:
-    """The scheme with which the layout writes each weight to what is there; None if it has none."""
-    if not layout.linear_only:
-        return {}
-    schemes: dict[str, Scheme | None] = {}
-    rank = 3 if layout.experts_of else 2
-    for name, weight in target.encodings.items():
-        info = source.tensors.get(name)
-        if info is None or info.shape != weight.shape:
-            continue  # another check reports it
-        fitting = (
-            scheme
-            for scheme in (layout.schemes if len(info.shape) == rank else ())
-            if not layout.misfit(info.shape, scheme.spec)
-            and layout.encode(info.entry, scheme, (), 1.0).parts == weight.parts
-        )
-        schemes[name] = next(fitting, None)
-    maybe = [name for name, scheme in schemes.items() if scheme in layout.static]
-    if 2 * sum(f"{module_of(name)}.input_scale" in target.stored for name in maybe) > len(maybe):
-        schemes |= {name: layout.static[scheme] for name in maybe if (scheme := schemes[name])}
-    return schemes
-
-
-def _config_problems(
-    target: Checkpoint, config: Mapping[str, Any], layout: Layout, plans: list[TensorPlan]
-) -> Iterator[str]:
-    """A line for each difference of the config, and of further files, to what `convert` writes."""
-    used, unquantized = used_schemes(plans), unquantized_modules(plans)
-    expected = layout.config(used, unquantized) if used else {}
-    yield from _differences(config, expected, f"{CONFIG}: quantization_config.")
-    for name, content in (layout.files(used, unquantized) if used else {}).items():
+def _config_problems(source: Checkpoint, target: Checkpoint, plan: Plan) -> Iterator[str]:
+    """A line for each difference of the JSON files that loaders read."""
+    for name, content in json_files(source, plan).items() if target.folder is not None else ():
         if storage.kind_at(join(target.path, name)) == "file":
             yield from _differences(read_json(join(target.path, name)), content, f"{name}: ")
         else:
-            yield f"{name}: is missing, expected what layout {layout.name} has; {_AGAIN}"
-
-
-def _scale_problems(
-    source: Checkpoint, target: Checkpoint, expected: Mapping[str, Entry], is_ours: bool
-) -> Iterator[str]:
-    """A line for each static scale of activations, or attention cache, that is wrong or missing."""
-    for name in (name for name in expected if name not in target.stored):
-        yield f"{shown(name)}: is missing, expected {expected[name]}; {_AGAIN}"
-    for name, info in target.auxiliary.items():
-        wanted = expected.get(name) if is_ours else None
-        problem = ""
-        if name in source.tensors or not name.endswith("scale"):
-            continue  # the one is compared with that of the source, others are no scales
-        if is_ours and wanted is None and name.endswith("input_scale"):
-            problem = f"is there, expected none: activations have no static scales; {_AGAIN}"
-        elif wanted is not None and info.entry[1:] != wanted[1:]:
-            problem = f"{info.entry}, expected {wanted}; {_AGAIN}"
-        elif wanted is None and (info.dtype not in FLOATS or not 0 < info.size <= _MOST):
-            problem = f"{info.entry}, expected a float of one element; {_AGAIN}"
-        else:
-            values = info.read().astype(np.float64)
-            bad = values[~((values > 0) & (values < math.inf))]
-            if len(bad):
-                problem = (
-                    f"{bad[0]:g}, expected a number above 0, as every calibration gives; calibrate "
-                    f"again, and {_AGAIN}"
-                )
-        if problem:
-            yield f"{shown(name)}: {problem}"
+            yield f"{name}: is missing, expected what layout {plan.layout} has; {_AGAIN}"
 
 
 def _differences(
@@ -341,3 +176,133 @@ def _not_in(some: Iterable[Any], others: Iterable[Any]) -> Iterator[str]:
 def _brief(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return shown(text if len(text) <= 200 else text[:197] + "...")
+
+
+# Checkpoints of other programs.
+
+
+def _by_codes(
+    source: Checkpoint, target: Checkpoint, progress: Progress | None
+) -> tuple[int, int, list[str]]:
+    """As `_by_arguments`; the plan is what the codes that are there say."""
+    target = dequantized(target)
+    check_explained(target)
+    source, target = split_alike(source, target)
+    plans = {tensor.name: _plan_by_codes(tensor, target) for tensor in source.tensors.values()}
+    planned = [plan for plan in plans.values() if isinstance(plan, TensorPlan)]
+    stored = {
+        entry.name: (target.everything if plan.encoding is None else target.stored)[entry.name]
+        for plan in planned
+        for entry in plan.entries
+    }
+    problems = [f"{shown(n)}: {plan}" for n, plan in plans.items() if isinstance(plan, str)]
+    problems += _tensor_problems(planned, source, stored, progress)
+    problems += [
+        f"{shown(name)}: is not in {shown(str(source.path))}"
+        for name in target.tensors
+        if name not in source.tensors
+    ]
+    present = [name for name in source.tensors if name in target.everything]
+    return len(present), sum(name in source.tensors for name in target.encodings), problems
+
+
+def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
+    """What the conversion did with a tensor; or what is wrong if it did no such thing."""
+    converted = target.everything.get(tensor.name)
+    if converted is None or converted.shape != tensor.shape:
+        got = "is missing" if converted is None else f"shape {list(converted.shape)}"
+        return f"{got}, expected shape {list(tensor.shape)}"
+    if converted.encoding is not None:
+        if not converted.encoding.is_written:
+            return (
+                f"in layout {target.layout} as {converted.encoding.spec.name}, which is read, not "
+                "written, expected codes that can be made again; measure it with `qtoolkit compare`"
+            )
+        encoding = _computed(converted.encoding, target)
+        entry, group = encoding.tensor_scale, ""
+        if entry is not None and entry.nbytes == 4:  # weights with an equal one may share it
+            group = target.stored[entry.name].read().tobytes().hex()
+        return TensorPlan(
+            source=tensor,
+            action="quantize",
+            dtype=encoding.codes.dtype,
+            spec=encoding.spec_as_stored,
+            encoding=dataclasses.replace(encoding, constants=()),
+            group=group,
+        )
+    if converted.dtype != tensor.dtype and not HIGH_PRECISION.keys() >= {
+        converted.dtype,
+        tensor.dtype,
+    }:
+        return f"dtype {converted.dtype}, expected {tensor.dtype}"
+    return TensorPlan.unquantized(tensor, converted.dtype)
+
+
+def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
+    """The encoding, with the rules of scales of its layout."""
+    spec = encoding.spec
+    if target.layout in LAYOUTS:
+        spec = LAYOUTS[target.layout].computed(spec)
+    encoding = dataclasses.replace(encoding, spec=spec)
+    # No file says whether DeepSeek's least amax of 1e-4 was used. If the least scale is exactly
+    # 1e-4 / 448, it was: blocks with a smaller amax have that scale then.
+    least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
+    if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
+        return encoding
+    scale, _ = Values(encoding, target.stored).scales()
+    if scale is None or np.nanmin(scale, initial=np.inf) != least:
+        return encoding
+    spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
+    return dataclasses.replace(encoding, spec=spec)
+
+
+# Bytes.
+
+
+def _tensor_problems(
+    planned: Iterable[TensorPlan],
+    source: Checkpoint,
+    stored: Mapping[str, Tensor],
+    progress: Progress | None,
+) -> list[str]:
+    """A line for each planned tensor that is not stored as the conversion gives it."""
+    planned = [*planned]
+    problems = {plan.name: _header_problem(plan, stored) for plan in planned}
+    # All that is planned is given: some share a tensor scale.
+    production = Production(planned, Workers(), progress, source.stored)
+    written = [plan for plan in planned if not problems[plan.name]]
+    production.total = sum(plan.nbytes for plan in written)
+    plan_of = {entry.name: plan for plan in written for entry in plan.entries}
+    places = dict.fromkeys(plan_of, 0)
+    for entry, data in production.chunks(written):
+        name, start = plan_of[entry].name, places[entry]
+        wanted = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        places[entry] += len(wanted)
+        if not problems[name] and (found := _byte_problem(stored[entry], start, wanted)):
+            problems[name] = ("" if entry == name else f"{shown(entry)}: ") + found
+    return [f"{shown(name)}: {problem}" for name, problem in problems.items() if problem]
+
+
+def _header_problem(plan: TensorPlan, stored: Mapping[str, Tensor]) -> str:
+    """What dtypes and shapes say of the entries of a tensor; "" if they are as planned."""
+    for entry in plan.entries:
+        there = stored.get(entry.name)
+        which = "" if entry.name == plan.name else f"{shown(entry.name)}: "
+        if there is None:
+            return f"{which}is missing, expected {entry}; {_AGAIN}"
+        if there.entry[1:] != entry[1:]:
+            return f"{which}{there.entry}, expected {entry}; {_AGAIN}"
+    return ""
+
+
+def _byte_problem(stored: Tensor, start: int, wanted: np.ndarray) -> str:
+    """Where stored bytes differ from those that the conversion gives; "" where they do not."""
+    got = np.empty_like(wanted)
+    if not len(got):
+        return ""
+    stored.read_into(start, got.data)
+    differ = np.flatnonzero(got != wanted)
+    if not len(differ):
+        return ""
+    at = int(differ[0])
+    return f"byte {start + at:,} is {got[at]}, expected {wanted[at]}; {_AGAIN}"

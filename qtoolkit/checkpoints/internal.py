@@ -3,12 +3,13 @@
 # ruff: noqa: F401  (imported for those packages)
 
 from qtoolkit.checkpoints._cautions import ASK_FOR_WEIGHTS, CAUTIONS, PACKED_OPTION, TRIED
+from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._checks import compiled
 from qtoolkit.checkpoints._codes import check_explained, check_quantized
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
-from qtoolkit.checkpoints._gguf import OWN_TYPES, check_container, is_gguf
+from qtoolkit.checkpoints._gguf_write import OWN_TYPES, check_container, is_gguf
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._target import (
@@ -18,11 +19,6 @@ from qtoolkit.checkpoints._target import (
     files_of_shard,
     worker_count,
 )
-from qtoolkit.checkpoints._tensors import (
-    Checkpoint,
-    MisuseError,
-    listed,
-    shown,
-)
+from qtoolkit.checkpoints._tensors import MisuseError, listed, shown
 from qtoolkit.checkpoints._writing import WHOLE, check_target, whole
 from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -63,11 +64,47 @@ def _options(
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-for _command in (convert, dequantize, finalize, inspect, layouts, compare, verify):
-    app.command()(_command)
+# Two for each command; the first is the usual one.
+EXAMPLES = {
+    "convert": (
+        "qtoolkit convert model.safetensors model-fp8.safetensors --format e4m3fn",
+        "qtoolkit convert SmolLM2 SmolLM2-int4 --format int4_group32 --dry-run",
+    ),
+    "dequantize": (
+        "qtoolkit dequantize SmolLM2-fp8 SmolLM2-bf16 --dtype bfloat16",
+        "qtoolkit dequantize model.gguf model.safetensors",
+    ),
+    "finalize": (
+        "qtoolkit finalize SmolLM2-fp8",
+        "qtoolkit finalize SmolLM2-fp8 --overwrite",
+    ),
+    "inspect": ("qtoolkit inspect SmolLM2-fp8", "qtoolkit inspect model.safetensors --json"),
+    "layouts": ("qtoolkit layouts", "qtoolkit layouts compressed-tensors"),
+    "compare": (
+        "qtoolkit compare SmolLM2 SmolLM2-fp8",
+        "qtoolkit compare SmolLM2 SmolLM2-fp8 --plot sqnr.png",
+    ),
+    "verify": (
+        "qtoolkit verify SmolLM2 SmolLM2-fp8",
+        "qtoolkit verify model.safetensors model-fp8.safetensors --json",
+    ),
+    "formats": ("qtoolkit formats", "qtoolkit formats e4m3fn"),
+    "report": ("qtoolkit report numerics.json", "qtoolkit report numerics.json --plot map.png"),
+}
 
 
-@app.command()
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    """Adds a command, with its examples below its options."""
+    lines = EXAMPLES[function.__name__]
+    epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+    return app.command(epilog=epilog)(function)
+
+
+for _function in (convert, dequantize, finalize, inspect, layouts, compare, verify):
+    _command(_function)
+
+
+@_command
 def formats(
     name: Annotated[
         str | None,
@@ -92,7 +129,7 @@ def formats(
             typer.echo(line)
 
 
-@app.command()
+@_command
 def report(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="A file with the text of `Numerics.to_json()`.")

@@ -76,12 +76,11 @@ def verify(
     converted: Annotated[str, typer.Argument(metavar="CONVERTED", help="Its result.")],
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Quantize SRC again, and compare CONVERTED with the result.
+    """Convert SRC again, as CONVERTED says it was made, and compare all bytes.
 
-    Every code and scale is compared; nothing is written. Formats and layout are read from
-    CONVERTED, so no options are needed. Its config.json, or hf_quant_config.json, must be the one
-    that `convert` writes for these weights; if another program made CONVERTED, less of it is
-    checked. Static input scales must be finite and above 0. Exits with 1 if something differs.
+    `convert` stores its arguments in CONVERTED, so no options are needed. Tensors and config.json
+    are compared; nothing is written. If another program made CONVERTED, only codes and scales of
+    its weights are compared, and the last line says so. Exits with 1 if something differs.
     """
     checkpoints.verify  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):
@@ -94,6 +93,8 @@ def verify(
             for problem in problems:
                 typer.echo(problem)
             verdict = counted(len(problems), "problem") if problems else "as expected"
+            if verification.codes_only:
+                verdict += "; of another program, so that its config is not compared"
             typer.echo(
                 f"{shown(converted)}: {counted(verification.tensors, 'tensor')}, "
                 f"{verification.quantized or 'none'} of them quantized: {verdict}"

@@ -97,32 +97,31 @@ SRC = typer.Argument(
 )
 DST = typer.Argument(
     metavar="DST",
-    help="The folder to write, or the safetensors file if SRC is a file or orbax's; may be a URL. "
-    "NAME.gguf: a file for llama.cpp of a folder.",
+    help="The folder to write, or the safetensors file if SRC is a file or orbax's; may be a URL.",
 )
 FORMAT = typer.Option(
     metavar="NAME",
     callback=_target,
     autocompletion=completion(target_names()),
     show_default="e4m3fn",
-    help=f"Number format: {', '.join(target_names())}; or a scheme such as W4A16; for "
-    f"a DST that ends with .gguf {', '.join(OWN_TYPES)} as well.",
+    help=f"Number format: {', '.join(target_names())}; or a scheme of `qtoolkit layouts NAME`; "
+    f"for a DST that ends with .gguf also {', '.join(OWN_TYPES)}.",
 )
 LAYOUT = typer.Option(
     **one_of("--layout", WRITTEN),
-    show_default="compressed-tensors for a folder with config.json, if this layout has the "
-    "format; else plain, which no loader of models opens",
+    show_default="compressed-tensors for a folder with config.json, or the only layout that has "
+    "the format; else plain, which no loader of models opens",
     help=f"How codes and scales are stored: {', '.join(WRITTEN)}; `qtoolkit layouts` says more.",
 )
 RULES = typer.Option(
     metavar="FILE",
-    help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
-    "NAME}. The first REGEX found in its name decides; null excludes it. The default "
-    "exclusions do not apply.",
+    help='Replaces --format and the default exclusions: {"rules": [[REGEX, NAME], ...], '
+    '"default": NAME}. The first REGEX that matches the name of a tensor decides; null excludes '
+    "the tensor.",
 )
 SCALING = typer.Option(
     **one_of("--scaling", SCALINGS),
-    show_default="the first that the layout lists",
+    show_default="the first of `qtoolkit layouts NAME`",
     help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
     "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
 )
@@ -130,13 +129,13 @@ SKIP = typer.Option(
     metavar="REGEX",
     callback=_regexes,
     help="Do not quantize tensors in whose names this matches; may be given more than once. "
-    "Embeddings, heads, norms, biases, routers, vision towers, vectors, integers "
-    "and complex numbers are excluded anyway; weights in float64 are refused.",
+    "Embeddings, heads, norms, biases, routers, vision towers, vectors, masks of "
+    "integers and complex numbers are excluded anyway; weights in float64 are refused.",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
 KEEP_DTYPE = typer.Option(
     **one_of("--keep-dtype", _DTYPES),
-    help=f"Round the weights that are not quantized to this: {', '.join(_DTYPES)}.",
+    help=f"Round the unquantized weights to this dtype: {', '.join(_DTYPES)}.",
 )
 DTYPE = typer.Option(
     **one_of("--dtype", _DTYPES),

@@ -14,6 +14,7 @@ from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     FINITE,
     NONZERO,
+    broadcast_like,
     cast_for,
     check_arguments,
     check_holds,
@@ -31,7 +32,6 @@ from qtoolkit.casts.internal import (
     ranked,
     round_values,
     rounded_to,
-    spread,
     widened,
 )
 from qtoolkit.formats import FLOAT32, Format, FormatLike, format
@@ -140,7 +140,7 @@ def _shifted(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Arr
 def _shifted_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     x, scale, shift = primals
     x_dot, scale_dot, shift_dot = tangents
-    u_dot = linear_product(spread(scale, x), x_dot)
+    u_dot = linear_product(broadcast_like(scale, x), x_dot)
     u_dot += _broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
     if shift_dot is not None:
         u_dot -= _broadcast_product(jnp.ones_like(differentiable_widened(x)), shift_dot, x.dtype)

@@ -22,6 +22,7 @@ from qtoolkit.casts.internal import (
     FLOATS,
     POSITIVE,
     Domain,
+    broadcast_like,
     check_differentiable,
     exact_float32,
     in_dtype,
@@ -29,12 +30,11 @@ from qtoolkit.casts.internal import (
     linear_in_dtype,
     linear_product,
     parameter,
+    prevent_contraction,
     product,
     quotient,
     ranked,
     round_values,
-    settled,
-    spread,
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, format
 
@@ -201,13 +201,13 @@ def _rounded(
     wide, scale = exact_float32(x), exact_float32(scale)
     if offset is not None:
         offset = exact_float32(offset)
-        wide = settled(wide) - offset  # not contracted with a product that makes x
+        wide = prevent_contraction(wide) - offset  # not contracted with a product that makes x
     scale = jnp.where(scale < LEAST, LEAST, scale)  # keeps NaN
     u = quotient(wide, scale)
     q = round_values(u, fmt)
     y = product(q, scale)
-    # Without `settled` XLA merges the offset with a number that is added next.
-    return u, q, y if offset is None else settled(y + offset)
+    # Without `prevent_contraction` XLA merges the offset with a number that is added next.
+    return u, q, y if offset is None else prevent_contraction(y + offset)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
@@ -252,7 +252,7 @@ def _times(
     """Their product in `dtype`; cotangents are multiplied and summed in float32."""
     # Both multiplications are rounded, so that XLA does not merge the factor with another one.
     by_factor = linear_product(jnp.asarray(factor, jnp.float32), linear_in_dtype(dot, jnp.float32))
-    return linear_in_dtype(linear_product(slope, spread(by_factor, slope)), dtype)
+    return linear_in_dtype(linear_product(slope, broadcast_like(by_factor, slope)), dtype)
 
 
 _learned.defjvp(_learned_jvp, symbolic_zeros=True)

@@ -6,15 +6,14 @@ from typing import Any
 
 from flax import linen as nn
 
-from qtoolkit.formats import BlockFormat
-from qtoolkit.products.internal import cached
+from qtoolkit.products import KVCache
 from qtoolkit.scaling import QArray
 
 _COLLECTION, _CACHES = "cache", ("cached_key", "cached_value")
 
 
 @contextmanager
-def narrow_cache(module: nn.Module, fmt: BlockFormat) -> Iterator[None]:
+def narrow_cache(module: nn.Module, fmt: KVCache) -> Iterator[None]:
     """In this context a module's cache holds ordinary arrays; afterwards codes and scales again."""
     before: dict[str, Any] = {}
     for name in _CACHES:
@@ -26,8 +25,9 @@ def narrow_cache(module: nn.Module, fmt: BlockFormat) -> Iterator[None]:
     yield
     if not module.is_mutable_collection(_COLLECTION):
         return
-    for name in _CACHES:
+    for side, name in enumerate(_CACHES):
         if module.has_variable(_COLLECTION, name):
             wide: Any = module.get_variable(_COLLECTION, name)
             where = f"{'/'.join(module.path)}: {type(module).__name__}.{name}"
-            module.put_variable(_COLLECTION, name, cached(where, wide, fmt, before.get(name)))
+            narrow = fmt.narrowed(where, wide, side, before.get(name))
+            module.put_variable(_COLLECTION, name, narrow)

@@ -194,7 +194,7 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
     def run(core: Any, scope_fn: Any, repack_fn: Any, *given: Any) -> Any:
         traced, program, arrays = _Trace.of(module, core, scope_fn, repack_fn, *given)
-        if not program.matmuls:
+        if program.is_as_written:
             raise NoMatmulsError
         outs, new = traced.quantizing(**options).run(program, arrays, planted)
         out, written = program.static.whole(outs)

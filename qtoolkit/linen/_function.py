@@ -11,10 +11,10 @@ import numpy as np
 from flax import linen as nn
 
 from qtoolkit.casts.internal import FLOATS
-from qtoolkit.formats import BlockFormat, Rules
+from qtoolkit.formats import Rules
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._state import planted_in
-from qtoolkit.products import Recipe
+from qtoolkit.products import KVCache, Recipe
 from qtoolkit.products.internal import (
     MODEL,
     FoundModule,
@@ -56,12 +56,13 @@ class Tree:
 
     @classmethod
     def of(cls, tree: Any, *, traces_numbers: bool = True) -> tuple["Tree", list[Any]]:
-        """A tree of inputs, and its arrays. A `QArray` among parameters is one of them.
+        """A tree of inputs, and its arrays. A `QArray` among parameters is one of them; elsewhere,
+        as in a cache, it is what its leaves are.
 
         Args:
           traces_numbers: Whether NumPy's integers and booleans are arrays, too.
         """
-        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_stored)
+        leaves, structure = jax.tree.flatten(_opened(tree), is_leaf=_is_stored)
         are_arrays = [_is_array(x, traces_numbers) for x in leaves]
         pairs = list(zip(leaves, are_arrays, strict=True))
         arrays = [_as_jax(x) for x, is_array in pairs if is_array]
@@ -78,7 +79,8 @@ class Tree:
     def whole(self, arrays: Sequence[Any]) -> Any:
         rest = iter(arrays)
         leaves = [next(rest) if isinstance(x, _Array) else x for x in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
+        tree = jax.tree.unflatten(self.structure, leaves)
+        return jax.tree.map(_closed, tree, is_leaf=lambda x: isinstance(x, _Opened))
 
     def names(self, tree: Any, path_of: Callable[[Any], Sequence[Any] | None]) -> Names:
         """The names of the arrays that are parameters.
@@ -87,7 +89,7 @@ class Tree:
           tree: The tree itself.
           path_of: Gives the path of a leaf among the parameters of the model; None for others.
         """
-        flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_stored)
+        flat, _ = jax.tree_util.tree_flatten_with_path(_opened(tree), is_leaf=_is_stored)
         pairs = zip(flat, self.leaves, strict=True)
         found = [path_of(path) for (path, _), x in pairs if isinstance(x, _Array)]
         return tuple(None if path is None else _parameter(path) for path in found)
@@ -108,6 +110,30 @@ def _parameter(path: Sequence[Any]) -> Parameter:
 
 def _is_stored(x: Any) -> bool:
     return isinstance(x, QArray)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """A `QArray` that is no parameter: its arrays are inputs, each by itself."""
+
+    arrays: list[Any]
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+
+def _opened(tree: Any) -> Any:
+    def opened(path: Any, x: Any) -> Any:
+        is_parameter = any(getattr(key, "key", None) == "params" for key in path)
+        return x if is_parameter or not _is_stored(x) else _Opened(*jax.tree.flatten(x))
+
+    if not any(map(_is_stored, jax.tree.leaves(tree, is_leaf=_is_stored))):
+        return tree
+    return jax.tree_util.tree_map_with_path(opened, tree, is_leaf=_is_stored)
+
+
+def _closed(tree: Any) -> Any:
+    is_opened = isinstance(tree, _Opened)
+    return jax.tree.unflatten(tree.structure, tree.arrays) if is_opened else tree
 
 
 def _is_array(x: Any, traces_numbers: bool) -> bool:
@@ -142,7 +168,7 @@ class Layers:
 
     def __init__(self) -> None:
         self.modules: dict[str, Module] = {}
-        self.roots: dict[str, BlockFormat | None] = {}
+        self.roots: dict[str, KVCache | None] = {}
 
     @contextmanager
     def noting(self) -> Iterator[None]:

@@ -34,6 +34,7 @@ from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
     KernelUses,
+    KVCacheLike,
     of_kernel,
 )
 from qtoolkit.scaling import QArray
@@ -52,7 +53,7 @@ def quantize(
     sequential: bool = False,
     damping: float = 0.01,
     act_order: bool = False,
-    kv_cache: SpecLike | None = None,
+    kv_cache: KVCacheLike | None = None,
     method: Any = None,
 ) -> tuple[Model, Any]:
     """A module and its variables, to be served: kernels are 8-bit or narrower codes with scales.
@@ -67,10 +68,11 @@ def quantize(
     Which parameters are kernels, and along which axes they are summed, is found by tracing the
     module with `inputs`; nothing is computed. A parameter is stored as codes if only matmuls use
     it, and always along the same axes. Under `nn.scan` and `nn.vmap` each kernel of a stack along
-    the first axis is stored by itself. Tables of embeddings that are looked up, biases, norms, and
-    kernels that are reshaped or joined before they are multiplied stay as they are; so do those of
-    equal layers under `nn.jit`, but for the first, since these share one trace. Afterwards call
-    only methods that were traced: one that looks up a stored table raises.
+    the first axis is stored by itself. Biases, norms, and kernels that are reshaped or joined
+    before they are multiplied stay as they are; so do those of equal layers under `nn.jit`, but for
+    the first, since these share one trace. Tables of embeddings that are looked up are stored where
+    the recipe says `lookups=True`, see `qtoolkit.nnx.quantize`. Afterwards call only methods that
+    were traced.
 
     Args:
       module: As for `wrap`.
@@ -92,8 +94,8 @@ def quantize(
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
       ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, has a
-        learned scale that was not started, or a learned offset (LSQ+), which codes cannot hold
-        since their zero points are integers; or `recipe` is "wrapped" and `module` is not.
+        learned scale that was not started, or a learned offset (LSQ+) in a format without a zero
+        point; or `recipe` is "wrapped" and `module` is not.
 
     Gradient: Stored kernels have none; `jax.grad` refuses integers.
 
@@ -139,7 +141,7 @@ class _Served:
         kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
         uses = {path: kernels.storable(path) for path in kernels.uses}
         self.uses = {path: use for path, use in uses.items() if use is not None}
-        self.states = call.states
+        self.tables, self.states = kernels.tables, call.states
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original, self.given, self.method)
@@ -162,12 +164,12 @@ class _Served:
             if use.operand is None or tuple(x.shape[lead:]) != use.shape:
                 continue
             kept = self.states.get((use.path, use.name), {})
-            amax, key, scale = (
+            state = tuple(
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
-                for part, own in zip(of_kernel(kept), ((), (2,), ()), strict=True)
+                for part, own in zip(of_kernel(kept), ((), (2,), (), ()), strict=True)
             )
-            state = amax, key, scale
-            yield place, Storable(name, where, jnp.asarray(x), use.operand, use.axes, lead, state)
+            x, is_table = jnp.asarray(x), name in self.tables
+            yield place, Storable(name, where, x, use.operand, use.axes, lead, state, is_table)
 
     def store(self, place: tuple[str, ...], array: QArray) -> None:
         params = self.variables["params"]

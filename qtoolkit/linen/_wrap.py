@@ -8,15 +8,16 @@ from typing import Any, TypeVar
 
 from flax import linen as nn
 
-from qtoolkit.formats import BlockFormat, Rules, SpecLike
+from qtoolkit.formats import Rules
 from qtoolkit.linen._apply import Applied, applied, static_filter
 from qtoolkit.linen._call import entered
 from qtoolkit.linen._function import Bound, found_modules
 from qtoolkit.linen._report import check_strict, kernels_of
-from qtoolkit.products import Recipe
+from qtoolkit.products import KVCache, Recipe
 from qtoolkit.products.internal import (
     FirstLast,
     FoundModule,
+    KVCacheLike,
     cache_format,
     check_rules,
     is_in_program,
@@ -36,7 +37,7 @@ def wrap(
     recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | None = None,
-    kv_cache: SpecLike | None = None,
+    kv_cache: KVCacheLike | None = None,
     inputs: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> Model:
     """A module like `module` whose matmuls and convolutions are quantized by `recipe`.
@@ -86,7 +87,8 @@ def wrap(
         matmul is quantized, or if a rule matches nothing.
       inputs: The same, for policies of `qtoolkit.policies` that need the order of the layers.
       kv_cache: The format of attention's KV cache, in the collection "cache": "e4m3fn", with a
-        scale for each token and head, or a format with blocks along the features. Each token is
+        scale for each token and head, or a format with blocks along the features; a pair of them,
+        for keys and values; or a `qtoolkit.products.KVCache`, which can also rotate. Each token is
         rounded once, when it is written; steps compute with the dequantized cache. `init` makes
         such a cache.
 
@@ -152,7 +154,7 @@ def wrap(
 
 
 @functools.cache
-def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -> Any:
+def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: KVCache | None) -> Any:
     """The subclass whose public methods run by `rules`."""
     body: dict[str, Any] = {name: entered(method) for name, method in _public_methods(kind).items()}
     body |= {
@@ -190,7 +192,7 @@ def _reduced(module: Any, protocol: Any) -> Any:
     return _remade, made_of, *rest
 
 
-def _remade(original: Any, rules: Rules[Recipe], cache: BlockFormat | None) -> Any:
+def _remade(original: Any, rules: Rules[Recipe], cache: KVCache | None) -> Any:
     kind = _wrapped_class(original, rules, cache)
     return kind.__new__(kind)
 

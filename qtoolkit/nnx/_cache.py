@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 
-from qtoolkit.formats import BlockFormat
-from qtoolkit.products.internal import cached
+from qtoolkit.products import KVCache
 from qtoolkit.scaling import QArray
 
 _CACHES = ("cached_key", "cached_value")
 
 
-def narrow_cache(module: Any, fmt: BlockFormat) -> None:
+def narrow_cache(module: Any, fmt: KVCache) -> None:
     """Quantizes the cache of an attention module.
 
     It gets cache variables of its own: those of the original model must not be written.
@@ -27,7 +26,7 @@ def narrow_cache(module: Any, fmt: BlockFormat) -> None:
     _narrow(module, fmt, {})
 
 
-def caching(kind: Any, run: Callable[..., Any], fmt: BlockFormat) -> dict[str, Any]:
+def caching(kind: Any, run: Callable[..., Any], fmt: KVCache) -> dict[str, Any]:
     """The methods of an attention class that keep its cache in few bits between calls.
 
     Args:
@@ -69,11 +68,11 @@ def _widen(module: Any) -> dict[str, QArray]:
     return before
 
 
-def _narrow(module: Any, fmt: BlockFormat, before: dict[str, QArray]) -> None:
+def _narrow(module: Any, fmt: KVCache, before: dict[str, QArray]) -> None:
     """Quantizes the cache of a module after a step; `before` is what `_widen` returned."""
-    for name in _CACHES:
+    for side, name in enumerate(_CACHES):
         variable = getattr(module, name)
         wide = None if variable is None else variable.get_value()
         if isinstance(wide, jax.Array):
             where = f"{type(module).__name__}.{name}"
-            variable.set_value(cached(where, wide, fmt, before.get(name)))
+            variable.set_value(fmt.narrowed(where, wide, side, before.get(name)))

@@ -107,7 +107,7 @@ def _jitted(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
 def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     """The arrays of the result, the rest of it, and the new states of matmuls."""
     program = traced.program(leaves)
-    if not program.matmuls:
+    if program.is_as_written:
         raise NoMatmulsError
     is_ours, measured = step_of("nnx")
     tap = None if measured is None else measured.tap

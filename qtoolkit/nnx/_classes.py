@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 
 from flax import nnx
 
-from qtoolkit.formats import BlockFormat
 from qtoolkit.nnx._cache import caching
 from qtoolkit.nnx._call import entered
 from qtoolkit.nnx._function import SITE, Site
+from qtoolkit.products import KVCache
 
 _FRAMEWORK = set(dir(nnx.Module))
 _MADE = "qtoolkit_made"
@@ -21,7 +21,7 @@ class Made(NamedTuple):
     """What a subclass is made of: a class; the format of attention's KV cache; see `set_site`."""
 
     kind: Any
-    cache: BlockFormat | None = None
+    cache: KVCache | None = None
     site: Site | None = None
 
 
@@ -31,7 +31,7 @@ def original_class(kind: type) -> type:
     return kind if made is None else made.kind
 
 
-def become(module: Any, cache: BlockFormat | None = None, site: Site | None = None) -> None:
+def become(module: Any, cache: KVCache | None = None, site: Site | None = None) -> None:
     """Gives a module, which may be a frozen dataclass, our subclass of its class."""
     before: Made = getattr(type(module), _MADE, Made(type(module)))
     made = before._replace(cache=cache or before.cache, site=site or before.site)

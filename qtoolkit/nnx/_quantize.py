@@ -34,6 +34,7 @@ from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     KernelUses,
+    KVCacheLike,
     Parameter,
     of_kernel,
     strict_inputs,
@@ -52,7 +53,7 @@ def quantize(
     sequential: bool = False,
     damping: float = 0.01,
     act_order: bool = False,
-    kv_cache: SpecLike | None = None,
+    kv_cache: KVCacheLike | None = None,
     inputs: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
 ) -> Model:
     """A model like `model`, to be served: its kernels are 8-bit or narrower codes with scales.
@@ -70,9 +71,14 @@ def quantize(
     to calibrate with, it traces the model, and also stores the parameters of modules that compute
     matmuls by themselves (`x @ self.kernel`, `jnp.einsum`, `jax.lax.ragged_dot`): those that are
     attributes of the module, and that only its matmuls use, in one way. All other parameters stay
-    as they are: biases, norms, embeddings, kernels under a mask; and those of such modules without
-    `inputs`, which are rounded in each call as in a wrapped model. Kernels that are `QArray`s
-    already, from `qtoolkit.checkpoints.load`, are used as they are.
+    as they are: biases, norms, kernels under a mask; and those of such modules without `inputs`,
+    which are rounded in each call as in a wrapped model. Kernels that are `QArray`s already, from
+    `qtoolkit.checkpoints.load`, are used as they are.
+
+    Tables of embeddings, of `nnx.Embed` and those that your modules look up (`self.table[tokens]`),
+    are stored where the recipe says `lookups=True`, and rounded to nearest whatever the method. A
+    look-up then reads the codes of its rows alone; a head that is tied to the table multiplies the
+    same codes.
 
     With a calibration, kernels are rounded so that the matmuls lose little, not the kernels. The
     method is one of
@@ -118,8 +124,8 @@ def quantize(
       TypeError: As `wrap`.
       ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, is
         stored in another format than `recipe` says, has a learned scale that was not started, or a
-        learned offset (LSQ+), which codes cannot hold since their zero points are integers;
-        `recipe` is "wrapped" and `model` is not; or the calibration is missing, reaches a kernel
+        learned offset (LSQ+) in a format without a zero point; `recipe` is "wrapped" and `model`
+        is not; or the calibration is missing, reaches a kernel
         with too few rows (fewer than channels), not at all, or only with infinities and NaNs.
 
     Gradient: Stored kernels have none: `value_and_grad` raises, and `nnx.grad` refuses integers, so
@@ -203,18 +209,19 @@ class _Served:
                 recipe = quantizing_of(site).by_rules(site.path, Parameter(site.path, attribute))
                 parameter = getattr(layer, attribute)
                 operand = None if recipe is None else recipe.forward[1]
-                value = parameter.get_value()
+                value, is_table = parameter.get_value(), isinstance(layer, nnx.Embed)
                 if isinstance(value, QArray):
                     if self.rules is not None and operand is not None:
                         _check_stored(one, attribute, value, operand)
-                elif operand is None:
+                elif recipe is None or operand is None or (is_table and not recipe.lookups):
                     continue
                 kept = product_states(layer).get(product)
                 scale = kept.scales[1] if kept and operand and operand.is_learned else None
                 state = of_kernel({} if kept is None else kept.arrays)
                 where = f"quantize: {one.shown}: {type(layer).__name__}.{attribute}"
                 name = names.get(Same(parameter), "")
-                this = Storable(name, where, value, operand, axes, lead, state)
+                is_table = is_table or name in self.traced.tables
+                this = Storable(name, where, value, operand, axes, lead, state, is_table)
                 key = Same(parameter), operand, axes, Same(scale)
                 place = _Place(layer, attribute, product, operand)
                 found.setdefault(key, ([], this))[0].append(place)
@@ -228,6 +235,8 @@ class _Served:
         """
         layer: Any = found.module
         axes = kernel_axes(layer)
+        if isinstance(layer, nnx.Embed):
+            yield "embedding", Axes((1,), (0,)), len(stacked(layer)), "embedding"
         if axes is not None:
             yield "kernel", axes, len(stacked(layer)), "kernel"
         if is_of_flax(layer):
@@ -251,7 +260,7 @@ class _Served:
             setattr(layer, attribute, stored)
             kept = product_states(layer).get(product)
             if kept is not None and operand is not None and operand.is_learned:
-                kept.scales[1] = None  # it is the scale of the codes now
+                kept.scales[1] = kept.offsets[1] = None  # they are those of the codes now
 
 
 def _check_stored(found: FoundModule, name: str, kernel: QArray, operand: Operand) -> None:

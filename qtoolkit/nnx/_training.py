@@ -40,10 +40,11 @@ def value_and_grad(
       wrt: What to differentiate by, as a filter of nnx.
       has_aux: As in `nnx.value_and_grad`.
       metrics: Whether to measure what rounding did in this very step. The function then returns
-        them as its third result: {"layers/0:0": {"lhs": {"saturated": ...}}}, by matmul and
-        operand, with "saturated", "underflowed" and "bad", and "amax" and "scale", which may be up
-        to 12.5 % too large if the matmul runs several times. The first three are shares of at most
-        65,536 elements, evenly spaced, and of the largest finite one. Bad are elements that are not
+        them as its third result, a flat dictionary of scalars for a logger:
+        {"layers/0:kernel/lhs/saturated": ...}, by matmul, operand and number. The numbers are
+        "saturated", "underflowed" and "bad", and "amax" and "scale", which may be up to 12.5 % too
+        large if the matmul runs several times. The first three are shares of at most 65,536
+        elements, evenly spaced, and of the largest finite one. Bad are elements that are not
         finite, and those that are beyond the format's largest value by more than a factor of 2.
 
     Returns:

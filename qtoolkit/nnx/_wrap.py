@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from qtoolkit.formats import BlockFormat, Rules, SpecLike
+from qtoolkit.formats import Rules
 from qtoolkit.nnx._cache import narrow_cache
 from qtoolkit.nnx._call import Bound, bound_function, call_model
 from qtoolkit.nnx._classes import become, set_attribute, set_site
@@ -24,9 +24,10 @@ from qtoolkit.nnx._modules import (
 from qtoolkit.nnx._report import check_module, report
 from qtoolkit.nnx._state import Products, ProductState, product_states
 from qtoolkit.post_training.internal import not_wrapped
-from qtoolkit.products import Recipe
+from qtoolkit.products import KVCache, Recipe
 from qtoolkit.products.internal import (
     FirstLast,
+    KVCacheLike,
     Module,
     Parameter,
     Quantizing,
@@ -49,7 +50,7 @@ def wrap(
     recipe: Recipe | Rules[Recipe] | FirstLast = _DEFAULT,
     *,
     strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
-    kv_cache: SpecLike | None = None,
+    kv_cache: KVCacheLike | None = None,
     inputs: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
 ) -> Model:
     """A model like `model` whose matmuls and convolutions are quantized by `recipe`.
@@ -92,9 +93,10 @@ def wrap(
         is not quantized though no rule says so.
       inputs: The same, but nothing raises: matmuls that only a trace finds then keep state, too.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
-        and head, or a format with blocks along the features. Each token is rounded once, when it is
-        written; steps compute with the dequantized cache. The wrapped model then has caches of its
-        own.
+        and head, or a format with blocks along the features; a pair of them, for keys and values;
+        or a `qtoolkit.products.KVCache`, which can also rotate. Each token is rounded once, when it
+        is written; steps compute with the dequantized cache. The wrapped model then has caches of
+        its own.
 
     Returns:
       A model of subclasses of the same names. Parameters are shared, their paths
@@ -146,7 +148,9 @@ def _kernels_of(wrapped: Any, given: Any) -> list[str]:
     return call.traced.program(call.leaves).paths_of_kernels
 
 
-def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:
+def rewired(
+    where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: KVCacheLike | None
+) -> Any:
     """A copy of a model that shares its variables and computes by `rules`; None: by its own.
 
     Args:
@@ -200,13 +204,13 @@ def _check_layers(
     model: nnx.Module,
     modules: "list[FoundModule]",
     rules: Rules[Recipe] | None,
-    cache: BlockFormat | None,
+    cache: KVCache | None,
 ) -> None:
     """Raises if nothing matches what the user asked for, or a layer cannot be quantized."""
     name = type(model).__name__
     if cache and not any(isinstance(one.module, nnx.MultiHeadAttention) for one in modules):
         raise ValueError(
-            f"{where}: kv_cache={cache.name} for {name}, which has no nnx.MultiHeadAttention, "
+            f"{where}: kv_cache is given for {name}, which has no nnx.MultiHeadAttention, "
             "expected one; omit kv_cache"
         )
     layers = [one for one in modules if one.has_products]

@@ -15,6 +15,7 @@ from qtoolkit.casts.internal import (
     NEAREST,
     UNCLAMPED,
     binary_parts,
+    broadcast_like,
     cast_for,
     codes_of,
     dtype_from_codes,
@@ -23,7 +24,6 @@ from qtoolkit.casts.internal import (
     quotient,
     round_values,
     rounded_to,
-    spread,
     times_power_of_two,
     without_derivative,
 )
@@ -443,5 +443,5 @@ def _scaled(x: jax.Array, scale: jax.Array, is_power: bool) -> jax.Array:
 def _scaled_jvp(is_power: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, scale), (x_dot, scale_dot) = primals, tangents
     by_x = linear_product(scale, x_dot, zero_absorbs=False)
-    by_scale = linear_product(x, spread(scale_dot, x), zero_absorbs=False)
+    by_scale = linear_product(x, broadcast_like(scale_dot, x), zero_absorbs=False)
     return _scaled(x, scale, is_power), by_x + by_scale

@@ -17,8 +17,8 @@ from qtoolkit.casts.internal import (
     check_target,
     codes_of,
     dtype_from_codes,
+    prevent_contraction,
     product,
-    settled,
     to_stored,
 )
 from qtoolkit.formats import (
@@ -198,7 +198,7 @@ def _elements(
         return dtype_from_codes(codes_of(wrapped, fmt, UNCLAMPED), fmt)
     index = lax.iota(jnp.uint32, length).astype(start.dtype)
     # Settled: a start that was multiplied in the same jit would be fused with the addition.
-    elements = settled(start) + product(index, step)
+    elements = prevent_contraction(start) + product(index, step)
     return to_stored(elements, fmt, UNCLAMPED) if fmt in (FLOAT16, BFLOAT16) else elements
 
 

@@ -19,11 +19,11 @@ from qtoolkit.casts.internal import (
     UNCLAMPED,
     elementwise,
     exact_float32,
+    prevent_contraction,
     product,
     quotient,
     ranked,
     round_values,
-    settled,
     to_stored,
 )
 from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Overflow, Specials
@@ -69,8 +69,8 @@ def fake_convert(
     rounded = _rounding_to(data.dtype)
     x, s = exact_float32(data), ranked(exact_float32(scale), data.ndim)
     # If a multiplication in the same jit computes the shift, XLA would fuse it with the subtraction
-    # below, and the result would have other bits. `settled` prevents this.
-    z = None if shift is None else settled(ranked(exact_float32(shift), data.ndim))
+    # below, and the result would have other bits. `prevent_contraction` prevents this.
+    z = None if shift is None else prevent_contraction(ranked(exact_float32(shift), data.ndim))
     scaled = rounded(product(x, s))
     scaled = scaled if z is None else rounded(scaled - z)
     half = scaled if data.dtype == jnp.float16 else _to_float16(scaled)

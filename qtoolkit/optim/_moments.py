@@ -36,12 +36,17 @@ _BY_FIELD = {
     **dict.fromkeys(("v_row", "v_col", "grad_sum_sq"), _SECOND),
     **dict.fromkeys(("init_params", "init_particles", "params", "params0", "x0"), _NOT_A_MOMENT),
     **dict.fromkeys(("acc_grads", "master"), _NOT_A_MOMENT),
+    # Of transforms of matrices: Muon's polynomial; GaLore's basis, which must stay orthonormal;
+    # the differences of L-BFGS, whose products are curvatures.
+    **dict.fromkeys(("ns_coeffs", "projector"), _NOT_A_MOMENT),
+    **dict.fromkeys(("diff_params_memory", "diff_updates_memory", "weights_memory"), _NOT_A_MOMENT),
 }
 # States in which such a name means something else.
 _BY_TYPE: dict[type, dict[str, str]] = {
     optax.FactoredState: {"v": _SECOND},
     optax.ScaleByAdanState: {"n": _SECOND},
     optax.contrib.ScaleBySimplifiedAdEMAMixState: {"n": _SECOND},
+    optax.ScaleByLBFGSState: {"updates": _NOT_A_MOMENT},
     optax.ScaleBySM3State: {"mu": _SECOND, "nu": _SIGNED},
     optax.contrib.SophiaState: {"nu": _SIGNED},  # Hutchinson's estimate may be negative
     optax.contrib.ScheduleFreeState: {"z": _NOT_A_MOMENT},

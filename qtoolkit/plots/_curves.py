@@ -59,26 +59,6 @@ def loss_curves(
     _save(figure, path)
 
 
-def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title: str) -> None:
-    """Write a PNG with the signal-to-noise ratio in dB of every tensor in `sqnr_db`, in order.
-
-    Examples:
-      >>> qt.plots.weight_errors("errors.png", {"up": 31.5, "down": 31.6}, "e4m3fn by channel")
-    """
-    names = list(sqnr_db)
-    figure, (axes,) = _figure(7.0, 1.4 + 0.26 * len(names))
-    axes.barh(names, [sqnr_db[name] for name in names], color="#1f4e79", height=0.65)
-    for row, name in enumerate(names):
-        axes.text(sqnr_db[name], row, f" {sqnr_db[name]:.1f}", va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.1)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel("signal to quantization noise, dB (higher is better)")
-    axes.set_title(title, fontsize=10)
-    _save(figure, path)
-
-
 def sqnr_by_tensor(decibels: Mapping[str, float], *, axes: Any = None) -> Any:
     """Draw a point for each tensor, in the order given, over its SQNR.
 

@@ -23,6 +23,7 @@ class Storable(NamedTuple):
       operand, axes: How its matmul rounds it, an `Operand`, and its axes there.
       stacked: How many leading axes are those of a stack.
       state: What the layer keeps for it, see `of_kernel`.
+      is_table: Whether it is looked up: then it is rounded to nearest, whatever the method.
     """
 
     name: str
@@ -31,7 +32,8 @@ class Storable(NamedTuple):
     operand: Any
     axes: Axes
     stacked: int
-    state: tuple[Any, Any, Any] = (None, None, None)
+    state: tuple[Any, ...] = (None, None, None, None)
+    is_table: bool = False
 
 
 class Served(Protocol):
@@ -55,6 +57,8 @@ def quantize_kernels(model: Served, calibration: Any, how: Settings) -> bool:
     if how.needs_inputs:
         operands: dict[str, Operand] = {}
         for _, kernel in model.kernels():
+            if kernel.is_table:
+                continue
             if operands.setdefault(kernel.name, kernel.operand) != kernel.operand:
                 raise ValueError(
                     f"{kernel.where} is shared with another layer, {kernel.name}, whose recipe "

@@ -17,11 +17,14 @@ from qtoolkit.products.internal import (
     check_not_none,
     check_storable,
     code_values,
+    moved_by,
+    of_differences,
     poisoned,
     rounding_of,
     stored_by_learned_scale,
 )
 from qtoolkit.scaling import QArray
+from qtoolkit.scaling.internal import Blocks
 
 Array = jax.Array
 AS_WRAPPED = "wrapped"  # in place of a recipe: those that `wrap` gave to the model
@@ -68,6 +71,7 @@ def stored_kernel(
     amax: Array | None = None,
     key: Array | None = None,
     scale: Array | None = None,
+    offset: Array | None = None,
 ) -> QArray:
     """Rounds a kernel to codes and scales, as matmuls would; codes below 8 bits are packed.
 
@@ -81,12 +85,12 @@ def stored_kernel(
       axes: The axes of one kernel in its matmul.
       stacked: The number of leading axes of `x` along which kernels are stacked.
       amax, key: What the layer keeps for the kernel, see `of_kernel`, stacked likewise.
-      scale: The scale that the layer has learned, stacked likewise.
+      scale, offset: What the layer has learned, stacked likewise.
 
     Raises:
       ValueError: The kernel holds an infinity or a NaN; its dtype cannot hold the format's values;
-        its learned scale is not finite or comes with an offset; or the operand has a transform,
-        which no matmul of codes could undo.
+        its learned scale is not finite, or its offset no zero point; or the operand has a
+        transform, which no matmul of codes could undo.
     """
     if operand.is_learned:
         check_storable(where, operand, scale)
@@ -95,7 +99,7 @@ def stored_kernel(
             f"{where}: the recipe transforms the operand by {operand.transform}, expected no "
             "transform, which stored codes cannot have; omit that of the forward matmul"
         )
-    check_holds(where, operand.spec.element, x.dtype)
+    check_holds(where, of_differences(operand.spec).element, x.dtype)
     is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
     count = int(jnp.sum(~jnp.isfinite(exact_float32(x)))) if is_known else 0
     if count:
@@ -103,25 +107,20 @@ def stored_kernel(
             f"{where} holds {count} infinities and NaNs, expected finite numbers; repair the "
             "checkpoint, or exclude the layer by a rule with None"
         )
-    return _stored_jitted(x, amax, key, scale, operand, axes, stacked)
+    return _stored_jitted(x, (amax, key, scale, offset), operand, axes, stacked)
 
 
 # Jitted, so that all kernels of one shape share one program. Without it each operation is compiled
 # on its own: NVFP4 for a transformer of one block took 31 s of CPU time instead of 5 s.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _stored_jitted(
-    x: Array,
-    amax: Array | None,
-    key: Array | None,
-    scale: Array | None,
-    operand: Operand,
-    axes: Axes,
-    stacked: int,
+    x: Array, state: tuple[Array | None, ...], operand: Operand, axes: Axes, stacked: int
 ) -> QArray:
-    def store(x: Array, amax: Array | None, key: Array | None, scale: Array | None) -> QArray:
+    def store(x: Array, state: tuple[Array | None, ...]) -> QArray:
+        amax, key, scale, offset = state
         if operand.is_learned:
             assert scale is not None  # `check_storable` made sure
-            array = stored_by_learned_scale(x, operand, scale)
+            array = stored_by_learned_scale(x, operand, scale, offset)
         else:
             array = _by_own_scale(x, operand, axes, amax, key)
             if array.spec.element.has_nan:
@@ -134,7 +133,7 @@ def _stored_jitted(
 
     for _ in range(stacked):
         store = jax.vmap(store)
-    return store(x, amax, key, scale)
+    return store(x, state)
 
 
 def _by_own_scale(
@@ -142,16 +141,19 @@ def _by_own_scale(
 ) -> QArray:
     how = rounding_of(operand, axes, x.shape, ())
     rounded = how.rounded(x, delayed, key)
-    spec, scales = rounded.spec, rounded.scales
-    assert spec is not None
-    codes = code_values(rounded.q, spec.element)
+    scales = rounded.scales
+    assert how.operand is not None
+    q, spec = rounded.q, how.operand.spec
+    if scales.zero_point is not None:
+        q = moved_by(q, scales.zero_point, Blocks(x.shape, spec.block_lengths(x.shape)))
+    codes = code_values(q, spec.element)
     is_packed = spec.element.bits in WIDTHS and x.ndim > 0
     return QArray(
         pack(codes, spec.element) if is_packed else codes,
         scales.scale,
         spec,
         scales.tensor_scale,
-        None,
+        scales.zero_point,
         x.dtype,
         spec.block_lengths(x.shape),
         x.shape[-1] if is_packed else None,

@@ -3,6 +3,7 @@
 from qtoolkit._names import hint_at_names
 from qtoolkit.products import _policies as policies
 from qtoolkit.products import _presets as recipes
+from qtoolkit.products._cache import KVCache
 from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._compiled import NativeCalls, native_calls
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
@@ -22,6 +23,7 @@ __all__ = [
     "Gain",
     "Gpu",
     "Hadamard",
+    "KVCache",
     "Learned",
     "NativeCalls",
     "Numerics",

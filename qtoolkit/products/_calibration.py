@@ -264,7 +264,7 @@ def _checked_observer(like: Any, options: dict[str, Any]) -> type[Observer]:
     known = ", ".join(OBSERVERS)
     if like is MinMax or like == "minmax":
         raise ValueError(
-            "calibrate: MinMax is for zero points, which matmuls do not take; expected one of "
+            "calibrate: MinMax finds zero points, and calibrated scales have none; expected one of "
             f"{known}"
         )
     kind = OBSERVERS.get(like) if isinstance(like, str) else like

@@ -42,10 +42,12 @@ class KernelUses:
 
     Attributes:
       others: The parameters that something else uses, too.
+      tables: Those that are looked up by a recipe that rounds the rows.
     """
 
     uses: Mapping[str, list[KernelUse]]
     others: frozenset[str]
+    tables: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, program: Program | None, multiply: Quantizing | None) -> "KernelUses":
@@ -62,7 +64,17 @@ class KernelUses:
                 others.add(matmul.parameter.full_path)
             else:
                 uses.setdefault(matmul.parameter.full_path, []).append(use)
-        return cls(uses, frozenset(others))
+        tables = set()
+        for lookup in program.lookups:
+            path, name = lookup.parameter
+            full_path, recipe = lookup.parameter.full_path, lookup.recipe
+            if recipe is None:
+                others.add(full_path)
+                continue
+            use = KernelUse(lookup.operand, lookup.axes, lookup.shape, recipe, path, name)
+            uses.setdefault(full_path, []).append(use)
+            tables.add(full_path)
+        return cls(uses, frozenset(others), frozenset(tables))
 
     def storable(self, path: str) -> KernelUse | None:
         """How matmuls use a parameter; None if they differ, or something else uses it, too."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import WIDTHS, exact_float32
+from qtoolkit.casts.internal import WIDTHS, exact_float32, straight_through
 from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
 from qtoolkit.gradients.internal import LEAST
@@ -82,7 +82,7 @@ def _rounded(
     side: int,
 ) -> Array:
     """Rounds one operand by LSQ or LSQ+, and measures it if `tap` has its role."""
-    (scale, offset), element = learned, operand.spec.element
+    scale, offset = learned
     assert scale is not None
     # Under `jit` the number is not known: a NaN then makes the result NaN.
     if not isinstance(scale, jax.core.Tracer) and bool(np.isnan(np.asarray(scale))):
@@ -91,14 +91,15 @@ def _rounded(
             "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made, or "
             "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
         )
-    y = _lsq(x, scale, offset, element)
+    y = _lsq(x, scale, offset, operand.spec)
     if tap is None or side not in tap.roles:
         return y
     assert zeros is not None
     shifted = x if offset is None else x - offset.astype(x.dtype)
     shifted, scale = lax.stop_gradient((shifted, scale))
-    q, scales = operand_values(shifted, operand.spec, fixed=Scales(scale.reshape((1,) * x.ndim)))
-    measurement = tap(shifted, Rounded(q, scales, operand.spec))
+    spec = dataclasses.replace(operand.spec, zero_point=False)
+    q, scales = operand_values(shifted, spec, fixed=Scales(scale.reshape((1,) * x.ndim)))
+    measurement = tap(shifted, Rounded(q, scales, spec))
     # Adds zeros to y. Their derivative makes the measurement the gradient of `zeros[side]`: see
     # `_taps` for why measurements are gradients.
     zero = _Zero(jax.ShapeDtypeStruct(y.shape, y.dtype))
@@ -108,19 +109,51 @@ def _rounded(
 # Training may make a scale negative. Outside of `jit`, `lsq` raises an error for it; under `jit` it
 # takes the least positive number in its place. The `jit` here makes it always do the latter.
 @functools.partial(jax.jit, static_argnums=3)
-def _lsq(x: Array, scale: Array, offset: Array | None, element: Format) -> Array:
-    y = lsq(x, scale, element) if offset is None else lsq_plus(x, scale, offset, element)
+def _lsq(x: Array, scale: Array, offset: Array | None, spec: BlockFormat) -> Array:
+    element = spec.element
+    if offset is None:
+        y = lsq(x, scale, element)
+    elif not spec.zero_point:
+        y = lsq_plus(x, scale, offset, element)
+    else:
+        # The offset is a whole number of scales. It learns as if it were not rounded to one, and
+        # the numbers are those of the codes that `quantize` stores.
+        positive, zero_point = _integers(scale, offset, element)
+        whole = straight_through(offset, -zero_point.astype(jnp.float32) * positive)
+        y = lsq_plus(x, scale, whole, element)
+        stored = _stored(lax.stop_gradient(x), positive, zero_point, element)
+        y = straight_through(y, stored.dequantize())
     # `lsq` clamps infinities, and integers have no NaN. A loss scaler must see both in the result.
     return jnp.where(jnp.isfinite(exact_float32(x)), y, x)
 
 
+def _integers(scale: Array, offset: Array, element: Format) -> tuple[Array, Array]:
+    """The scale as it is used, and the zero point, int32, for which 0 is one of the numbers."""
+    positive = lax.stop_gradient(jnp.where(scale < LEAST, LEAST, scale))
+    lowest, largest = float(element.lowest), float(element.max_finite)
+    whole = jnp.clip(-jnp.round(lax.stop_gradient(offset) / positive), lowest, largest)
+    return positive, jnp.where(jnp.isnan(whole), 0, whole).astype(jnp.int32)
+
+
+def _stored(x: Array, scale: Array, zero_point: Array | None, element: Format) -> QArray:
+    is_packed = element.bits in WIDTHS and x.ndim > 0
+    # Not the operand's format: `lsq` uses the lowest integer even if `narrow_range` excludes it,
+    # and its scale is float32.
+    spec = BlockFormat.tensor(element, zero_point=zero_point is not None)
+    whole = None if zero_point is None else zero_point.reshape((1,) * x.ndim)
+    scale = scale.reshape((1,) * x.ndim)
+    return quantize(x, spec, scale=scale, zero_point=whole, packed=is_packed)
+
+
 def check_storable(where: str, operand: Operand, scale: Array | None) -> None:
     """Raises unless a kernel can be stored by its learned scale, or by a stack of them."""
-    if isinstance(operand.scaling, Learned) and operand.scaling.offset:
+    has_offset = isinstance(operand.scaling, Learned) and operand.scaling.offset
+    if has_offset and not operand.spec.zero_point:
+        name = operand.spec.element.name
         raise ValueError(
-            f"{where} has a learned offset (LSQ+), q * scale + offset, expected a learned scale "
-            "alone: the zero point of stored codes is an integer; train kernels by "
-            "Learned(offset=False), as LSQ+ does, or serve the model from wrap"
+            f"{where} has a learned offset (LSQ+), q * scale + offset, expected a whole number of "
+            "scales, as zero points of stored codes are; train it in "
+            f"BlockFormat.tensor({name!r}, zero_point=True), or serve the model from wrap"
         )
     is_known = not isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct)
     if scale is None or (is_known and not np.isfinite(np.asarray(scale)).all()):
@@ -131,15 +164,14 @@ def check_storable(where: str, operand: Operand, scale: Array | None) -> None:
         )
 
 
-def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
-    """A finite `x` as codes and its learned scale; the codes stand for the bits of `lsq`."""
+def stored_by_learned_scale(
+    x: Array, operand: Operand, scale: Array, offset: Array | None
+) -> QArray:
+    """A finite `x` as codes and its learned scale; the codes stand for the bits of `_lsq`."""
     element = operand.spec.element
-    scale = jnp.where(scale < LEAST, LEAST, scale)  # as `lsq` does
-    is_packed = element.bits in WIDTHS and x.ndim > 0
-    # Not `operand.spec`: `lsq` uses the lowest integer even if `narrow_range` excludes it, and its
-    # scale is float32.
-    spec = BlockFormat.tensor(element)
-    return quantize(x, spec, scale=scale.reshape((1,) * x.ndim), packed=is_packed)
+    if offset is None:
+        return _stored(x, jnp.where(scale < LEAST, LEAST, scale), None, element)  # as `lsq` does
+    return _stored(x, *_integers(scale, offset, element), element)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ stacks what is seen of it.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from qtoolkit.products._lookups import Lookup
 from qtoolkit.products._matmul import Key, Matmul, Multiply, Planted
 from qtoolkit.products._origins import ACTIVATION, Loop, Origin, Step, origins_after
 from qtoolkit.products._taps import Seen
@@ -41,8 +43,9 @@ class Block(NamedTuple):
     Attributes:
       at: Where it stands in the program: the numbers of the equations around it.
       matmuls: Those among its equations, by number.
-      bodies: The jaxprs in its equations, where these hold matmuls.
+      bodies: The jaxprs in its equations, where these hold matmuls or look-ups.
       casts: The casts of parameters to 16 bits among its equations.
+      lookups: The look-ups among its equations, by number.
     """
 
     jaxpr: Any
@@ -51,6 +54,7 @@ class Block(NamedTuple):
     matmuls: dict[int, Matmul]
     bodies: dict[int, tuple["Block", ...]]
     casts: frozenset[int]
+    lookups: dict[int, Lookup]
 
     @property
     def all_matmuls(self) -> list[Matmul]:
@@ -61,6 +65,11 @@ class Block(NamedTuple):
             for block in self.bodies.get(number, ()):
                 found += block.all_matmuls
         return found
+
+    @property
+    def all_lookups(self) -> list[Lookup]:
+        inner = (block.all_lookups for blocks in self.bodies.values() for block in blocks)
+        return [*self.lookups.values(), *itertools.chain.from_iterable(inner)]
 
 
 # (jaxpr, origins of its inputs, place) to (block, origins of its results)

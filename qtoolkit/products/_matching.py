@@ -58,12 +58,12 @@ def training_rules(recipe: Any) -> Rules[Recipe]:
 
 
 def unused_rules(rules: Rules[Recipe], modules: Sequence[FoundModule]) -> list[str | type]:
-    """The keys of rules with a recipe that match no layer, or with None that match no module."""
+    """The keys of rules that match nothing: no layer, or with None, or `lookups`, no module."""
     layers = [module for module in modules if module.has_products]
     return [
         key
         for key, value in rules.rules
-        if Rules([(key, value)]).unused(*_matched(modules if value is None else layers))
+        if Rules([(key, value)]).unused(*_matched(layers if _needs_matmul(value) else modules))
     ]
 
 
@@ -78,9 +78,14 @@ def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[FoundModule]
                     "has no matmul that wrap could quantize, expected a layer that has one; "
                     "remove the rule"
                 )
-    wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
+    wanted = Rules([(key, value) for key, value in rules.rules if _needs_matmul(value)])
     wanted.check_used(where, *_matched([module for module in modules if module.has_products]))
     rules.check_used(where, *_matched(modules))
+
+
+def _needs_matmul(recipe: Recipe | None) -> bool:
+    """Whether a rule with this recipe needs a layer that multiplies."""
+    return recipe is not None and not recipe.lookups
 
 
 def _matched(modules: Sequence[FoundModule]) -> tuple[list[Sequence[str]], list[Sequence[type]]]:

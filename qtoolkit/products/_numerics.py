@@ -1,5 +1,6 @@
 """What rounding does to every operand of a model's matmuls, forward and backward."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -70,6 +71,22 @@ class Row:
         """
         counts = np.asarray(self.tally.exponents)[1:]
         return {LOWEST_EXPONENT + int(i): float(counts[i]) for i in np.nonzero(counts)[0]}
+
+    def scalars(self) -> dict[str, float]:
+        """The measurements by name; see `Numerics.scalars`."""
+        tally = self.tally
+        if not float(tally.uses):  # nothing was measured
+            return {}
+        scales = {"least_scale": tally.least_scale, "largest_scale": tally.largest_scale}
+        return {
+            "sqnr_db": tally.sqnr_db,
+            "saturated": tally.saturated_fraction,
+            "underflowed": tally.flushed_fraction,
+            "amax": float(tally.amax),
+            **({n: float(s) for n, s in scales.items()} if float(tally.largest_scale) else {}),
+            "cosine": tally.cosine,
+            "nonfinite": float(tally.nonfinite),
+        }
 
     def cells(self) -> tuple[str, ...]:
         """As text, under `HEADER`."""
@@ -171,6 +188,22 @@ class Numerics:
             what = f"{first.operands} ({first.reason}{first.where and ', ' + first.where})"
             notes.append(f"{count} forward matmuls are not quantized, the first is {what}")
         return tuple(notes)
+
+    def scalars(self) -> dict[str, float]:
+        """For a logger, by "matmul/operand/number": what `str` shows of each operand, as numbers.
+
+        The numbers are sqnr_db, saturated, underflowed (shares), amax, least_scale, largest_scale,
+        cosine and nonfinite (a count). An operand that was not measured has none, one without
+        scales no scales. An operand with several formats has a name for each: "lhs (wgrad)".
+        """
+        seen = collections.Counter((row.path, row.product, row.operand) for row in self.rows)
+        scalars: dict[str, float] = {}
+        for row in self.rows:
+            alone = seen[row.path, row.product, row.operand] == 1
+            operand = row.operand if alone else f"{row.operand} ({row.parts})"
+            place = Place(row.path, row.product)
+            scalars |= {f"{place}/{operand}/{n}": value for n, value in row.scalars().items()}
+        return scalars
 
     def __str__(self) -> str:
         return "\n".join([*text_table([HEADER, *(r.cells() for r in self.rows)]), *self.notes])

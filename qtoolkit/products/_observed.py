@@ -43,9 +43,10 @@ STALE = (
     'that is the model, or apply(..., mutable=["qtoolkit"])'
 )
 COTANGENTS = (
-    "differentiated without qtoolkit.{nnx,linen}.value_and_grad: the delayed scales of lhs and rhs "
-    "follow the forward pass, those of cotangents are current ones; differentiate by "
-    "value_and_grad of qtoolkit.nnx or qtoolkit.linen to delay these as well"
+    "differentiated without value_and_grad of qtoolkit.nnx or qtoolkit.linen: training works, but "
+    "scales of cotangents are computed in the same step, instead of from earlier steps as the "
+    "recipe says; write qtoolkit.nnx.value_and_grad(loss)(model, ...), or the same of "
+    "qtoolkit.linen"
 )
 
 

@@ -152,7 +152,8 @@ class Learned:
     element that saturates is 0. Only operands of the forward matmul can have it.
 
     Attributes:
-      offset: Whether an offset is learned as well (LSQ+).
+      offset: Whether an offset is learned as well (LSQ+): a number, or in a format with a zero
+        point a whole number of scales, so that `quantize` can store a kernel.
 
     Source: arXiv:1902.08153; arXiv:2004.09576.
 
@@ -228,7 +229,7 @@ class Operand:
       transform: A `Hadamard` transform before the rounding, for both operands of a matmul.
 
     Raises:
-      ValueError: The format is unknown, has zero points, or cannot have this scaling.
+      ValueError: The format is unknown, or cannot have this scaling.
       TypeError: An argument has another type.
 
     Examples:
@@ -275,18 +276,20 @@ class Operand:
                 "Operand: the projection has random bits of its own, expected none: matmuls get a "
                 "key; write Projection('stochastic')"
             )
-        if fmt.zero_point:
-            raise ValueError(
-                f"Operand: {fmt.name} has zero points, which matmuls do not take; use a "
-                "symmetric format, or qtoolkit.fake_quantize on the operand"
-            )
         self._check_scaling()
 
     def _check_scaling(self) -> None:
         """Raise if this scaling cannot be combined with the format, transform or projection."""
         fmt = self.spec
+        if fmt.zero_point and not self._finds_zero_points:
+            raise ValueError(
+                f"Operand: {fmt.name} has zero points, which {type(self.scaling).__name__} scaling "
+                "does not find, expected Current(), or Learned(offset=True) for one zero point in "
+                "all"
+            )
         has_calibrated_second = self.is_calibrated and bool(fmt.tensor_scale)
-        if not (isinstance(self.scaling, Current) or self.has_one_scale or has_calibrated_second):
+        is_found = isinstance(self.scaling, Current) or fmt.zero_point
+        if not (is_found or self.has_one_scale or has_calibrated_second):
             # Suggest the element format with one scale; float32 and NF4 have none in that form.
             by_tensor = Operand(fmt.element)
             example = fmt.element.name if by_tensor.has_one_scale else E4M3FN.name
@@ -332,6 +335,12 @@ class Operand:
         return isinstance(self.scaling, Learned)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is rounded to nearest, by no state and without a transform."""
+        has_state = isinstance(self.scaling, Delayed | Learned)
+        return not (has_state or self.is_stochastic or self.transform is not None)
+
+    @property
     def is_stochastic(self) -> bool:
         """Whether it is rounded by random bits."""
         return not isinstance(self.projection.rounding, str)
@@ -344,10 +353,20 @@ class Operand:
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether it has one scale for the whole tensor, in float32 or a similar format."""
+        """Whether an amax gives it one scale for the whole tensor, in float32 or similar."""
+        return self._is_by_tensor and not self.spec.zero_point
+
+    @property
+    def _is_by_tensor(self) -> bool:
         fmt = self.spec
         is_tensor = fmt.block == () and fmt.other_axes is None
         return is_tensor and fmt.scale is not None and not fmt.has_powers and not fmt.tensor_scale
+
+    @property
+    def _finds_zero_points(self) -> bool:
+        if isinstance(self.scaling, Learned):
+            return self.scaling.offset and self._is_by_tensor
+        return self.scaling == Current()
 
     def __str__(self) -> str:
         notes = [type(self.scaling).__name__.lower()] if self.has_one_scale else []
@@ -355,6 +374,18 @@ class Operand:
         notes += [] if self.projection == NEAREST else [str(self.projection.rounding)]
         notes += ["Hadamard"] if self.transform else []
         return ", ".join([self.spec.name, *notes])
+
+
+def with_current_scale(operand: Operand) -> Operand:
+    """`operand` with a current scale."""
+    return dataclasses.replace(operand, scaling=Current(operand.has_power_of_two))
+
+
+def is_cut_alike(operand: Operand | None) -> bool:
+    """Whether an operand is rounded to the same numbers whichever axis a matmul contracts."""
+    if operand is None:
+        return True
+    return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
 
 
 OperandLike: TypeAlias = Operand | SpecLike | None

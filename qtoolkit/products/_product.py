@@ -52,6 +52,7 @@ from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._stored import is_stack_of_kernels, with_inputs_transformed
 from qtoolkit.products._taps import Tap
+from qtoolkit.products._zero_points import of_differences
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import TornBlocksError
 
@@ -150,7 +151,7 @@ def _prepared(
     dtypes = (lhs.dtype, rhs.dtype, dtype, rhs.dtype, lhs.dtype, dtype)
     for operand, dtype_of_operand in zip(recipe.operands, dtypes, strict=True):
         if operand is not None:
-            check_holds(where, operand.spec.element, dtype_of_operand)
+            check_holds(where, of_differences(operand.spec).element, dtype_of_operand)
     if any(recipe.learned):
         learned, zeros = (None, None) if state is None else (state.learned, state.zeros)
         (lhs, rhs), tap = with_learned_scales(where, (lhs, rhs), recipe, learned, tap, zeros)

@@ -25,6 +25,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
 from qtoolkit.products._lines import Places, librarys_line, places_of, users_line
+from qtoolkit.products._lookups import Lookup, looked_up, lookup_of
 from qtoolkit.products._loops import (
     OPAQUE,
     RULES,
@@ -51,6 +52,7 @@ from qtoolkit.products._matmul import (
     names_of,
 )
 from qtoolkit.products._origins import CONSTANT, Origin, Parameter, Step, original_of, origins_after
+from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._taps import Seen
 from qtoolkit.scaling import QArray
 
@@ -61,8 +63,8 @@ class Program:
 
     Attributes:
       static: What the function returned besides arrays.
-      other_uses: The parameters that something else than a matmul uses, too, or that the function
-        returns.
+      other_uses: The parameters that something else than a matmul or look-up uses, too, or that the
+        function returns.
     """
 
     block: Block
@@ -76,6 +78,7 @@ class Program:
         inputs: Sequence[Any],
         parameters: Sequence[Parameter | None],
         axes: Sequence[tuple[str, int]] = (),
+        recipe_of_rows: Callable[[Lookup], Recipe | None] = lambda _: None,
     ) -> "Program":
         """Traces a function of a list of arrays, which returns a pytree of arrays and static data.
 
@@ -83,6 +86,7 @@ class Program:
           inputs: A `QArray` among them is a float array for the function; a matmul gets it.
           parameters: For each input its name if it is a parameter, else None.
           axes: Names and sizes of axes that the function may ask for.
+          recipe_of_rows: Says by which recipe a look-up rounds the rows.
         """
         static: list[Any] = []
 
@@ -93,7 +97,7 @@ class Program:
 
         seen_as = [_as_float(x) for x in inputs]
         closed = jax.make_jaxpr(traced, axis_env=list(axes))(seen_as)
-        finder = _Finder()
+        finder = _Finder(recipe_of_rows)
         pairs = zip(parameters, inputs, strict=True)
         block, outs = finder.block(closed, [Origin.of(*pair) for pair in pairs])
         block = _renamed(block, iter(names_of(block.all_matmuls)))
@@ -103,6 +107,15 @@ class Program:
     @property
     def matmuls(self) -> list[Matmul]:
         return self.block.all_matmuls
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether there is nothing in it to compute otherwise than the user wrote it."""
+        return not self.matmuls and all(x.recipe is None and not x.stored for x in self.lookups)
+
+    @property
+    def lookups(self) -> list[Lookup]:
+        return self.block.all_lookups
 
     @property
     def paths_of_kernels(self) -> list[str]:
@@ -174,8 +187,9 @@ class _Finder:
       other_uses: See `Program`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recipe_of_rows: Callable[[Lookup], Recipe | None] = lambda _: None) -> None:
         self.other_uses: set[Parameter] = set()
+        self.recipe_of_rows = recipe_of_rows
 
     def block(
         self,
@@ -195,6 +209,7 @@ class _Finder:
         matmuls: dict[int, Matmul] = {}
         bodies: dict[int, tuple[Block, ...]] = {}
         casts: set[int] = set()
+        lookups: dict[int, Lookup] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             inputs, here = [of(x) for x in eqn.invars], around.within(eqn)
             if is_matmul(eqn):
@@ -206,16 +221,20 @@ class _Finder:
                 blocks, results = bodies_of(eqn, inputs, find, _Finder().block, (*at, number))
                 if is_opaque(eqn):
                     self._note_uses(inputs, [])
-                if any(block.matmuls or block.bodies for block in blocks):
+                if any(block.matmuls or block.bodies or block.lookups for block in blocks):
                     bodies[number] = tuple(blocks)
             else:
                 step = Step.of(eqn)
                 results = origins_after(step, inputs)
-                self._note_uses(inputs, results)
+                lookup = lookup_of(eqn, inputs[0]) if inputs and not around.opaque else None
+                if lookup is not None:
+                    lookups[number] = lookup._replace(recipe=self.recipe_of_rows(lookup))
+                else:
+                    self._note_uses(inputs, results)
                 if step.is_cast_to_half and results[0].parameter is not None:
                     casts.add(number)
             known.update(zip(eqn.outvars, results, strict=True))
-        block = Block(jaxpr, closed.consts, at, matmuls, bodies, frozenset(casts))
+        block = Block(jaxpr, closed.consts, at, matmuls, bodies, frozenset(casts), lookups)
         return block, [of(x) for x in jaxpr.outvars]
 
     def _block_in(
@@ -321,6 +340,10 @@ def _run(
                 outs = [plain() if out is None else out]
                 if own is not None:
                     merge(seen, {matmul.key: own})
+            elif number in block.lookups:
+                bind = lambda x: _bound(eqn, [x, *inputs[1:]])[0]  # noqa: B023, E731
+                table = operand(eqn.invars[0])
+                outs = [looked_up(block.lookups[number], eqn, table, inputs, bind)]
             elif number in block.bodies and not is_opaque(eqn):
                 inner = Inner(_run, block.bodies[number], multiply, planted)
                 given = [

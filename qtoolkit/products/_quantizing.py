@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from qtoolkit.formats import Rules
 from qtoolkit.products._calls import hashes
 from qtoolkit.products._learned import with_first_scales
+from qtoolkit.products._lookups import Lookup
 from qtoolkit.products._matmul import SCALED, Call, Key, Matmul, Planted, matching
 from qtoolkit.products._observed import observed
 from qtoolkit.products._origins import Parameter, following_features
@@ -118,6 +119,11 @@ class Quantizing:
         paths = [*module.paths, *(f"{path}/{name}".strip("/") for path in module.paths)]
         return self._lookup(module._replace(paths=tuple(paths)))
 
+    def recipe_of_rows(self, lookup: Lookup) -> Recipe | None:
+        """The recipe by which a look-up rounds the rows; None if they stay as they are."""
+        recipe = self.by_rules(lookup.parameter.path, lookup.parameter)
+        return recipe if recipe is not None and recipe.lookups else None
+
     def of_module(self, path: str) -> Recipe | None:
         """The recipe of a module."""
         return self._lookup(self.module_at(path))
@@ -224,7 +230,8 @@ class Traced:
     parameters: tuple[Parameter | None, ...] = dataclasses.field(compare=False)
 
     def program(self, leaves: list[Any], axes: Sequence[tuple[str, int]] = ()) -> Program:
-        return Program.of(self.function, leaves, self.parameters, axes)
+        rows = self.quantizing().recipe_of_rows
+        return Program.of(self.function, leaves, self.parameters, axes, rows)
 
     def quantizing(self, **options: Any) -> Quantizing:
         return Quantizing(self.rules, self.modules, **options)

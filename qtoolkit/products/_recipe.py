@@ -8,7 +8,6 @@ from typing import Any
 from qtoolkit.formats import E4M3FN, E5M2, BlockFormat
 from qtoolkit.formats.internal import hashed_once, plain_number
 from qtoolkit.products._operand import (
-    Current,
     Delayed,
     Learned,
     Operand,
@@ -16,6 +15,8 @@ from qtoolkit.products._operand import (
     Pair,
     Scaling,
     Static,
+    is_cut_alike,
+    with_current_scale,
 )
 
 ARITHMETIC = ("emulate", "native")
@@ -79,6 +80,8 @@ class Recipe:
       axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor, and the
         history of delayed scales. Without them each shard has a scale of its own.
       warm_up: How many training steps a layer computes in high precision: see `policies.warm_up`.
+      lookups: Whether rows looked up in a table of embeddings are rounded, too, as rhs of `forward`
+        (a tied head multiplies the same codes); the gradient passes straight through.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
 
@@ -98,6 +101,7 @@ class Recipe:
     arithmetic: str = "emulate"
     axis_names: tuple[str, ...] = ()
     warm_up: int = 0
+    lookups: bool = False
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class Recipe:
         arithmetic: str = "emulate",
         axis_names: tuple[str, ...] = (),
         warm_up: int = 0,
+        lookups: bool = False,
     ) -> None:
         """From operands, formats or their names.
 
@@ -121,12 +126,13 @@ class Recipe:
             rounded.
           wgrad: (lhs, cotangent). Default: (lhs as in `forward`, gradient). None: nothing is
             rounded.
-          arithmetic, axis_names, warm_up: See above.
+          arithmetic, axis_names, warm_up, lookups: See above.
 
         Raises:
           ValueError: A format is unknown; one format without negative numbers is given for both
             operands (write a pair if that is meant); only one operand of a matmul has a transform;
-            the scale of a cotangent would be learned or calibrated.
+            the scale of a cotangent would be learned or calibrated; `lookups` is given and rhs has
+            state, random bits or a transform.
           TypeError: An argument has another type.
         """
         lhs, rhs = _pair("forward", forward)
@@ -134,7 +140,7 @@ class Recipe:
             has_blocks = lhs is not None and lhs.spec.block != ()
             gradient = lhs if has_blocks and lhs == rhs else _GRADIENT
             if gradient is not None and gradient.is_calibrated:
-                gradient = _current(gradient)
+                gradient = with_current_scale(gradient)
         cotangent = _operand("gradient", gradient)
         fields = {
             "forward": (lhs, rhs),
@@ -143,6 +149,7 @@ class Recipe:
             "arithmetic": arithmetic,
             "axis_names": axis_names,
             "warm_up": plain_number(warm_up),
+            "lookups": lookups,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -151,6 +158,7 @@ class Recipe:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
             )
+        self._check_lookups()
         if type(self.warm_up) is not int or self.warm_up < 0:
             raise ValueError(f"Recipe: warm_up={warm_up!r}, expected an integer of 0 or more")
         if not isinstance(axis_names, tuple) or not all(isinstance(n, str) for n in axis_names):
@@ -167,6 +175,18 @@ class Recipe:
         parts += [] if self.arithmetic == "emulate" else [self.arithmetic]
         parts += [f"scales over {', '.join(self.axis_names)}"] if self.axis_names else []
         return f"<Recipe {'; '.join(parts)}>"
+
+    def _check_lookups(self) -> None:
+        """Raises if look-ups cannot be rounded as the kernel is."""
+        if type(self.lookups) is not bool:
+            raise TypeError(f"Recipe: lookups={self.lookups!r}, expected True or False")
+        rhs = self.forward[1]
+        if self.lookups and rhs is not None and not (rhs.is_plain and not self.warm_up):
+            raise ValueError(
+                f"Recipe: lookups=True and {rhs} as rhs, expected current or static scales, "
+                "rounding to nearest, no transform, no warm-up: look-ups keep no state; give the "
+                "embedding a recipe of its own by Rules"
+            )
 
     def _check_operands(self) -> None:
         """Raises if operands do not fit together."""
@@ -236,7 +256,7 @@ class Recipe:
         return {
             place: twin
             for place, twin in ((3, 1), (4, 0), (5, 2))
-            if place in self.reused or (o[place] == o[twin] and _is_cut_alike(o[place]))
+            if place in self.reused or (o[place] == o[twin] and is_cut_alike(o[place]))
         }
 
     @property
@@ -322,7 +342,9 @@ class Recipe:
         """The recipe with current scales in place of delayed ones, and without a warm-up."""
         if not self.warm_up and not self.is_delayed:
             return self  # each call of a layer asks
-        current = self.mapped(lambda o: _current(o) if isinstance(o.scaling, Delayed) else o)
+        current = self.mapped(
+            lambda o: with_current_scale(o) if isinstance(o.scaling, Delayed) else o
+        )
         return dataclasses.replace(current, warm_up=0)
 
     def frozen(self) -> "Recipe":
@@ -353,18 +375,6 @@ class Recipe:
             dgrad=(dgrad_cotangent, dgrad_rhs),
             wgrad=(wgrad_lhs, wgrad_cotangent),
         )
-
-
-def _current(operand: Operand) -> Operand:
-    """`operand` with a current scale."""
-    return dataclasses.replace(operand, scaling=Current(operand.has_power_of_two))
-
-
-def _is_cut_alike(operand: Operand | None) -> bool:
-    """Whether an operand is rounded to the same numbers whichever axis a matmul contracts."""
-    if operand is None:
-        return True
-    return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
 
 
 def check_recipe(where: str, recipe: Any) -> Recipe:
@@ -420,7 +430,7 @@ def _pair(name: str, value: Any) -> Pair:
             )
         return _operand(name, value[0]), _operand(name, value[1])
     both = _operand(name, value)
-    has_offset = both is not None and both.scaling == Learned(offset=True)
+    has_offset = both is not None and (both.spec.zero_point or both.scaling == Learned(offset=True))
     if both is not None and not both.spec.element.signed and not has_offset:
         raise ValueError(
             f"Recipe: {name} is {both.spec.element.name} for both operands, which has no negative "

@@ -70,6 +70,7 @@ class Report:
       quantized: Those that a recipe rounds.
       left: Those that are not quantized, each with its reason and its line.
       unreached: Paths of layers that have a recipe but ran no matmul.
+      lookups: Look-ups whose rows are rounded or stored: "embed/embedding: int4_group32".
       is_forward_only: Whether matmuls lie in a `lax.while_loop`, of which JAX has no derivative.
       compiled: The `NativeCalls` of the compiled program that was given, or None.
     """
@@ -78,6 +79,7 @@ class Report:
     left: tuple[Product, ...]
     unreached: tuple[str, ...] = ()
     is_forward_only: bool = False
+    lookups: tuple[str, ...] = ()
     compiled: Any = None
 
     @property
@@ -85,6 +87,19 @@ class Report:
         """Those that are not quantized, though neither a rule nor a recipe says so."""
         known = (BY_RULE, BY_RECIPE, INTEGERS)
         return tuple(product for product in self.left if not product.reason.startswith(known))
+
+    def scalars(self) -> dict[str, float]:
+        """For a logger: how many matmuls there are, how many are quantized, and what share.
+
+        The names are "matmuls", "quantized" and "share of multiplications".
+        """
+        done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
+        share = sum(p.multiplications for p in self.quantized) / self._multiplications
+        return {
+            "matmuls": float(done + left),
+            "quantized": float(done),
+            "share of multiplications": share,
+        }
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("path", *_PARTS, "matmuls", "")]
@@ -107,6 +122,8 @@ class Report:
                 for p in self.left
             ]
             lines += ["", *text_table(rows)]
+        if self.lookups:
+            lines.append(f"looked up: {', '.join(self.lookups)}")
         if self.is_forward_only:
             lines.append("forward only: JAX has no derivative of lax.while_loop")
         if self.unreached:
@@ -168,12 +185,14 @@ def report_of(
         for matmul in program.matmuls
         for product in _products(multiply, matmul, planted.get(matmul.key), native)
     )
-    reached = {product.path for product in products}
+    lookups = [x for x in program.lookups if x.stored or x.operand is not None]
+    reached = {product.path for product in products} | {x.parameter.path or MODEL for x in lookups}
     return Report(
         tuple(product for product in products if not product.reason),
         tuple(product for product in products if product.reason),
         tuple(path for path in dict.fromkeys(paths) if path not in reached),
         any(not matmul.has_derivative for matmul in program.matmuls),
+        tuple(dict.fromkeys(map(str, lookups))),
     )
 
 

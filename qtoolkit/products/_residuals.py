@@ -29,6 +29,7 @@ from qtoolkit.formats import (
     Overflow,
 )
 from qtoolkit.products._rounded import Rounded, Rounding
+from qtoolkit.products._zero_points import of_differences
 from qtoolkit.scaling.internal import (
     Blocks,
     Scales,
@@ -122,7 +123,8 @@ def from_residual(saved: SavedCodes | Rounded) -> Rounded:
     assert how.operand is not None
     codes = in_place(saved.codes, saved.order)
     q = _restored(codes, saved.scales, saved.carrier, how, saved.container)
-    return Rounded(q, saved.scales, how.operand.spec, codes if how.makes_codes else None)
+    spec = of_differences(how.operand.spec)
+    return Rounded(q, saved.scales, spec, codes if how.makes_codes else None)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
@@ -153,7 +155,7 @@ def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 def codes_format(how: Rounding) -> Format | None:
     """The format of the saved codes; None where the operand itself is saved."""
-    return None if how.operand is None else _container(how.operand.spec.element)
+    return None if how.operand is None else _container(of_differences(how.operand.spec).element)
 
 
 @functools.lru_cache

@@ -35,6 +35,7 @@ from qtoolkit.formats import (
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
+from qtoolkit.products._zero_points import of_differences
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
     Scales,
@@ -62,10 +63,11 @@ class Rounded:
     """An operand as a product takes it: x ~ q * scale.
 
     Attributes:
-      q: Values of the element format, plus the infinities and NaNs of x; x itself if it is not
-        quantized.
-      scales: The scales as they are stored, in their own format.
-      spec: The format, with the axes of its blocks; None if the operand is not quantized.
+      q: Values of the element format, less their zero points, plus the infinities and NaNs of x; x
+        itself if it is not quantized.
+      scales: The scales and zero points as they are stored, in their own format.
+      spec: The format, with the axes of its blocks; None if the operand is not quantized. It is
+        that of q: `of_differences`.
       codes: The codes of q, if the operand came as codes or goes to XLA as such.
       turned: The codes with their axes in another order, so that each of the two products that read
         them finds those axes last that it sums over.
@@ -193,7 +195,8 @@ class Rounding:
         is_power = operand.has_power_of_two
         if not self.makes_codes:
             q, scales = operand_values(x, operand.spec, projection, scales, is_power=is_power)
-            return Rounded(q.astype(dtype), scales, operand.spec)  # exact: the dtype holds it
+            spec = of_differences(operand.spec)
+            return Rounded(q.astype(dtype), scales, spec)  # exact: the dtype holds it
         if scales.scale is None:
             scales, _ = find_scales(x, operand.spec)
             assert scales.scale is not None

@@ -10,8 +10,8 @@ from jax import lax
 from qtoolkit.casts.internal import (
     barrier_on_cpu,
     elementwise,
-    settled,
-    unmerged,
+    prevent_contraction,
+    prevent_merging,
     varying_alike,
 )
 
@@ -141,7 +141,7 @@ def times_scales_of_places(x: Array, first: Array, second: Array) -> Array:
 
 @elementwise
 def _times_both(x: Array, first: Array, second: Array) -> Array:
-    return settled(unmerged(x * first) * second)
+    return prevent_contraction(prevent_merging(x * first) * second)
 
 
 @elementwise

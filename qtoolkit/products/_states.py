@@ -172,12 +172,12 @@ def _check(recipe: Recipe, name: str, kept: Kept) -> None:
             )
 
 
-def of_kernel(kept: Kept) -> tuple[Array | None, Array | None, Array | None]:
-    """(amax, key, learned scale) of the kernel, for each layer of a stack."""
+def of_kernel(kept: Kept) -> tuple[Array | None, ...]:
+    """(amax, key, learned scale, learned offset) of the kernel, for each layer of a stack."""
     amax = kept.get(AMAX)
     if amax is None and HISTORY in kept:
         amax = jnp.max(kept[HISTORY], axis=-1)
-    return None if amax is None else amax[..., 1], kept.get(KEY), kept.get(LEARNED[2])
+    return None if amax is None else amax[..., 1], kept.get(KEY), *map(kept.get, LEARNED[2:])
 
 
 def observe(kept: Kept, histograms: Array | None) -> dict[str, Any]:

@@ -87,10 +87,8 @@ def measurement_zeros(matmuls: Matmuls) -> dict[str, Array]:
     return {str(Place(*key)): jnp.zeros((len(ROLES), WatchTap().size)) for key in matmuls}
 
 
-def metrics_of(
-    matmuls: Matmuls, rows: Mapping[str, Array]
-) -> dict[str, dict[str, dict[str, Array]]]:
-    """By matmul and operand: shares of elements, the amax and the scale of this step.
+def metrics_of(matmuls: Matmuls, rows: Mapping[str, Array]) -> dict[str, Array]:
+    """By "matmul/operand/number": shares of elements, the amax and the scale of this step.
 
     saturated, underflowed, bad: shares of the elements, float32: those that the format's largest
     value clamps; those that became zero and were not; those that are not finite or beyond the
@@ -98,17 +96,20 @@ def metrics_of(
     spaced, and of the largest finite one. amax, scale: the largest of the step. A matmul on which
     the loss does not depend was not measured: its numbers are NaN.
     """
-    metrics: dict[str, dict[str, dict[str, Array]]] = {}
+    metrics: dict[str, Array] = {}
     for key, (recipe, stored) in matmuls.items():
         place = Place(*key)
-        of_place = metrics.setdefault(str(place), {})
+        operands = set()
         for role, twin, label in labels(place, recipe, stored):
             if recipe.operands[role] is None or role not in WatchTap().roles:
                 continue
             row = rows[str(place)][role]
             row = row if role == twin else row + rows[str(place)][twin]
             name = label["operand"]
-            of_place[f"{name} of {label['parts']}" if name in of_place else name] = _numbers(row)
+            name = f"{name} of {label['parts']}" if name in operands else name
+            operands.add(name)
+            for number, value in _numbers(row).items():
+                metrics[f"{place}/{name}/{number}"] = value
     return metrics
 
 

@@ -11,6 +11,7 @@ from qtoolkit.casts.internal import check_holds, values_of
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._zero_points import moved_by, of_differences
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales
 
@@ -75,21 +76,14 @@ def restored_operand(array: QArray) -> Rounded:
             "expected one of them; index it, or use jax.vmap"
         )
     element = array.spec.element
-    check_holds("product", element, array.dtype)
+    check_holds("product", of_differences(array.spec).element, array.dtype)
     codes = array.unpack().codes
     q = values_of(codes, element, jnp.float32)
+    scales = Scales(array.scale, array.tensor_scale, array.zero_point)
     if array.zero_point is None:
-        return Rounded(
-            q.astype(array.dtype),
-            Scales(array.scale, array.tensor_scale),
-            _spec_of(array),
-            codes,
-        )
-    blocks = array.blocks
-    zero_point = blocks.spread(array.zero_point).astype(jnp.float32)
-    q = blocks.join(blocks.split(q) - zero_point)
-    spec = dataclasses.replace(_spec_of(array), zero_point=False)
-    return Rounded(q, Scales(array.scale), spec)
+        return Rounded(q.astype(array.dtype), scales, _spec_of(array), codes)
+    q = moved_by(q, -array.zero_point, array.blocks)
+    return Rounded(q.astype(array.dtype), scales, of_differences(_spec_of(array)))
 
 
 def _spec_of(array: QArray) -> BlockFormat:

@@ -4,7 +4,7 @@
 
 from qtoolkit.products import _flow as flow
 from qtoolkit.products._bilinear import Axes, Einsum
-from qtoolkit.products._cache import cache_format, cached
+from qtoolkit.products._cache import KVCacheLike, cache_format
 from qtoolkit.products._calls import (
     LATER,
     NoMatmulsError,
@@ -78,3 +78,4 @@ from qtoolkit.products._states import (
     uncalibrated,
     unstarted,
 )
+from qtoolkit.products._zero_points import moved_by, of_differences

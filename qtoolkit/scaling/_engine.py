@@ -165,7 +165,7 @@ def dequantized(
 
 
 def _operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
-    q = element_values(_quotients(x, scaling), spec, x.projection, None)
+    q = element_values(_quotients(x, scaling), spec, x.projection, x.zero_point)
     numbers = exact_float32(x.view)
     return jnp.where(jnp.isfinite(numbers), q, numbers).astype(x.view.dtype)
 
@@ -208,8 +208,8 @@ def operand_values(
     """`x` as values q of the element format in its own dtype, and the scales: x ~ q * scale.
 
     Infinities and NaNs stay what they are in q, whatever the format: a product of q is not finite
-    wherever that of x is not. `spec` has no zero points; the dtype of `x` holds its elements;
-    `is_power` says that fixed float32 scales are powers of two.
+    wherever that of x is not. With zero points q is the integer less its zero point, which the
+    dtype of `x` holds; `is_power` says that fixed float32 scales are powers of two.
     """
     scales, largest = scales_and_largest(x, spec, fixed, holds_nan=True)
     is_own = fixed.scale is None and fixed.tensor_scale is None

@@ -17,9 +17,9 @@ from qtoolkit.casts.internal import (
     exact_float32,
     in_dtype,
     linear_with_transpose,
+    prevent_contraction,
     product,
     ranked,
-    settled,
 )
 from qtoolkit.scaling._blocks import check_shards, checked_axis
 
@@ -106,7 +106,7 @@ def computed_now() -> Iterator[None]:
 def _transformed(
     x: jax.Array, signs: jax.Array | None, block: int, axis: int, inverse: bool
 ) -> jax.Array:
-    y = _summed(settled(exact_float32(x)), signs, block, axis, inverse)
+    y = _summed(prevent_contraction(exact_float32(x)), signs, block, axis, inverse)
     return in_dtype(product(y, np.float32(1 / math.sqrt(block))), x.dtype)
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from qtoolkit.casts.internal import (
+    broadcast_like,
     differentiable_in_dtype,
     differentiable_product,
     differentiable_quotient,
     differentiable_widened,
-    spread,
 )
 from qtoolkit.scaling._hadamard import computed_now, hadamard_transform
 
@@ -40,7 +40,7 @@ class InputTransform(NamedTuple):
         """R' (factors * w), float32."""
         wide = differentiable_widened(w)
         if self.factors is not None:
-            wide = differentiable_product(spread(self.factors, wide), wide)
+            wide = differentiable_product(broadcast_like(self.factors, wide), wide)
         return wide if self.rotation is None else _rotated(wide, self.rotation, self.rotation[2])
 
     def undone(self, w: Array) -> Array:

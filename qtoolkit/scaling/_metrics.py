@@ -23,8 +23,8 @@ from qtoolkit.casts.internal import (
     magnitude_ordinal,
     ordinal,
     power_of_two,
+    prevent_contraction,
     serializable,
-    settled,
     times_power_of_two,
     types_of,
 )
@@ -250,7 +250,7 @@ def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
     ordinals = _maxima(*map(magnitude_ordinal, (finite, x, y)))
     has_room = jnp.maximum(*ordinals[1:]) < magnitude_ordinal(jnp.float32(2.0**_LIFT))
     x, y = _lifted(x, has_room), _lifted(y, has_room)
-    error = settled(x) - y
+    error = prevent_contraction(x) - y
     largest = jnp.stack(_maxima(*map(jnp.abs, (x, y, error))))
     powers = jnp.clip(floor_log2(largest), -126, 126)  # their reciprocals are normal
     x, y, noise = (a * unit for a, unit in zip((x, y, error), power_of_two(-powers), strict=True))

@@ -15,12 +15,12 @@ from jax.typing import DTypeLike
 from qtoolkit.casts import pack, unpack
 from qtoolkit.casts.internal import (
     FLOATS,
+    broadcast_like,
     differentiable_in_dtype,
     dtype_from_codes,
     linear_in_dtype,
     linear_product,
     serializable,
-    spread,
 )
 from qtoolkit.formats import BlockFormat, FloatFormat
 from qtoolkit.scaling import _views as views
@@ -402,7 +402,7 @@ def _dequantize_jvp(
             spec,
         )
         view = blocks.split(q)
-        scale = spread(blocks.spread(scale), view)
+        scale = broadcast_like(blocks.spread(scale), view)
         return blocks.join(linear_product(view, scale, zero_absorbs=False))
 
     _, y_dot = jax.jvp(product, (moving,), ({name: getattr(dots, name) for name in moving},))

@@ -26,11 +26,11 @@ from qtoolkit.casts.internal import (
     positive_to_stored,
     power_of_two,
     power_to_stored,
+    prevent_merging,
     product,
     quotient,
     times_power_of_two,
     to_stored,
-    unmerged,
 )
 from qtoolkit.formats import (
     E8M0FNU,
@@ -149,7 +149,7 @@ def _by_function(amax: jax.Array, spec: BlockFormat) -> list[jax.Array]:
             )
     if not scales:
         raise ValueError(f"{spec.name}: the rule returned no scale, expected one or more")
-    return [jnp.where(is_one, np.float32(1), unmerged(scale)) for scale in scales]
+    return [jnp.where(is_one, np.float32(1), prevent_merging(scale)) for scale in scales]
 
 
 @elementwise

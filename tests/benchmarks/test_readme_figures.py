@@ -23,12 +23,22 @@ def made_up(seconds: float = 2.0):
 
 def test_figures_of_results_that_are_made_up():
     codes, step, conversion, gpu, *rest = figures(made_up()).splitlines()
-    assert codes.endswith(" Codes that differ: 3 of 48 on a CPU, 0 of 4 on a GPU.")
+    counts = "3 of 48 on a CPU (2026-01-02), 0 of 4 on a GPU (2026-01-02)."
+    assert codes.endswith(f" Codes that differ: {counts}")
     assert step.startswith("* A training step of a transformer of width 512 in emulated FP8 takes")
-    assert step.endswith(" and 1.25 times as long as in the same formats with qwix.")
-    assert " takes 1.25 times as long as copying the file" in conversion
+    assert step.endswith(" and 1.25 times that of qwix in the same formats.")
+    assert " takes 1.25 times as long as the same in [fifteen lines of torch]" in conversion
     assert " takes 1.25 times as long in native FP8 as in bfloat16." in gpu
     assert rest == ["", "Times are medians on a computer; 2026-01-02."]
+
+
+def test_peaks_of_memory_are_compared_with_those_of_torch():
+    stored = made_up()
+    for row, peak in (("by channel", 289), ("torch, by channel", 4321)):
+        line = {"table": "1024 MiB of bfloat16: peak of memory", "row": row, "peak_mib": peak}
+        stored["conversion"].append(line)
+    sentence = "* The conversion needs 289 MiB of memory, that in torch 4,321 MiB."
+    assert sentence in figures(stored).splitlines()
 
 
 def test_what_was_not_measured_is_not_shown():

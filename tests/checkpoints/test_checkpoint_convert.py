@@ -7,6 +7,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from stored import stored
 
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import (
@@ -65,7 +66,7 @@ def normal(shape, dtype=np.float32, seed=0):
 def converted(tmp_path, tensors, **options):
     save(tmp_path / SRC, tensors, overwrite=True)
     report = convert(tmp_path / SRC, tmp_path / DST, overwrite=True, **options)
-    return load(tmp_path / DST), report
+    return stored(tmp_path / DST), report
 
 
 SHAPES = [(1, 1), (1, 65), (65, 1), (5, 7, 3), (2, 200), (129, 2)]
@@ -157,7 +158,7 @@ def test_zeros_empty_tensors_and_scalars(tmp_path):
         assert found["scalar"] == 2.5
         assert report.mean_sqnr_db is None
         found, _ = converted(tmp_path, tiny, scaling=scaling, channel_axis="first")
-        assert np.isfinite(dequantize(found)["tiny"]).all()
+        assert np.isfinite(dequantize(load(tmp_path / DST))["tiny"]).all()
 
 
 def test_tensors_are_copied_byte_for_byte(tmp_path, monkeypatch):
@@ -186,11 +187,11 @@ def test_the_report_agrees_with_float64_arithmetic(tmp_path, fmt, scaling):
         "bias": normal(3),
     }
     found, report = converted(tmp_path, tensors, format=fmt, scaling=scaling)
-    values = dequantize(found)
+    values = dequantize(load(tmp_path / DST))
     assert values.keys() == tensors.keys()
     for tensor in report.quantized:
         x = tensors[tensor.name].astype(np.float64)
-        error = x - values[tensor.name].astype(np.float64)
+        error = x - np.asarray(values[tensor.name], np.float64)
         # float32 sums over at most 2**10 or 300 elements: a relative error below 1e-4, 0.0004 dB
         assert tensor.sqnr_db == pytest.approx(
             10 * np.log10((x**2).sum() / (error**2).sum()), abs=1e-3
@@ -236,20 +237,9 @@ def test_converting_the_result_again_gives_the_same_codes(tmp_path):
     again = convert(tmp_path / DST, tmp_path / "again", scaling="channel")
     assert again.dequantized == "plain"
     assert len(again.quantized) == 1
-    twice = load(tmp_path / "again")
+    twice = stored(tmp_path / "again")
     assert twice["w.weight"].tobytes() == found["w.weight"].tobytes()
     np.testing.assert_allclose(twice["w.weight_scale"], found["w.weight_scale"], rtol=2**-23)
-
-
-def test_dequantize_leaves_foreign_scales_alone():
-    tensors = {
-        "w": np.ones((2, 2), np.float32),
-        "w_scale": np.ones(1, np.float32),
-        "codes": np.ones((2, 2), ml_dtypes.float8_e4m3fn),
-        "ids": np.ones(2, np.int8),
-        "ids_scale": np.ones(2, np.int32),
-    }
-    assert dequantize(tensors).keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("magnitude", [1e-18, 1.0, 1e30])
@@ -279,6 +269,7 @@ def test_by_rules_every_tensor_is_as_if_it_were_alone(tmp_path, scaling):
         "one": np.float32(-2.5),
     }
     found, report = converted(tmp_path, tensors, format=RULES, scaling=scaling)
+    values = dequantize(load(tmp_path / DST))
     assert sorted(report.format.split(", ")) == ["bfloat16", "e4m3fn", "e5m2", "int8"]
     assert report.scaling == scaling
     formats = {tensor.name: tensor.format for tensor in report.tensors}
@@ -302,7 +293,6 @@ def test_by_rules_every_tensor_is_as_if_it_were_alone(tmp_path, scaling):
         assert_same_codes(found[name], codes, name)
         np.testing.assert_array_equal(found[name + "_scale"], scale.reshape(1))
     assert found["keep"].tobytes() == tensors["keep"].tobytes()
-    values = dequantize(found)
     assert {name: x.shape for name, x in values.items()} == {n: x.shape for n, x in tensors.items()}
     assert values["one"] == -2.5
     assert report.bytes_after == sum(x.nbytes for x in found.values())
@@ -322,7 +312,7 @@ def test_casts_keep_inf_and_count_what_they_clamp(tmp_path, fmt):
     report = convert(
         tmp_path / SRC, tmp_path / DST, format=fmt, allow_nonfinite=True, overwrite=True
     )
-    assert_same_codes(load(tmp_path / DST)["w"], expected.reshape(2, 3))
+    assert_same_codes(stored(tmp_path / DST)["w"], expected.reshape(2, 3))
     assert (report.nonfinite, report.overflowed) == (3, 2)
     assert not checkpoints.verify(tmp_path / SRC, tmp_path / DST).problems
 
@@ -360,13 +350,13 @@ def test_blocks_of_convolutions_are_their_outputs(tmp_path):
     src, dst = tmp_path / "src.safetensors", tmp_path / "dst.safetensors"
     save(src, arrays)
     report = convert(src, dst, scaling="block")
-    found = load(dst)
+    found = stored(dst)
     assert {*report.scaling.split(", ")} == {"block", "channel"}
     assert found["conv.weight_scale"].shape == (64, 1, 1, 1)
     assert found["conv.kernel_scale"].shape == (3, 3, 1, 2)
     assert found["l.weight_scale"].shape == (2, 2)
     assert checkpoints.verify(src, dst).problems == ()
-    values = dequantize(found)
+    values = dequantize(load(dst))
     for name, array in arrays.items():
         np.testing.assert_allclose(values[name], array, rtol=2**-4, atol=0.02)
 

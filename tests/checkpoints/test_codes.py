@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from stored import stored
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -78,7 +79,7 @@ def test_convert_refuses_codes_of_layouts_that_are_not_read(tmp_path, program):
 def test_codes_are_copied_if_told_to(tmp_path, program, options):
     save(tmp_path / "f", {**UNREAD[program], **WIDE})
     convert(tmp_path / "f", tmp_path / "out", layout="plain", **options)
-    found = load(tmp_path / "out")
+    found = stored(tmp_path / "out")
     for name, array in UNREAD[program].items():
         np.testing.assert_array_equal(found[name].view(np.uint8), array.view(np.uint8))
 
@@ -111,7 +112,7 @@ def test_a_scale_of_a_weight_in_high_precision_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "f", tmp_path / "out")
     convert(tmp_path / "f", tmp_path / "out", skip=[r"^a\."])
-    np.testing.assert_array_equal(load(tmp_path / "out")[name], SCALE)
+    np.testing.assert_array_equal(stored(tmp_path / "out")[name], SCALE)
 
 
 FP8 = {"a.weight": np.ones((64, 64), E4M3), "a.weight_scale_inv": np.ones((1, 1), np.float32)}
@@ -238,9 +239,9 @@ def test_what_convert_keeps_the_others_accept(tmp_path, dtype):
     convert(source, tmp_path / "out", allow_codes=True)
     assert not verify(source, tmp_path / "out").problems
     assert [t.equal for t in compare(source, tmp_path / "out").tensors].count(False) == 1
-    np.testing.assert_array_equal(load(tmp_path / "out")["model.a.weight"], kept)
+    np.testing.assert_array_equal(stored(tmp_path / "out")["model.a.weight"], kept)
     dequantize_checkpoint(tmp_path / "out", tmp_path / "unquantized")
-    np.testing.assert_array_equal(load(tmp_path / "unquantized")["model.a.weight"], kept)
+    np.testing.assert_array_equal(stored(tmp_path / "unquantized")["model.a.weight"], kept)
 
 
 @pytest.mark.parametrize(

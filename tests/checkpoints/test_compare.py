@@ -7,6 +7,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from stored import stored
 from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
@@ -72,10 +73,6 @@ def test_a_changed_byte_does_not_verify(tmp_path, layout, fmt, scaling):
         damaged = bytearray(whole)
         damaged[places[name]] ^= 1
         file.write_bytes(damaged)
-        if name.endswith("weight_shape"):  # what the codes mean is then unknown
-            with pytest.raises(CheckpointError, match=r"weight_shape: it says that the weight is"):
-                verify(src, dst)
-            continue
         problems = verify(src, dst).problems
         assert len(problems) >= 1
         assert "byte" in problems[0]
@@ -147,7 +144,7 @@ def test_compare_equals_numpy_on_what_dequantize_gives(tmp_path, fmt):
     assert tensors["norm"].sqnr_db == math.inf
     assert not found.equal
     w = tensors["w.weight"]
-    y = dequantize(load(tmp_path / "b"))["w.weight"].astype(np.float64)
+    y = np.asarray(dequantize(load(tmp_path / "b"))["w.weight"], np.float64)
     known = np.isfinite(x)
     a, b = x.astype(np.float64)[known], y[known]
     assert w.sqnr_db == pytest.approx(10 * np.log10((a**2).sum() / ((a - b) ** 2).sum()))
@@ -233,7 +230,7 @@ def test_what_convert_and_compare_say_is_what_float64_says(tmp_path, scaling, sc
     save(tmp_path / "a", {"w.weight": x})
     (report,) = convert(tmp_path / "a", tmp_path / "b", scaling=scaling).tensors
     (compared,) = compare(tmp_path / "a", tmp_path / "b").tensors
-    found = load(tmp_path / "b")
+    found = stored(tmp_path / "b")
     scales = np.asarray(found["w.weight_scale"], np.float64)
     if scaling == "block":
         scales = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:150, :200]

@@ -18,7 +18,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints._tensors import Tensor, Turning
+from qtoolkit.checkpoints._checkpoint import Tensor, Turning
 from qtoolkit.cli._app import app
 
 LAYER = "model.layers.0"

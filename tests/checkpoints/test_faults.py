@@ -12,8 +12,9 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from stored import stored
 
-from qtoolkit.checkpoints import CheckpointError, convert, layout, load, save, write_safetensors
+from qtoolkit.checkpoints import CheckpointError, convert, layout, save, write_safetensors
 from qtoolkit.checkpoints._writing import partial_name
 
 TARGET = "dst.safetensors"
@@ -43,7 +44,7 @@ def test_of_two_writers_of_a_file_one_fails(tmp_path, ended):
     with pytest.raises(CheckpointError, match=r"dst\.safetensors: another conversion is writ"):
         write_safetensors(tmp_path / TARGET, outputs, first(), overwrite=True)
     assert os.listdir(tmp_path) == ([TARGET] if ended else [])
-    assert not ended or load(tmp_path / TARGET)["x"].tobytes() == b"5678"
+    assert not ended or stored(tmp_path / TARGET)["x"].tobytes() == b"5678"
 
 
 @pytest.mark.quick
@@ -212,7 +213,7 @@ def test_a_signal_after_the_last_rename(tmp_path):
     )
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == f"qtoolkit: interrupted; {target} is written and whole"
-    dtypes = {array.dtype.name for array in load(target / "model.safetensors").values()}
+    dtypes = {array.dtype.name for array in stored(target / "model.safetensors").values()}
     assert "float8_e4m3fn" in dtypes
 
 

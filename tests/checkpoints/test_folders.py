@@ -10,13 +10,13 @@ import zipfile
 
 import numpy as np
 import pytest
+from stored import stored
 
 from qtoolkit.checkpoints import (
     CheckpointError,
     SafetensorsFile,
     convert,
     dequantize_checkpoint,
-    load,
     open_source,
     save,
 )
@@ -61,7 +61,7 @@ def tensors_of(folder):
     for file in set(with_index.values()):
         with SafetensorsFile(folder / file) as opened:
             assert {n for n, f in with_index.items() if f == file} == set(opened.tensors)
-    return {n: load(folder / file)[n] for n, file in with_index.items()}
+    return {n: stored(folder / file)[n] for n, file in with_index.items()}
 
 
 def read(source):
@@ -85,14 +85,14 @@ def test_a_folder_gets_index_config_and_other_files(source, tmp_path):
     one = tmp_path / "one.safetensors"
     save(tmp_path / "all.safetensors", WEIGHTS)
     convert(tmp_path / "all.safetensors", one, layout="compressed-tensors")
-    expected = load(one)
+    expected = stored(one)
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         assert found[name].tobytes() == array.tobytes(), name
     # And back: no trace of the quantization is left.
     dequantize_checkpoint(tmp_path / "dst", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == CONFIG
-    back = load(tmp_path / "back" / "model.safetensors")
+    back = stored(tmp_path / "back" / "model.safetensors")
     assert {name: array.dtype.name for name, array in back.items()} == dict.fromkeys(
         WEIGHTS, "bfloat16"
     )
@@ -106,7 +106,7 @@ def test_keep_dtype_casts_unquantized_tensors(tmp_path):
     source = sharded(tmp_path / "src", wide)
     write_json(source / "config.json", CONFIG | {"torch_dtype": "float32"})
     report = convert(source, tmp_path / "dst", keep_dtype="bfloat16")
-    found = load(tmp_path / "dst" / "model.safetensors")
+    found = stored(tmp_path / "dst" / "model.safetensors")
     assert found["model.norm.weight"].dtype.name == "bfloat16"
     config = json.loads((tmp_path / "dst" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
@@ -170,7 +170,7 @@ def twice(folder):
     name = "model.norm.weight"
     for number in (1, 2):
         path = folder / f"model-0000{number}-of-00002.safetensors"
-        save(path, {**load(path), name: np.full(128, number, "bfloat16")}, overwrite=True)
+        save(path, {**stored(path), name: np.full(128, number, "bfloat16")}, overwrite=True)
 
 
 def twice_with_index(folder):
@@ -280,8 +280,8 @@ def test_folders_that_are_not_what_they_say(source, tmp_path, change, message):
 @pytest.mark.parametrize("with_index", [True, False])
 def test_a_tensor_that_two_files_have_alike_is_read(source, tmp_path, with_index):
     path = source / "model-00002-of-00002.safetensors"
-    first = load(source / "model-00001-of-00002.safetensors")
-    save(path, {**load(path), **first}, overwrite=True)
+    first = stored(source / "model-00001-of-00002.safetensors")
+    save(path, {**stored(path), **first}, overwrite=True)
     if not with_index:
         os.unlink(source / INDEX)
     with open_source(source) as opened:
@@ -563,7 +563,7 @@ def test_modules_of_sentence_transformers_keep_their_weights(source, tmp_path):
     modules = [{"idx": 0, "path": ""}, {"idx": 1, "path": "2_Dense"}]
     (source / "modules.json").write_text(json.dumps(modules))
     assert "2_Dense/model.safetensors" in convert(source, tmp_path / "dst").files
-    assert load(tmp_path / "dst" / "2_Dense" / "model.safetensors")["linear.weight"].sum() == 16
+    assert stored(tmp_path / "dst" / "2_Dense" / "model.safetensors")["linear.weight"].sum() == 16
 
 
 def test_a_single_file_of_weights_keeps_its_name(tmp_path):
@@ -620,7 +620,7 @@ def test_a_model_of_diffusers_keeps_its_names(tmp_path):
         expected = [f"{base}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         expected += [f"{base}.safetensors.index.json"]
         assert found == (expected if count > 1 else [f"{base}.safetensors"])
-    assert set(load(tmp_path / "unquantized" / f"{base}.safetensors")) == set(WEIGHTS)
+    assert set(stored(tmp_path / "unquantized" / f"{base}.safetensors")) == set(WEIGHTS)
     with pytest.raises(CheckpointError, match="a model of diffusers, by _class_name"):
         convert(src, tmp_path / "other", layout="compressed-tensors")
     write_json(src / f"{base}.safetensors.index.json", {"weight_map": files | {"z": "x"}})

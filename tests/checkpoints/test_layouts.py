@@ -9,6 +9,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from stored import stored
 
 from qtoolkit.checkpoints import (
     LAYOUTS,
@@ -231,7 +232,7 @@ def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling, 
         np.testing.assert_array_equal(got, wanted, name)
     # What `dequantize` reads has the error that the report says.
     back = dequantize_checkpoint(tmp_path / "dst", tmp_path / "back")
-    values = load(tmp_path / "back")
+    values = stored(tmp_path / "back")
     assert {name: v.shape for name, v in values.items()} == dict.fromkeys(source, SHAPE)
     for tensor in report.tensors:
         x, y = (np.float64(arrays[tensor.name]) for arrays in (source, values))
@@ -417,7 +418,7 @@ def test_a_quantized_file_is_quantized_anew_from_its_values(tmp_path):
     report = convert(tmp_path / "int8", tmp_path / "again", format="e4m3fn")
     convert(tmp_path / "unquantized", tmp_path / "expected", format="e4m3fn")
     assert report.dequantized == COMPRESSED
-    again, expected = load(tmp_path / "again"), load(tmp_path / "expected")
+    again, expected = stored(tmp_path / "again"), stored(tmp_path / "expected")
     assert again.keys() == expected.keys()
     for name, array in expected.items():
         assert again[name].tobytes() == array.tobytes()
@@ -441,7 +442,7 @@ def test_packed_integers_of_other_widths_are_told_apart(tmp_path):
     quantization = {"quant_method": COMPRESSED, "config_groups": {"g": {"weights": weights}}}
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     dequantize_checkpoint(folder, tmp_path / "unquantized")
-    found = load(tmp_path / "unquantized" / "model.safetensors")["a.weight"]
+    found = stored(tmp_path / "unquantized" / "model.safetensors")["a.weight"]
     np.testing.assert_array_equal(found, codes.astype(np.float32) - 128)
 
 
@@ -456,11 +457,11 @@ def test_only_scales_of_quantized_weights_are_dropped(tmp_path):
     convert(src, out, layout="compressed-tensors", format="e4m3fn")
     left = dequantize_checkpoint(out, tmp_path / "unquantized").left
     assert left == ("model.layers.0.self_attn.k_scale",)  # the summary names it
-    found = load(tmp_path / "unquantized" / "model.safetensors")
+    found = stored(tmp_path / "unquantized" / "model.safetensors")
     assert set(found) == {K, "model.head.output_scale"}
     convert(src, tmp_path / "plain", layout="plain")
     dequantize_checkpoint(tmp_path / "plain", tmp_path / "wide2")
-    assert set(load(tmp_path / "wide2" / "model.safetensors")) == {K, *others}
+    assert set(stored(tmp_path / "wide2" / "model.safetensors")) == {K, *others}
 
 
 def test_static_input_scales_are_in_the_config(tmp_path):
@@ -546,12 +547,12 @@ def test_modelopt_whose_config_is_only_in_its_own_file(tmp_path, quantization, e
     save(tmp_path / "src", weights() | wide)
     assert verify(tmp_path / "src", folder).problems == ()
     dequantize_checkpoint(folder, tmp_path / "unquantized")
-    found = load(tmp_path / "unquantized" / "model.safetensors")
+    found = stored(tmp_path / "unquantized" / "model.safetensors")
     assert found.keys() == weights().keys() | wide.keys()
     assert os.listdir(tmp_path / "unquantized").count("hf_quant_config.json") == 0
     report = convert(folder, tmp_path / "dst", layout="finegrained-fp8")
     assert report.dequantized == "modelopt"
-    assert load(tmp_path / "dst" / "model.safetensors").keys() == found.keys() | {
+    assert stored(tmp_path / "dst" / "model.safetensors").keys() == found.keys() | {
         f"{name}_scale_inv" for name in weights()
     }
     (folder / "hf_quant_config.json").write_text(json.dumps(PRODUCER))
@@ -574,7 +575,7 @@ def test_blocks_of_modelopt_are_read(tmp_path):
     tensors = {"a.weight": codes.reshape(x.shape), "a.weight_scale": scale, **conv}
     algorithm = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
     dequantize_checkpoint(folder_of(tmp_path / "src", tensors, algorithm), tmp_path / "dst")
-    found = load(tmp_path / "dst" / "model.safetensors")
+    found = stored(tmp_path / "dst" / "model.safetensors")
     np.testing.assert_array_equal(found["a.weight"], expected)
     np.testing.assert_array_equal(found["c.weight"][:, 0, 0, 0], range(1, 7))
 
@@ -592,13 +593,13 @@ def test_rotated_weights_are_refused(tmp_path, transforms):
     save(tmp_path / "one", weights())
     convert(tmp_path / "one", tmp_path / "codes", layout=COMPRESSED)
     quantization = {"quant_method": COMPRESSED, "transform_config": transforms}
-    src = folder_of(tmp_path / "src", load(tmp_path / "codes"), quantization)
+    src = folder_of(tmp_path / "src", stored(tmp_path / "codes"), quantization)
     for command in (dequantize_checkpoint, convert):
         with pytest.raises(CheckpointError, match=r"transform_config .*R1.* are rotated"):
             command(src, tmp_path / "dst")
     with pytest.raises(CheckpointError, match="transform_config"):
         verify(tmp_path / "one", src)
-    folder_of(src, load(tmp_path / "codes"), quantization | {"transform_config": {}})
+    folder_of(src, stored(tmp_path / "codes"), quantization | {"transform_config": {}})
     dequantize_checkpoint(src, tmp_path / "dst")
 
 

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import qtoolkit as qt
 from qtoolkit.checkpoints import (
-    CheckpointError,
     compare,
     convert,
     dequantize,
@@ -59,22 +58,6 @@ def test_files_of_every_layout_are_dequantized(tmp_path, source, layout, fmt, sc
     assert values.dtype == np.float32
     assert 10 * np.log10((x**2).sum() / ((x - values) ** 2).sum()) > decibels
     np.testing.assert_array_equal(values, dequantize(load(tmp_path / "dst"))[NAME])
-
-
-def test_codes_that_nothing_explains_are_no_weights():
-    codes = np.ones((4, 32), ml_dtypes.float4_e2m1fn)
-    with pytest.raises(CheckpointError, match=r"tensor w: float4_e2m1fn with w_scale, which no la"):
-        dequantize({"w": codes, "w_scale": np.ones((4, 1), np.float32)})
-    assert dequantize({"w": codes})["w"] is codes
-    bytes_of = {"a.weight": np.ones((4, 8), np.int8), "a.weight_scales": np.ones(4, np.float32)}
-    for tensors in (
-        bytes_of,
-        {"a.weight": np.ones((4, 8), ml_dtypes.float8_e4m3fn), "a.scales_of_it": np.ones(3)},
-    ):
-        with pytest.raises(CheckpointError, match=r"dequantize: tensor a\.weight"):
-            dequantize(tensors)
-    alone = {"a.weight": bytes_of["a.weight"], "b.SCB": np.ones(4)}
-    assert dequantize(alone)["a.weight"] is alone["a.weight"]
 
 
 def test_tensors_of_four_bits_are_loaded(tmp_path):

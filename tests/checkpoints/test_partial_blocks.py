@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from stored import stored
 
 from qtoolkit.checkpoints import (
     LAYOUTS,
@@ -48,16 +49,16 @@ def test_scales_are_rounded_up_and_everything_reads_them(tmp_path, shape):
     src = folder(tmp_path / "src", {NAME: x})
     convert(src, tmp_path / "dst", layout="finegrained-fp8")
     codes, scale = in_blocks(x)
-    stored = load(tmp_path / "dst" / "model.safetensors")
-    np.testing.assert_array_equal(stored[NAME].view(np.uint8), codes.view(np.uint8))
-    np.testing.assert_array_equal(stored[f"{NAME}_scale_inv"], scale)
+    entries = stored(tmp_path / "dst" / "model.safetensors")
+    np.testing.assert_array_equal(entries[NAME].view(np.uint8), codes.view(np.uint8))
+    np.testing.assert_array_equal(entries[f"{NAME}_scale_inv"], scale)
     spread = np.repeat(np.repeat(scale, 128, 0), 128, 1)[: shape[0], : shape[1]]
     values = codes.astype(np.float32) * spread
     np.testing.assert_array_equal(dequantize(load(tmp_path / "dst"))[NAME], values)
     assert not verify(src, tmp_path / "dst").problems
     assert compare(src, tmp_path / "dst").tensors[0].sqnr_db > 25
     dequantize_checkpoint(tmp_path / "dst", tmp_path / "unquantized")
-    np.testing.assert_array_equal(load(tmp_path / "unquantized")[NAME], values)
+    np.testing.assert_array_equal(stored(tmp_path / "unquantized")[NAME], values)
 
 
 @pytest.mark.parametrize("layout", ["finegrained-fp8", "plain", "compressed-tensors", "modelopt"])

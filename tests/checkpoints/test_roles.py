@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, make_plan, save
 from qtoolkit.formats import Rules
@@ -287,9 +288,8 @@ def test_experts_in_one_tensor_have_codes_as_if_each_were_alone(tmp_path):
     convert(tmp_path / "src", tmp_path / "dst", scaling="channel")
     save(tmp_path / "alone", {f"{i}.weight": x[i] for i in range(3)})
     convert(tmp_path / "alone", tmp_path / "each", scaling="channel")
-    from qtoolkit.checkpoints import load
 
-    found, each = load(tmp_path / "dst"), load(tmp_path / "each")
+    found, each = stored(tmp_path / "dst"), stored(tmp_path / "each")
     for i in range(3):
         assert found[UP][i].tobytes() == each[f"{i}.weight"].tobytes()
         assert found[f"{UP}_scale"][i].tobytes() == each[f"{i}.weight_scale"].tobytes()
@@ -301,13 +301,28 @@ def test_fused_weights_share_the_second_scale_of_nvfp4(tmp_path):
     tensors = {name: np.full((16, 16), 2.0**i, np.float32) for i, name in enumerate(names)}
     save(tmp_path / "src", tensors)
     convert(tmp_path / "src", tmp_path / "dst", layout="compressed-tensors", format="nvfp4")
-    from qtoolkit.checkpoints import load
 
-    found = load(tmp_path / "dst")
+    found = stored(tmp_path / "dst")
     # 448 * 6 over the amax of q, k and v together: of v. o and w2 stand alone.
     largest = [4, 4, 4, 8, 64, 64, 64, 128, 1024, 512, 1024]
     got = [float(found[name.removesuffix("weight") + "weight_global_scale"][0]) for name in names]
     np.testing.assert_allclose(got, [2688 / amax for amax in largest], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("others", "targets"),
+    [("int8_group128", [["Linear", "Embedding"]]), ("int8", [["Embedding"], [r"re:(.*\.)?mlp$"]])],
+)
+def test_tables_are_targeted_by_their_class(tmp_path, others, targets):
+    """As llm-compressor does it: vLLM's models do not tell all tables their names."""
+    x = np.ones((128, 128), np.float32)
+    save(tmp_path / "f", {f"{name}.weight": x for name in ("embed_tokens", "mlp", "lm_head")})
+    with SafetensorsFile(tmp_path / "f") as source:
+        rules = Rules({"embed_tokens": "int8_group128", "mlp": others})
+        plan = make_plan(source, format=rules, layout="compressed-tensors")
+    groups = plan.quantization_config["config_groups"].values()
+    assert [group["targets"] for group in groups] == targets
+    assert "lm_head" in plan.quantization_config["ignore"]
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens", "transformer.wte", "token_embd"])

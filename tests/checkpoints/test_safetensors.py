@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from stored import stored
 
 from qtoolkit.checkpoints import (
     CheckpointError,
     SafetensorsFile,
     layout,
-    load,
     save,
     write_safetensors,
 )
@@ -79,14 +79,14 @@ def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
 def test_metadata_that_is_null_is_none(tmp_path):
     """As MLX's save_safetensors writes it; the package safetensors accepts it, too."""
     (tmp_path / "f").write_bytes(raw_file({"__metadata__": None, "a": entry()}, b"1234"))
-    np.testing.assert_array_equal(load(tmp_path / "f")["a"], np.frombuffer(b"1234", np.uint8))
+    np.testing.assert_array_equal(stored(tmp_path / "f")["a"], np.frombuffer(b"1234", np.uint8))
 
 
 @pytest.mark.quick
 def test_every_dtype_and_rank_survives_a_round_trip_bit_for_bit(tmp_path):
     tensors = every_dtype()
     save(tmp_path / TARGET, tensors, {"format": "pt", "é": "ü\n"})
-    found = load(tmp_path / TARGET)
+    found = stored(tmp_path / TARGET)
     assert found.keys() == tensors.keys()
     for name, array in tensors.items():
         assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
@@ -125,7 +125,7 @@ def test_save_takes_jax_strided_and_big_endian_arrays(tmp_path):
     save(tmp_path / "a", tensors)
     save(tmp_path / "b", dict(reversed(tensors.items())))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    found = load(tmp_path / "a")
+    found = stored(tmp_path / "a")
     np.testing.assert_array_equal(found["jax"].astype(np.float32), x)
     np.testing.assert_array_equal(found["transposed"], x.T)
     np.testing.assert_array_equal(found["strided"], x[:, ::2])
@@ -258,13 +258,13 @@ def test_control_characters_in_names_do_not_reach_messages(tmp_path):
 
 def test_missing_files_folders_and_pipes(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
-        load(tmp_path / "missing")
+        stored(tmp_path / "missing")
     assert caught.value.filename == str(tmp_path / "missing")
     with pytest.raises(CheckpointError, match="no safetensors files in the folder"):
-        load(tmp_path)
+        stored(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="pipe: is not a regular file"):
-        load(tmp_path / "pipe")
+        stored(tmp_path / "pipe")
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
@@ -289,7 +289,7 @@ def test_an_empty_tensor_of_a_rank_that_numpy_lacks_is_refused(tmp_path):
     path = tmp_path / "rank.safetensors"
     path.write_bytes(raw_file({"a": entry(shape=(0,) * 33, offsets=(0, 0))}))
     with pytest.raises(CheckpointError, match=r"tensor a: shape .* at most 32 integers"):
-        load(path)
+        stored(path)
 
 
 # Writing that fails: the folder stays as it was, whatever the cause.
@@ -302,7 +302,7 @@ def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
         save(tmp_path / TARGET, {})
     assert (tmp_path / TARGET).read_bytes() == before
     save(tmp_path / TARGET, {}, overwrite=True)
-    assert load(tmp_path / TARGET) == {}
+    assert stored(tmp_path / TARGET) == {}
     assert os.listdir(tmp_path) == [TARGET]
 
 

@@ -5,8 +5,9 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from stored import stored
 
-from qtoolkit.checkpoints import SafetensorsFile, compare, convert, load, save, verify
+from qtoolkit.checkpoints import SafetensorsFile, compare, convert, save, verify
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.self_attn.o_proj.weight"
@@ -60,7 +61,7 @@ def test_codes_are_copied_where_scales_are_powers_of_two(
 ):
     src, codes, scale = source
     report = convert(src, tmp_path / "dst", layout=layout, scaling=scaling, format=fmt)
-    found = load(tmp_path / "dst" / "model.safetensors")
+    found = stored(tmp_path / "dst" / "model.safetensors")
     assert found[NAME].tobytes() == codes.tobytes()
     np.testing.assert_array_equal(found[NAME + suffix], scale)
     (weight,) = report.quantized
@@ -73,7 +74,7 @@ def test_another_grid_is_quantized_from_the_values(tmp_path, source):
     src, codes, scale = source
     x = spread(codes, scale)
     report = convert(src, tmp_path / "dst", layout="compressed-tensors", scaling="channel")
-    found = load(tmp_path / "dst" / "model.safetensors")
+    found = stored(tmp_path / "dst" / "model.safetensors")
     by_row = np.abs(x).max(1, keepdims=True) / np.float32(448)
     np.testing.assert_array_equal(found[f"{NAME}_scale"], by_row)
     assert found[NAME].tobytes() == (x / by_row).astype(E4M3).tobytes()
@@ -88,7 +89,7 @@ def test_scales_below_the_least_of_a_target_are_made_anew(tmp_path, source):
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     src = folder(tmp_path / "small", {NAME: codes, f"{NAME}_scale_inv": scale}, config)
     convert(src, tmp_path / "dst", layout="finegrained-fp8", format="deepseek_128x128")
-    found = load(tmp_path / "dst" / "model.safetensors")
+    found = stored(tmp_path / "dst" / "model.safetensors")
     least = np.float32(1e-4) / np.float32(448)
     np.testing.assert_array_equal(found[f"{NAME}_scale_inv"], np.full(GRID, least))
     assert verify(src, tmp_path / "dst").problems == ()

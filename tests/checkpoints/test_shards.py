@@ -14,6 +14,7 @@ import sys
 
 import numpy as np
 import pytest
+from stored import stored
 from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
@@ -21,7 +22,6 @@ from qtoolkit.checkpoints import (
     convert,
     dequantize_checkpoint,
     finalize,
-    load,
     save,
 )
 from qtoolkit.checkpoints import _shards as shards_module
@@ -137,7 +137,7 @@ def test_finalizing_loads_neither_jax_nor_the_source(source, tmp_path):
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "dst"], check=True)
-    assert len(load(tmp_path / "dst" / FILES[0])) == 4
+    assert len(stored(tmp_path / "dst" / FILES[0])) == 4
 
 
 @pytest.mark.quick
@@ -165,7 +165,7 @@ def test_a_missing_part_is_named_with_its_shard(source, tmp_path):
 
 def other_source(source, tmp_path):
     name = source / "model.safetensors"
-    save(name, load(name) | {"more.weight": np.ones(3, np.float32)}, overwrite=True)
+    save(name, stored(name) | {"more.weight": np.ones(3, np.float32)}, overwrite=True)
     return {}
 
 

@@ -6,10 +6,11 @@ import os
 import numpy as np
 import pytest
 from flax import nnx
+from stored import stored
 from typer.testing import CliRunner
 
 import qtoolkit
-from qtoolkit.checkpoints import load, save
+from qtoolkit.checkpoints import save
 from qtoolkit.cli._app import app
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
@@ -115,7 +116,7 @@ def test_reports(source, tmp_path):
 
 
 def test_nan_in_what_is_copied_is_named(source, tmp_path):
-    tensors = load(source / "model.safetensors")
+    tensors = stored(source / "model.safetensors")
     tensors["model.norm.weight"][3:5] = np.nan, -np.inf
     save(source / "model.safetensors", tensors, overwrite=True)
     lines = run("convert", source, tmp_path / "dst", *CT).stdout.splitlines()
@@ -142,7 +143,7 @@ def test_dequantize_and_quantize_anew(source, tmp_path):
     result = run("dequantize", tmp_path / "dst", tmp_path / "back")
     assert result.exit_code == 0, result.output
     assert ": 2 tensors, dequantized from layout compressed-tensors" in result.stdout
-    assert load(tmp_path / "back" / "model.safetensors")[WEIGHT].dtype.name == "bfloat16"
+    assert stored(tmp_path / "back" / "model.safetensors")[WEIGHT].dtype.name == "bfloat16"
     wide = run("dequantize", tmp_path / "dst", tmp_path / "wide", "--dtype", "float32")
     assert wide.exit_code == 0
     config = json.loads((tmp_path / "wide" / "config.json").read_text())
@@ -254,7 +255,7 @@ def test_input_scales_from_a_file(source, tmp_path):
     (tmp_path / "scales.json").write_text(json.dumps({WEIGHT.removesuffix(".weight"): 0.5}))
     result = run(*nvfp4, "--input-scales", tmp_path / "scales.json")
     assert result.exit_code == 0, result.output
-    found = load(tmp_path / "dst" / "model.safetensors")
+    found = stored(tmp_path / "dst" / "model.safetensors")
     assert found[WEIGHT.replace("weight", "input_scale")] == 0.5
     (tmp_path / "scales.json").write_text("[]")
     message = fails(*nvfp4, "--input-scales", tmp_path / "scales.json")
@@ -292,7 +293,9 @@ def test_paths_never_reach_the_terminal_raw(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     odd, other = "o\x07\x1b[2J", "p\x07\x1b[2J"
     save(odd, {"w": np.ones((2, 2), np.float32), "more": np.ones((2, 2), np.float32)})
-    save("q" + odd, {"a.weight_scales": np.ones(2, np.float32), "a.weight": np.ones((2, 2), np.int8)})
+    save(
+        "q" + odd, {"a.weight_scales": np.ones(2, np.float32), "a.weight": np.ones((2, 2), np.int8)}
+    )
     save("wide", {"w": np.full((2, 2), 3, np.float32)})
     for code, *arguments in (
         (0, "convert", odd, other, "--dry-run"),
@@ -390,7 +393,7 @@ def test_the_line_that_loads_a_folder_names_its_class(tmp_path, names, expected)
 
 @pytest.mark.parametrize("name", ['a "quoted" \\ name', os.fsdecode(b"no utf-8 \xff")])
 def test_the_line_that_loads_is_python(tmp_path, name):
-    """Not such as load("'no utf-8 \\udcff'"), a name in two pairs of quotes."""
+    """Not such as stored("'no utf-8 \\udcff'"), a name in two pairs of quotes."""
     save(tmp_path / "src", {"w": np.ones((2, 2), np.float32)})
     out = run("convert", tmp_path / "src", tmp_path / name).stdout
     (line,) = [line for line in out.splitlines() if line.startswith("load it: ")]
@@ -402,7 +405,7 @@ def test_the_line_that_loads_avoids_what_misreads_experts(source, tmp_path):
     """NVFP4 experts: it computes with wrong weights, without an error."""
     name = "model.layers.0.mlp.experts.0.down_proj.weight"
     (source / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    save(source / "model.safetensors", {name: load(source / "model.safetensors")[WEIGHT]},
+    save(source / "model.safetensors", {name: stored(source / "model.safetensors")[WEIGHT]},
          {"format": "pt"}, overwrite=True)  # fmt: skip
     options = ("--format", "nvfp4")
     dry = run("convert", source, tmp_path / "out", *options, "--dry-run")

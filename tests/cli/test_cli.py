@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,13 +13,15 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+import typer
+from stored import stored
 from typer.testing import CliRunner
 
 import qtoolkit as qt
 from qtoolkit import __version__
-from qtoolkit.checkpoints import load, save
+from qtoolkit.checkpoints import save
 from qtoolkit.cli import _tables
-from qtoolkit.cli._app import app
+from qtoolkit.cli._app import EXAMPLES, app
 
 COMMAND = (sys.executable, "-m", "qtoolkit")
 
@@ -62,7 +65,7 @@ def test_convert_writes_and_sums_up(source, tmp_path):
     assert "excluded   2 tensors" in result.stdout
     assert "mean SQNR" in result.stdout
     assert "converting: 100 %, 1.7/1.7 kB" in result.stderr
-    found = load(tmp_path / "out")
+    found = stored(tmp_path / "out")
     assert found["layers/0/kernel"].dtype == ml_dtypes.float8_e5m2
     assert found["layers/0/kernel_scale"].shape == (1, 16)
 
@@ -84,7 +87,7 @@ def test_a_dry_run_shows_what_a_conversion_then_does(source, tmp_path):
     assert os.listdir(tmp_path) == ["model.safetensors"]
     done = run(*arguments).stdout.splitlines()
     assert lines[5:] == done[1:4]  # the same counts and bytes
-    written = load(tmp_path / "out")
+    written = stored(tmp_path / "out")
     assert written["layers/0/kernel"].dtype == ml_dtypes.float8_e4m3fn
     assert written["layers/0/kernel_scale"].shape == (1, 16)
 
@@ -333,7 +336,7 @@ def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirect
     lines = [line for line in stderr.splitlines(True) if not line.startswith("converting")]
     assert (process.returncode, "".join(lines)) == (code, error)
     assert bool(stdout) is (code == 0)
-    assert load(tmp_path / "out")
+    assert stored(tmp_path / "out")
 
 
 LONG = "model.layers.{}.self_attn.a_module_with_a_long_name.q_proj.weight"
@@ -386,3 +389,17 @@ def in_terminal(start, arguments=(), columns=100, command=COMMAND):
         os.close(ours)
     assert process.wait(timeout=60) == 0, output
     return output.decode()
+
+
+@pytest.mark.quick
+def test_the_examples_of_help_are_of_that_command_and_can_be_parsed():
+    group = typer.main.get_command(app)
+    assert set(EXAMPLES) == set(group.commands)
+    for name, lines in EXAMPLES.items():
+        shown = CliRunner().invoke(app, [name, "--help"]).output
+        assert len(lines) == 2
+        for line in lines:
+            assert f"    {line}\n" in shown
+            program, command, *arguments = shlex.split(line)
+            assert (program, command) == ("qtoolkit", name)
+            group.commands[name].make_context(name, arguments)  # an unknown option would raise

@@ -4,9 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from stored import stored
 from typer.testing import CliRunner
 
-from qtoolkit.checkpoints import load, save
+from qtoolkit.checkpoints import save
 from qtoolkit.cli._app import app
 from qtoolkit.formats import Rules
 
@@ -43,7 +44,7 @@ def test_rules_from_a_file(source, tmp_path):
     assert "excluded   2 tensors (" in result.stdout
     assert "rule '^head': 1" in result.stdout
     assert "--skip: 1" in result.stdout
-    found = load(tmp_path / "dst")
+    found = stored(tmp_path / "dst")
     assert {name: array.dtype.name for name, array in found.items()} == {
         "head.weight": "float32",
         "norm.weight": "float8_e5m2",

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import io
 import re
+import subprocess
 
 import demo
 import jax
@@ -49,14 +50,19 @@ def finished(tmp_path_factory):
 def test_it_leaves_checkpoints_plots_and_the_table(finished):
     output, folder = finished
     names = {path.name for path in folder.iterdir()}
-    plots = {"loss.png", "weight-error.png"}
-    assert names == plots | {"float32.safetensors", "e5m2.safetensors", "table.md"}
-    for name in plots:
-        assert (folder / name).read_bytes()[:8] == PNG
+    assert names == {"loss.png", "float32.safetensors", "e5m2.safetensors", "table.md"}
+    assert (folder / "loss.png").read_bytes()[:8] == PNG
     assert "step     3/3  float32" in output
-    assert "compiling\nvalidation loss" in output
+    assert re.search(r"compiling model 1 of 3, about \d:\d\d left\ncompiling model 2", output)
+    assert "validation loss in bits per byte" in output
     assert re.search(r"step     3/3  float32 .* astype \S+  gap", output)
-    assert str(folder) in output.replace("\n", "")
+    assert re.search(r"They continue '.*':\n  float32  '.*'\n  e5m2     '.*'\n", output)
+    conclusion = r"Training in e5m2 .* float32\. With `astype` .* it\. The e5m2 file .*'s\.\n"
+    assert re.search(conclusion, output)
+    assert f"the losses as a picture: {folder}/loss.png\n" in output
+    command = re.search(r"^next: (.*)$", output, re.M)[1].split()
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "blocks.0.up.kernel" in shown
 
 
 @pytest.mark.exhaustive
@@ -110,26 +116,31 @@ def test_parameters_and_restore_are_inverse():
     assert "blocks.0.attention.query.kernel" in demo.parameters(model)
 
 
-def test_without_matplotlib_it_says_so(monkeypatch, tmp_path, capsys):
+def test_without_matplotlib_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    demo._plot(Console(), tmp_path, None, None, None)
-    assert "pip install matplotlib" in capsys.readouterr().out
+    assert "pip install matplotlib" in demo._plot(tmp_path, None, None)
 
 
 @pytest.mark.quick
 def test_the_bar_stays_visible_on_a_small_terminal():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=80, height=24, color_system=None)
-    run = language_model.TrainingRun(None, None, [2.0] * 20)
+    run = language_model.TrainingRun(None, None, [2.0] * 20, [1.0])
+    new = language_model.TrainingRun(None, None)
     pair = language_model.TrainingPair(run, run, list(range(20, 401, 20)), run)
+    compiling = pair._replace(naive=new, evaluated_at=[])
     screen = demo._Screen(console, 400)
-    for step, description in ((0, "compiling"), (1, "training"), (400, "training")):
-        screen(step, pair)
+    for step, at, description in (
+        (0, compiling, "compiling model 3 of 3"),
+        (1, pair, "training"),
+        (400, pair, "training"),
+    ):
+        screen(step, at)
         lines = ["".join(s.text for s in line) for line in console.render_lines(screen.renderable)]
         assert len(lines) < 24
         assert lines[-1].startswith(description)
         assert f"{step}/400" in lines[-1]
-        assert re.search(r"-:--:--|\d:\d\d:\d\d", lines[-1])
+        assert re.search(r"\d:\d\d left", lines[-1])
     assert any("400" in line and "+0.00%" in line for line in lines[:-1])  # the newest row
 
 

@@ -56,6 +56,7 @@ def test_a_claim_that_fails_is_said_and_stands_on_the_page(tmp_path, capsys):
     results.main(tmp_path / "results")
     page = (tmp_path / "RESULTS.md").read_text()
     assert "| accumulation | sums are exact | 0.25 of 4 | **does not hold** |" in page
+    page = (tmp_path / "results" / "tables.md").read_text()
     assert "### sums\n\n|  | mean | error |" in page
     assert "| bfloat16 | 0.25 | 0.1 |" in page
     assert "Performance targets" not in page

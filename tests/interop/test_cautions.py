@@ -148,6 +148,10 @@ CASES: dict[str, tuple[list[Case], list[Case]]] = {
             Case(zamba2, {**BLOCKS, **MAMBA}),
         ],
     ),
+    "tables of embeddings": (
+        [Case(lambda: llama(256), {"format": Rules({"embed_tokens|_proj": "W8A16"})})],
+        [Case(lambda: llama(256), {"format": Rules({"_proj": "W8A16"})})],
+    ),
     "partial blocks, misread": (
         [Case(lambda: llama(192, heads=3), BLOCKS), Case(lambda: llama(128, 448), BLOCKS)],
         [Case(lambda: llama(64, 128), BLOCKS), Case(lambda: llama(256, 96), BLOCKS)],

@@ -150,6 +150,29 @@ def test_llama_in_compressed_tensors(folders, tmp_path, fmt, scaling):
     assert error < (0.02 if fmt in WEIGHTS_ONLY else 0.1)
 
 
+@pytest.mark.parametrize("pattern", ["embed_tokens|_proj", "embed_tokens"])
+@pytest.mark.parametrize("fmt", ["W8A16", "int4_group32"])
+def test_tables_of_embeddings_in_compressed_tensors(folders, tmp_path, pattern, fmt):
+    """Oracle: transformers runs the weights that `dequantize` gives."""
+    rules = Rules({pattern: fmt})
+    convert(folders / "llama", tmp_path / "out", layout="compressed-tensors", format=rules)
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    expected, wide = logits(tmp_path / "back"), logits(folders / "llama")
+    assert np.abs(expected - wide).max() > 1e-4  # it is quantized
+    found = logits(tmp_path / "out", quantization_config=dequantizing())
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_table_with_a_tied_head_is_refused(tmp_path):
+    model = llama()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.float().save_pretrained(tmp_path / "tied")
+    rules = Rules({"embed_tokens": "W8A16"})
+    with pytest.raises(CheckpointError, match="the head is tied to this table"):
+        convert(tmp_path / "tied", tmp_path / "out", layout="compressed-tensors", format=rules)
+
+
 def test_llama_in_blocks_of_deepseek(folders, tmp_path):
     convert(folders / "llama", tmp_path / "out", layout="finegrained-fp8")
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")

@@ -204,7 +204,7 @@ def test_bad_batches(wrapped, found):
     np.testing.assert_array_equal(amaxes(one_bad, "a"), amaxes(found, "a"))
     with pytest.raises(TypeError, match=r"expected an iterable of batches; .*\[batch\]"):
         qt.nnx.calibrate(wrapped, BATCHES[0])
-    with pytest.raises(ValueError, match="MinMax is for zero points"):
+    with pytest.raises(ValueError, match="MinMax finds zero points"):
         qt.nnx.calibrate(wrapped, BATCHES, "minmax")
     with pytest.raises(ValueError, match="observer='largest', expected one of absmax"):
         qt.nnx.calibrate(wrapped, BATCHES, "largest")

@@ -426,3 +426,18 @@ def test_shards_merge_to_the_sum_of_their_reports():
         for report in (merged, parts[0] + parts[1])
     )
     assert_same_sums(*chosen)
+
+
+def test_scalars_are_the_numbers_of_the_table_by_unique_names(found):
+    scalars = found.scalars()
+    assert all(type(number) is float for number in scalars.values())
+    per_row = [row.scalars() for row in found.rows]
+    assert len(scalars) == sum(map(len, per_row))  # no name hides another
+    rows = [r for r in found.rows if (r.path, r.operand) == ("b", "cotangent")]
+    assert len(rows) == 2  # dgrad and wgrad round it along other axes
+    for row in rows:
+        name = f"b:{row.product}/cotangent ({row.parts})/"
+        assert scalars[name + "sqnr_db"] == row.tally.sqnr_db
+        assert scalars[name + "amax"] == float(row.tally.amax)
+    not_measured = [r for r in found.rows if not float(r.tally.uses)]
+    assert not any(name.startswith(f"{r.path}:") for r in not_measured for name in scalars)

@@ -193,5 +193,5 @@ def test_what_cannot_be_stored():
         qt.nnx.quantize(Small(), LSQ)
     learned = Operand("int4", scaling=Learned(offset=True))
     plus = trained(Small(), Recipe((None, learned), gradient=None), steps=0)
-    with pytest.raises(ValueError, match=r"learned offset \(LSQ\+\).* zero point of stored codes"):
+    with pytest.raises(ValueError, match=r"learned offset \(LSQ\+\).* zero points of stored codes"):
         qt.nnx.quantize(plus)

@@ -19,6 +19,15 @@ def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
 
+def by_matmul(metrics):
+    """The flat metrics as {matmul: {operand: {number: value}}}."""
+    nested = {}
+    for name, value in metrics.items():
+        matmul, operand, number = name.rsplit("/", 2)
+        nested.setdefault(matmul, {}).setdefault(operand, {})[number] = value
+    return nested
+
+
 def expected(x, scale, fmt=ml_dtypes.float8_e4m3fn, largest=464):
     """Of E4M3 everything up to 464, halfway to 480, rounds to 448."""
     u = np.abs(np.asarray(x, np.float32)) / np.float32(scale)
@@ -41,7 +50,7 @@ def test_a_step_says_what_its_rounding_lost():
     plain, wanted = nnx.jit(qt.nnx.value_and_grad(loss))(model, x)
     np.testing.assert_array_equal(value, plain)
     jax.tree.map(np.testing.assert_array_equal, grads, wanted)
-    (operands,) = found.values()
+    (operands,) = by_matmul(found).values()
     assert set(operands) == {"lhs", "rhs", "cotangent"}
     kernel = model.kernel[...]
     for name, array in (("lhs", x), ("rhs", kernel)):
@@ -55,7 +64,7 @@ def test_a_step_says_what_its_rounding_lost():
 def test_infinities_are_bad():
     model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), STATIC)
     *_, found = qt.nnx.value_and_grad(loss, metrics=True)(model, X.at[1, 1].set(jnp.inf))
-    (operands,) = found.values()
+    (operands,) = by_matmul(found).values()
     np.testing.assert_allclose(operands["lhs"]["bad"], 2 / X.size)
 
 
@@ -72,7 +81,7 @@ def test_shares_are_of_each_use_and_nan_without_a_gradient():
     model = qt.nnx.wrap(Twice(), qt.recipes.te_delayed_hybrid, inputs=(X,))
     hidden = float(jnp.max(jnp.abs(model.shared(X))))  # by current scales, as in the first step
     *_, found = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))(model, X)
-    found = keyed_by_kernel(found)
+    found = keyed_by_kernel(by_matmul(found))
     assert set(found) == {"shared:kernel", "shared:kernel#2", "idle:kernel"}
     uses = [found[name]["lhs"] for name in ("shared:kernel", "shared:kernel#2")]
     amaxes = sorted(float(use["amax"]) for use in uses)
@@ -88,7 +97,7 @@ def test_shares_are_of_each_use_and_nan_without_a_gradient():
 def test_scales_of_blocks_too(recipe):
     model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), recipe)
     *_, found = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))(model, X)
-    (operands,) = found.values()
+    (operands,) = by_matmul(found).values()
     assert all(np.isfinite(x) for x in jax.tree.leaves(operands))
     np.testing.assert_allclose(operands["lhs"]["amax"], 40)
 
@@ -101,7 +110,7 @@ def test_linen_gives_the_same():
     step = qt.linen.value_and_grad(lambda v, x: jnp.mean(module.apply(v, x) ** 2), metrics=True)
     *_, found = jax.jit(step)(variables, X)
     *_, wanted = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))(model, X)
-    (mine,), (theirs,) = found.values(), wanted.values()
+    (mine,), (theirs,) = (by_matmul(metrics).values() for metrics in (found, wanted))
     for operand, numbers in theirs.items():
         for name, number in numbers.items():
             np.testing.assert_allclose(mine[operand][name], number, rtol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from qtoolkit.formats import format
-from qtoolkit.plots import loss_curves, number_line, sqnr_by_tensor, weight_errors
+from qtoolkit.plots import loss_curves, number_line, sqnr_by_tensor
 
 
 def test_loss_curves(tmp_path):
@@ -34,15 +34,6 @@ def test_gaps_have_a_panel_of_their_own(tmp_path):
         loss_curves(path, [1, 2, 3], curves, gap_to=gap_to)
         heights.append(matplotlib.image.imread(path).shape[0])
     assert heights[1] > 1.4 * heights[0]
-
-
-def test_weight_errors_grow_with_the_number_of_tensors(tmp_path):
-    heights = []
-    for count in (2, 20):
-        path = tmp_path / f"{count}.png"
-        weight_errors(path, {f"layer.{i}.kernel": 20.0 + i for i in range(count)}, "title")
-        heights.append(matplotlib.image.imread(path).shape[0])
-    assert heights[1] > 2 * heights[0]
 
 
 def ticks(axes, colour):

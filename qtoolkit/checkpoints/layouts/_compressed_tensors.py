@@ -41,7 +41,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     unread,
     unread_config,
 )
-from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
+from qtoolkit.checkpoints.layouts._modules import ignored, is_table, patterns_of
 from qtoolkit.checkpoints.layouts._packed_integers import (
     SHAPE,
     decode_integers,
@@ -255,13 +255,24 @@ def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[in
 
 
 def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
-    """One group for each scheme; if there is only one, it targets all Linear layers."""
+    """One group for each scheme; if there is only one, it targets all Linear layers.
+
+    Tables of embeddings are targeted by their class: vLLM's models do not tell all of them their
+    names (llm-compressor PR#2830).
+    """
     quantized = [module for modules in used.values() for module in modules]
+    of_tables = [scheme for scheme, modules in used.items() if any(map(is_table, modules))]
+
+    def targets(modules: Sequence[str]) -> list[str]:
+        linear = [module for module in modules if len(of_tables) != 1 or not is_table(module)]
+        classes = ["Embedding"] if len(linear) < len(modules) else []
+        if len(used) == 1:
+            return (["Linear"] if linear else []) + classes
+        return patterns_of(linear, sorted({*quantized, *unquantized} - {*modules})) + classes
+
     groups = {
         f"group_{number}": {
-            "targets": ["Linear"]
-            if len(used) == 1
-            else patterns_of(modules, sorted({*quantized, *unquantized} - {*modules})),
+            "targets": targets(modules),
             "format": _CONFIG[scheme][0],
             "weights": _weights(scheme),
             "input_activations": _CONFIG[scheme][1],
@@ -316,6 +327,7 @@ LAYOUT = Layout(
     config=config,
     methods=(METHOD,),
     is_mixed=True,
+    tables=frozenset(PACKED),
     static={FP8_TENSOR: FP8_STATIC},
     computed=computed,
     refused={

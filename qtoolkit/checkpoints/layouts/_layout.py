@@ -128,6 +128,7 @@ class Layout:
         not limited in this way.
       is_mixed: Whether weights of one checkpoint may have different schemes.
       has_partial_blocks: Whether the last blocks of a row or column may be partial.
+      tables: The schemes in which its loaders read tables of embeddings, which they look up.
       static: Maps schemes that work without static activation scales to those that are written
         instead if such scales are given.
       refused: Regular expressions for names of tensors that its loaders cannot load, each with the
@@ -166,6 +167,7 @@ class Layout:
     experts_of: str = ""
     is_mixed: bool = False
     has_partial_blocks: bool = False
+    tables: frozenset[Scheme] = frozenset()
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

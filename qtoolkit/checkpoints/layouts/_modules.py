@@ -22,10 +22,18 @@ _ROUTERS = ("gate", "router")
 _EMBEDDINGS = re.compile(r"(embed\w*|wte|wpe|shared)$")  # are no Linear layers
 
 
+def is_table(module: str) -> bool:
+    """Whether it is a table of embeddings by its name; "embed_out" is GPT-NeoX's output layer."""
+    return bool(_EMBEDDINGS.search(module)) and not module.endswith("embed_out")
+
+
 def ignored(unquantized: Sequence[str], quantized: Iterable[str]) -> list[str]:
     """Names of the modules that are not quantized, then patterns for what loaders call them."""
     taken = tuple(quantized)
-    linear = [name for name in unquantized if "." in name and not _EMBEDDINGS.search(name)]
+    has_tables = any(map(is_table, taken))
+    linear = [
+        name for name in unquantized if "." in name and (has_tables or not _EMBEDDINGS.search(name))
+    ]
     patterns = patterns_of(linear, taken)
     patterns += _towers(linear)
     if any(name.rpartition(".")[2] in _ROUTERS for name in unquantized):
