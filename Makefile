@@ -39,7 +39,7 @@ interop:  ## load converted checkpoints with the packages that they are written 
 	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
 	.venv-interop/bin/python -m pytest tests/interop -W default $(ARGS)
 
-real-model:  ## convert a published language model to FP8 and int4; perplexity and text before and after
+real-model:  ## convert a small language model to FP8 and int4; perplexity and text before and after
 	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
 	.venv-interop/bin/python experiments/convert_model.py $(ARGS)
 

@@ -40,8 +40,8 @@ OURS, TORCH = "by channel", "torch, by channel"
 STEP = "training step, nnx, 2 blocks, d = 512"
 QUOTED = (
     Ratios(
-        "A training step of a transformer of width 512 in emulated FP8 takes {} times as long as in"
-        " float32, and {} times as long as in the same formats with qwix.",
+        "A training step of a transformer of width 512 in emulated FP8 takes {} times the time of"
+        " float32, and {} times that of qwix in the same formats.",
         *("training", STEP, WRAPPED, (PLAIN, "qwix")),
     ),
     Ratios(
@@ -79,12 +79,16 @@ def figures(stored: Stored) -> str:
 
 def _codes(stored: Stored) -> str:
     devices = [("on a CPU", "every_float32"), ("on a GPU", "every_float32_gpu")]
-    counts = [f"{_differing(rows)} {on}" for on, name in devices if (rows := stored.get(name))]
+    counts = [
+        f"{_differing(rows)} {on} ({rows[0]['date'][:10]})"
+        for on, name in devices
+        if (rows := stored.get(name))
+    ]
     if not counts:
         return ""
     return (
-        "`encode` was compared with a C program on every float32 number, in 13 formats, 6 rounding"
-        f" modes and 3 saturation rules. Codes that differ: {', '.join(counts)}."
+        "`encode` was compared with a C program on every float32 number, in 13 formats, 6"
+        f" deterministic modes and 3 saturation rules. Codes that differ: {', '.join(counts)}."
     )
 
 

@@ -1,6 +1,6 @@
 """Makes the bytes of planned tensors: read, quantized and encoded slab by slab, in order.
 
-Threads compute batches of slabs ahead of what is asked for. The bytes do not depend on how many.
+Threads compute slabs ahead of what is asked for. The bytes do not depend on how many.
 """
 
 import collections
@@ -11,26 +11,25 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from qtoolkit.checkpoints._checkpoint import Tensor, Turning
-from qtoolkit.checkpoints._programs import tensor_scales_from
+from qtoolkit.checkpoints._checkpoint import Tensor, Transposer
 from qtoolkit.checkpoints._quantize import (
     QuantizedSlab,
     Weight,
     largest_magnitudes,
     prepared,
-    quantize_batch,
+    quantize_slab,
+    tensor_scales_from,
 )
+from qtoolkit.checkpoints._reader import WeightReader, grid_of
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Slab
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, shown
-from qtoolkit.checkpoints._values import Values, grid_of
 from qtoolkit.checkpoints.layouts._encoding import packed, packed_zero_points, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _COPY = 2**22  # bytes copied at a time
-_TOGETHER = 2**17  # elements of small slabs that are computed together
 # The pattern of infinity: the bits that are set in all numbers that are not finite.
 _INFINITY = {
     dtype: np.array([np.inf], NUMPY_DTYPES[dtype]).view(f"u{NUMPY_DTYPES[dtype].itemsize}")
@@ -107,7 +106,7 @@ class _Part(NamedTuple):
     is_last: bool
     slab: Slab | None = None
     weight: Weight | None = None
-    values: Values | None = None
+    values: WeightReader | None = None
 
 
 class Production:
@@ -141,30 +140,25 @@ class Production:
             if tensor.group:
                 self._groups.setdefault(tensor.group, []).append(tensor.source)
         self._amaxes: dict[str, np.ndarray] = {}
-        self._turning = Turning()
+        self._transposer = Transposer()
 
     def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (name of an entry, the next bytes of it) for some tensors, one after the other."""
-        sums, scales = ErrorSums(), 0  # of the tensor that is being made: how many are written
-        zeros: list[np.ndarray] = []  # its zero points, which are packed along the rows
-        batches = _batches(part for tensor in tensors for part in self._parts(tensor))
-        for part, made in itertools.chain.from_iterable(self._workers.map(_made, batches)):
+        sums = ErrorSums()  # of the tensor that is being made
+        zeros: list[np.ndarray] = []  # its zero points, which are packed along all rows
+        parts = (part for tensor in tensors for part in self._parts(tensor))
+        for part, output in self._workers.map(_output, parts):
             tensor = part.tensor
-            for name, data in _entries(part, made, scales):
+            for name, data in _entries(part, output):
                 yield name, data
                 self._done += data.nbytes
                 if self._progress is not None:
                     self._progress(shown(tensor.name), self._done, self.total)
-            sums.add(made.sums)
-            if made.zero_point is not None:
-                zeros.append(made.zero_point)
-            if made.scale is not None:
-                scales = max(scales, made.first + len(made.scale))
+            sums.add(output.sums)
+            if output.zero_point is not None:
+                zeros.append(output.zero_point)
             if part.is_last and zeros:
-                encoding = tensor.encoding
-                assert encoding is not None
-                assert encoding.zero_point is not None
-                yield encoding.zero_point.name, packed_zero_points(np.concatenate(zeros), encoding)
+                yield packed_zero_points(tensor.encoding, np.concatenate(zeros))
                 zeros = []
             if part.is_last:
                 self.reports.append(
@@ -175,7 +169,7 @@ class Production:
                         overflowed=sums.overflowed,
                     )
                 )
-                sums, scales = ErrorSums(), 0
+                sums = ErrorSums()
 
     def _parts(self, tensor: TensorPlan) -> Iterator[_Part]:
         source = tensor.source
@@ -196,14 +190,14 @@ class Production:
             stop = start + slab.size
             yield _Part(tensor, start, stop, stop == source.size, slab, weight, values)
 
-    def _same_values(self, tensor: TensorPlan) -> Values | None:
+    def _same_values(self, tensor: TensorPlan) -> WeightReader | None:
         """The stored values of a weight that the target can hold as they are; else None."""
         # A second rounding would cost 3 dB where scales are powers of two: the largest code of a
         # block is then seldom the largest that there is, and another scale follows from it.
         old, new = tensor.source.encoding, tensor.encoding
         if old is None or new is None or not same_numbers(old, new) or not self._stored:
             return None
-        values = Values(old, self._stored)
+        values = WeightReader(old, self._stored)
         scale, _ = values.scales()
         least = np.float32(new.spec.amax_epsilon) / np.float32(new.spec.largest)
         return values if scale is not None and scale.astype(np.float32).min() >= least else None
@@ -214,7 +208,7 @@ class Production:
         if encoding is None:
             return Weight(source, spec, Grid.whole(source.size))
         if encoding.transposed:
-            source = self._turning.transposed(source)
+            source = self._transposer.transposed(source)
         tensor_scale = None
         if encoding.tensor_scale is not None:
             if not tensor.group:
@@ -230,42 +224,23 @@ class Production:
         return prepared(Weight(source, spec, grid_of(encoding), tensor_scale), self._workers.map)
 
 
-def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Runs of parts that are computed together: one large, or small ones until they are enough."""
-    batch: list[_Part] = []
-    size = 0
-    for part in parts:
-        if batch and part.stop - part.start >= _TOGETHER:
-            yield batch
-            batch, size = [], 0
-        batch.append(part)
-        size += part.stop - part.start
-        if size >= _TOGETHER:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _output(part: _Part) -> tuple[_Part, QuantizedSlab]:
+    """What becomes of a part: computed in a thread."""
+    if part.slab is None:
+        return part, _copied(part)
+    if part.values is not None:
+        output = _unchanged(part, part.slab, part.values)
+    else:
+        assert part.weight is not None
+        output = quantize_slab(part.weight, part.slab)
+    encoding = part.tensor.encoding
+    if encoding is not None and encoding.packing is not None:
+        codes = packed(output.codes, encoding.packing, encoding.spec.element.bits)
+        output = output._replace(codes=codes)
+    return part, output
 
 
-def _made(batch: list[_Part]) -> list[tuple[_Part, QuantizedSlab]]:
-    """What becomes of the parts of a batch: computed in a thread."""
-    slabs = [(part.weight, part.slab) for part in batch if part.weight and part.slab]
-    quantized = iter(quantize_batch(slabs))
-    results = []
-    for part in batch:
-        if part.slab is None:
-            results.append((part, _copied(part)))
-            continue
-        made = next(quantized) if part.values is None else _unchanged(part, part.slab, part.values)
-        encoding = part.tensor.encoding
-        if encoding is not None and encoding.packing is not None:
-            codes = packed(made.codes, encoding.packing, encoding.spec.element.bits)
-            made = made._replace(codes=codes)
-        results.append((part, made))
-    return results
-
-
-def _unchanged(part: _Part, slab: Slab, values: Values) -> QuantizedSlab:
+def _unchanged(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
     """The stored codes of a slab, and with the first one all scales."""
     codes = values.codes_between(part.start, part.stop).view(np.uint8)
     scale, _ = values.scales()
@@ -274,7 +249,7 @@ def _unchanged(part: _Part, slab: Slab, values: Values) -> QuantizedSlab:
     sums = error_sums(x, x)
     sums.max_scale = float(scale.astype(np.float32).max())
     shaped = codes.reshape(slab.rows, slab.columns)
-    return QuantizedSlab(shaped, 0, scale if part.start == 0 else None, sums)
+    return QuantizedSlab(shaped, scale if part.start == 0 else None, sums)
 
 
 def _copied(part: _Part) -> QuantizedSlab:
@@ -291,14 +266,14 @@ def _copied(part: _Part) -> QuantizedSlab:
     scale = None
     if encoding is not None and encoding.scale is not None:  # a weight without elements
         scale = np.ones(encoding.scale.nbytes // 4, np.float32)
-    return QuantizedSlab(data, 0, scale, ErrorSums(nonfinite=nonfinite))
+    return QuantizedSlab(data, scale, ErrorSums(nonfinite=nonfinite))
 
 
-def _entries(part: _Part, made: QuantizedSlab, scales: int) -> Iterator[tuple[str, np.ndarray]]:
-    """What is written for a part: (name of an entry, bytes). `scales` have been written before."""
+def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[str, np.ndarray]]:
+    """What is written for a part: (name of an entry, bytes)."""
     encoding = part.tensor.encoding
     if encoding is None:
-        yield part.tensor.name, made.codes
+        yield part.tensor.name, output.codes
         return
     if part.start == 0:
         for entry, data in encoding.constants:
@@ -306,12 +281,9 @@ def _entries(part: _Part, made: QuantizedSlab, scales: int) -> Iterator[tuple[st
         if encoding.tensor_scale is not None and part.weight is not None:
             assert part.weight.tensor_scale is not None
             yield encoding.tensor_scale.name, part.weight.tensor_scale
-    yield encoding.codes.name, made.codes
-    # Scales of the blocks that start in this part: others have been written with their start.
-    if encoding.scale is None or made.scale is None:
-        return
-    scale = made.scale[max(scales - made.first, 0) :]
-    if len(scale):
+    yield encoding.codes.name, output.codes
+    scale = output.scale
+    if encoding.scale is not None and scale is not None and len(scale):
         dtype = NUMPY_DTYPES[encoding.scale.dtype]
         is_byte = scale.itemsize == dtype.itemsize == 1  # E8M0, which some layouts call U8
         yield encoding.scale.name, scale.view(dtype) if is_byte else scale.astype(dtype, copy=False)

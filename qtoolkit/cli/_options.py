@@ -14,6 +14,7 @@ import typer
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
     LAYOUTS,
+    OWN_TYPES,
     SCALINGS,
     WRITTEN,
     AxisChoice,
@@ -45,7 +46,7 @@ def completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _target(name: str | None) -> str | None:
     """The name of the format that `name` spells, or `name` itself if it is that of a scheme."""
-    if name is None or scheme_named(name) is not None:
+    if name is None or scheme_named(name) is not None or name.lower() in OWN_TYPES:
         return name
     try:
         return resolve_target(name).name
@@ -103,23 +104,24 @@ FORMAT = typer.Option(
     callback=_target,
     autocompletion=completion(target_names()),
     show_default="e4m3fn",
-    help=f"Number format: {', '.join(target_names())}; or a scheme such as W4A16.",
+    help=f"Number format: {', '.join(target_names())}; or a scheme of `qtoolkit layouts NAME`; "
+    f"for a DST that ends with .gguf also {', '.join(OWN_TYPES)}.",
 )
 LAYOUT = typer.Option(
     **one_of("--layout", WRITTEN),
-    show_default="compressed-tensors for a folder with config.json, if this layout has the "
-    "format; else plain, which no loader of models opens",
+    show_default="compressed-tensors for a folder with config.json, or the only layout that has "
+    "the format; else plain, which no loader of models opens",
     help=f"How codes and scales are stored: {', '.join(WRITTEN)}; `qtoolkit layouts` says more.",
 )
 RULES = typer.Option(
     metavar="FILE",
-    help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
-    "NAME}. The first REGEX found in its name decides; null excludes it. The default "
-    "exclusions do not apply.",
+    help='Replaces --format and the default exclusions: {"rules": [[REGEX, NAME], ...], '
+    '"default": NAME}. The first REGEX that matches the name of a tensor decides; null excludes '
+    "the tensor.",
 )
 SCALING = typer.Option(
     **one_of("--scaling", SCALINGS),
-    show_default="the first that the layout lists",
+    show_default="the first of `qtoolkit layouts NAME`",
     help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
     "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
 )
@@ -127,13 +129,13 @@ SKIP = typer.Option(
     metavar="REGEX",
     callback=_regexes,
     help="Do not quantize tensors in whose names this matches; may be given more than once. "
-    "Embeddings, heads, norms, biases, routers, vision towers, vectors, integers "
-    "and complex numbers are excluded anyway; weights in float64 are refused.",
+    "Embeddings, heads, norms, biases, routers, vision towers, vectors, masks of "
+    "integers and complex numbers are excluded anyway; weights in float64 are refused.",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
 KEEP_DTYPE = typer.Option(
     **one_of("--keep-dtype", _DTYPES),
-    help=f"Round the weights that are not quantized to this: {', '.join(_DTYPES)}.",
+    help=f"Round the unquantized weights to this dtype: {', '.join(_DTYPES)}.",
 )
 DTYPE = typer.Option(
     **one_of("--dtype", _DTYPES),

@@ -111,7 +111,7 @@ def value_and_grad(
 
     def watched(model: Any, zeros: Any, *args: Any, **kwargs: Any) -> Any:
         given = {keys[name]: x for name, x in zeros.items()}
-        measured = MeasuredStep(WatchTap(), given) if metrics else None
+        measured = MeasuredStep(WatchTap(), given, model) if metrics else None
         with training_step(step.package, measured):
             return loss(model, *args, **kwargs)
 

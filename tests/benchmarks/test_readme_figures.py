@@ -23,9 +23,10 @@ def made_up(seconds: float = 2.0):
 
 def test_figures_of_results_that_are_made_up():
     codes, step, conversion, gpu, *rest = figures(made_up()).splitlines()
-    assert codes.endswith(" Codes that differ: 3 of 48 on a CPU, 0 of 4 on a GPU.")
+    counts = "3 of 48 on a CPU (2026-01-02), 0 of 4 on a GPU (2026-01-02)."
+    assert codes.endswith(f" Codes that differ: {counts}")
     assert step.startswith("* A training step of a transformer of width 512 in emulated FP8 takes")
-    assert step.endswith(" and 1.25 times as long as in the same formats with qwix.")
+    assert step.endswith(" and 1.25 times that of qwix in the same formats.")
     assert " takes 1.25 times as long as the same in [fifteen lines of torch]" in conversion
     assert " takes 1.25 times as long in native FP8 as in bfloat16." in gpu
     assert rest == ["", "Times are medians on a computer; 2026-01-02."]

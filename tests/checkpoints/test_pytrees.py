@@ -166,7 +166,7 @@ def test_a_model_or_an_array_in_place_of_a_state(tmp_path):
     path, model = tmp_path / "x.safetensors", nnx.Linear(64, 4, rngs=nnx.Rngs(0))
     for what in (X, model):
         with pytest.raises(
-            CheckpointError, match=r"expected arrays by name; .*nnx\.state\(model\)"
+            CheckpointError, match=r"expected arrays by name; .*nnx\.state\(model, nnx\.Param\)"
         ):
             save(path, what)
     save(path, nnx.state(model))
@@ -395,3 +395,14 @@ def test_what_convert_quantized_is_loaded_like_the_model(tmp_path, name, shape, 
     found = load(out, like={name: jax.ShapeDtypeStruct(shape, np.float32)})[name]
     assert isinstance(found, QArray)
     np.testing.assert_array_equal(found.dequantize(), dequantize(load(out))[name])
+
+
+def test_what_training_keeps_is_copied_not_quantized(tmp_path):
+    model = qt.nnx.wrap(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
+    save(tmp_path / "state.safetensors", nnx.state(model))
+    report = convert(tmp_path / "state.safetensors", tmp_path / "fp8.safetensors")
+    assert [tensor.name for tensor in report.quantized] == ["kernel"]
+    kept = load(tmp_path / "fp8.safetensors")
+    for name, array in load(tmp_path / "state.safetensors").items():
+        if name != "kernel":
+            np.testing.assert_array_equal(kept[name], array, err_msg=name)

@@ -1,20 +1,25 @@
 """Makes numbers of a quantized weight that a file holds: a `QArray`, or float32 slab by slab."""
 
 import dataclasses
-import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Tensor
-from qtoolkit.checkpoints._programs import unit_spec
-from qtoolkit.checkpoints._quantize import may_be_subnormal
-from qtoolkit.checkpoints._slabs import Grid, Slab, columns_of, tiles_of
+from qtoolkit.checkpoints._quantize import (
+    exact_values,
+    matrix_scale,
+    may_be_subnormal,
+    multipliers,
+    numbers_of,
+    padded,
+    slab_spec,
+)
+from qtoolkit.checkpoints._slabs import Grid, Slab
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import (
     Encoding,
@@ -25,7 +30,6 @@ from qtoolkit.checkpoints.layouts._encoding import (
 )
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling import QArray
-from qtoolkit.scaling.internal import Blocks, Scales, dequantized
 
 
 def entry_reader(stored: Mapping[str, Tensor], index: int = 0, count: int = 1) -> ReadEntry:
@@ -43,16 +47,17 @@ def entry_reader(stored: Mapping[str, Tensor], index: int = 0, count: int = 1) -
 def grid_of(encoding: Encoding) -> Grid:
     """How a weight is cut as its entries hold it; ValueError if it is no stack of matrices."""
     shape = encoding.matrix_shape
-    apart = set() if encoding.packing is None else {len(shape) - 1}  # rows end with whole bytes
-    if encoding.tensor_scale is not None:
-        count = math.prod(encoding.tensor_scale.shape)
-        if count > 1:
-            ends = range(len(shape) + 1)
-            apart.add(next(end for end in ends if math.prod(shape[:end]) == count))
-    return Grid.of(shape, encoding.lengths, sorted(apart))
+    packing, second = encoding.packing, encoding.tensor_scale
+    unmerged = set() if packing is None else {len(shape) - 1}  # rows end with whole bytes
+    count = 1 if second is None else math.prod(second.shape)
+    if count > 1:
+        ends = range(len(shape) + 1)
+        unmerged.add(next(end for end in ends if math.prod(shape[:end]) == count))
+    word = 1 if packing is None else packing.word // encoding.spec.element.bits
+    return Grid.of(shape, encoding.lengths, sorted(unmerged), word=word, by_matrix=count > 1)
 
 
-class Values:
+class WeightReader:
     """Reads the float32 values of a stored weight, slab by slab where its entries allow it.
 
     What cannot be read by rows is read by matrices: an expert of gpt-oss takes 66 MB of float32,
@@ -83,7 +88,7 @@ class Values:
         spec, done = self.encoding.spec_as_stored, 0
         for slab, where in self._grid.slabs_between(first, first + len(out)):
             codes = self._slab_codes(slab)
-            part = decoded_slab(codes, self._grid, slab, spec, *self.scales())[where]
+            part = slab_values(codes, self._grid, slab, spec, *self.scales()).reshape(-1)[where]
             out[done : done + len(part)] = part
             done += len(part)
 
@@ -167,6 +172,9 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     """The float32 values of a whole weight."""
     if 0 in encoding.shape:
         return np.zeros(encoding.shape, np.float32)
+    if encoding.finish is not None:
+        values = values_of(dataclasses.replace(encoding, finish=None), read)
+        return np.ascontiguousarray(encoding.finish(encoding, values, read), np.float32)
     if encoding.group_index is None:
         return np.asarray(qarray_of(encoding, read).dequantize("float32"))
     # Each input says in which group it lies: codes are sorted by groups, and the values back.
@@ -196,10 +204,11 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
 
 def loaded_weight(encoding: Encoding, stored: Mapping[str, Tensor], dtype: Any) -> Any:
     """A weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than a
-    byte; float32 where no `QArray` can hold it: without elements, or with reordered groups.
+    byte; float32 where no `QArray` can hold it: without elements, with reordered groups, or with
+    what `Encoding.finish` does.
     """
     read = entry_reader(stored)
-    if 0 in encoding.shape or encoding.group_index is not None:
+    if 0 in encoding.shape or not encoding.is_array:
         return values_of(encoding, read)
     array = qarray_of(encoding, read, dtype=dtype)
     return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
@@ -254,7 +263,10 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
         assert spec.scale is not None
         # A byte of E8M0 is U8 in some layouts.
         dtype = (spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[encoding.scale.dtype]
-        scale = read(encoding.scale).view(dtype)
+        if encoding.scale_of is not None:
+            scale = encoding.scale_of(encoding, read)
+        else:
+            scale = read(encoding.scale).view(dtype)
     if encoding.tensor_scale is not None:
         tensor_scale = read(encoding.tensor_scale).view(np.float32)
     return scale, tensor_scale
@@ -275,7 +287,7 @@ def _spec_of_rank(
     return dataclasses.replace(spec, block=lengths, axes=axes, other_axes=1)
 
 
-def decoded_slab(
+def slab_values(
     codes: np.ndarray,
     grid: Grid,
     slab: Slab,
@@ -283,51 +295,17 @@ def decoded_slab(
     scale: np.ndarray | None,
     tensor_scale: np.ndarray | None,
 ) -> np.ndarray:
-    """The float32 numbers, flat, of the codes of a slab.
+    """The float32 numbers of the codes [rows, columns] of a slab.
 
     `scale` and `tensor_scale` are those of all blocks and matrices of the weight, flat, as stored.
     """
-    units = grid.units(slab)
-    axis, blocks = units.axis, units.blocks
-    of_units = None if scale is None else scale[blocks]
-    of_matrices = None if tensor_scale is None else grid.of_matrices(tensor_scale, blocks)
-    rates = None
-    if of_units is not None and not spec.has_powers:
-        rates = of_units.astype(np.float32)
-        if of_matrices is not None:
-            with np.errstate(all="ignore"):
-                divides = spec.tensor_scale_divides
-                rates = rates / of_matrices if divides else rates * of_matrices
-        rates = rates.astype(np.float64) if may_be_subnormal(rates, spec) else None
-    if rates is not None:  # NumPy multiplies, because XLA's CPU takes subnormal numbers for 0
-        spec, of_units, of_matrices = _unscaled(spec), None, None
-    tiles = tiles_of([units.laid_out(codes)], axis)
-    sizes = [tile.shape[1 - axis] for tile in tiles]
-    columns = (columns_of(values, sizes, axis) for values in (of_units, of_matrices))
-    spec = unit_spec(spec, axis)
-    parts = [_tile_values(*tile, spec, axis) for tile in zip(tiles, *columns, strict=True)]
-    arrays = [np.asarray(part) for part in parts]
-    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1 - axis)
-    values = joined[: len(blocks)] if axis == 1 else joined[:, : len(blocks)]
-    if rates is not None:
-        with np.errstate(under="ignore"):
-            values = (values * np.expand_dims(rates, axis)).astype(np.float32)
-    return units.elements(values)
-
-
-@functools.cache
-def _unscaled(spec: BlockFormat) -> BlockFormat:
-    return BlockFormat.tensor(spec.element, scale=None)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _tile_values(
-    codes: jax.Array,
-    scale: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    spec: BlockFormat,
-    axis: int,
-) -> jax.Array:
-    lengths = tuple(n if a == axis else 1 for a, n in enumerate(codes.shape))
-    scales = Scales(scale, tensor_scale)
-    return dequantized(codes, scales, Blocks(codes.shape, lengths), spec, jnp.float32)
+    lengths, shape = grid.lengths(slab), grid.padded(slab)
+    second = matrix_scale(tensor_scale, grid, slab)
+    spec_of_slab = slab_spec(spec, lengths)
+    if scale is not None:
+        scale = scale.reshape(grid.count * grid.down, grid.across)[grid.blocks(slab)]
+        if may_be_subnormal(rates := multipliers(scale, second, spec), spec):
+            return exact_values(codes, rates, lengths, spec)
+        scale = padded(scale, spec_of_slab.scale_shape(shape), 1)
+    values = numbers_of(padded(codes, shape), scale, second, spec_of_slab)
+    return np.asarray(values)[: slab.rows, : slab.columns]
