@@ -65,7 +65,8 @@ def wrap(
 
     A matmul belongs to the module that owns its kernel, whichever module computes it. Two
     activations, such as queries and keys, belong to the module that runs, and both are rounded as
-    an input is. Normalization, softmax, look-up of embeddings and everything else stays as it is.
+    an input is. Look-ups of embeddings are rounded where a recipe has `lookups=True`.
+    Normalization, softmax and everything else stays as it is.
     Under `nnx.vmap` inside of the model the examples share a scale, as in one matmul of them all.
 
     An eager call is compiled once for each shape. So `__call__` cannot branch on the numbers of
