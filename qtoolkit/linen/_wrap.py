@@ -61,10 +61,10 @@ def wrap(
     Two activations, such as queries and keys, are both rounded as an input is. A parameter that one
     module passes to another is a kernel there, too: rules and state name it by its path where it is
     made. Look-ups of embeddings are rounded where a recipe has `lookups=True`. Normalization,
-    softmax and everything else stays as it is. Recipes
-    with `Delayed` scaling or stochastic rounding keep state in the collection "qtoolkit", which
-    `init` makes and `value_and_grad` updates. `Learned` scales are in the collection
-    "qtoolkit_scales"; their first values come from `start_scales`. Each layer of an `nn.scan` has
+    softmax and everything else stays as it is. Recipes with `Delayed` scaling or stochastic
+    rounding keep state in the collection "qtoolkit", which `init` makes and `value_and_grad`
+    updates. `Learned` scales are in the collection "qtoolkit_scales"; their first values come from
+    `start_scales`. Each layer of an `nn.scan` has
     its own, along whatever axis its parameters are stacked. Random keys come from the rng
     collection "qtoolkit" if `apply` is given one, else from the state; without both they follow
     from the values that are rounded. Layers under `nn.jit`, `nn.vjp`, `nn.jvp` and
