@@ -1,7 +1,7 @@
 """Open a quantized checkpoint so that its quantized weights can be read as float32 tensors.
 
 First a layout finds out how each weight is stored, and describes this by an `Encoding`. This needs
-no JAX. Then `_values.py` reads the bytes of a weight and dequantizes them, one part after another.
+no JAX. Then `_reader.py` reads the bytes of a weight and dequantizes them, one part after another.
 """
 
 import dataclasses
@@ -157,9 +157,9 @@ def _reader_of(
     # still reads the last values of this one.
     @functools.lru_cache(maxsize=2)
     def values(name: str) -> Any:
-        from qtoolkit.checkpoints._values import Values
+        from qtoolkit.checkpoints._reader import WeightReader
 
-        return Values(encodings[name], stored)
+        return WeightReader(encodings[name], stored)
 
     lock = threading.Lock()
 

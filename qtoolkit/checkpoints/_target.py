@@ -227,8 +227,8 @@ def shared_plan(
 ) -> dict[str, Any]:
     """What all processes of a conversion must agree on, as JSON: "plan.json".
 
-    "made" is its fingerprint: only files with equal ones belong to one checkpoint. "json" maps the
-    names of JSON files to their contents.
+    Only files with equal fingerprints belong to one checkpoint. "json" maps the names of JSON files
+    to their contents.
     """
     folder = source.folder
     assert folder is not None
@@ -242,7 +242,7 @@ def shared_plan(
         [(t.name, t.action, t.source.entry, t.entries, str(t.spec), t.group) for t in file]
         for file in files
     ]
-    made = {
+    fingerprint = {
         "qtoolkit": __version__,
         "format": plan.format_names,
         "scaling": plan.scaling,
@@ -254,7 +254,7 @@ def shared_plan(
         ),
     }
     return {
-        "made": made,
+        "fingerprint": fingerprint,
         "files": names,
         "copied": folder.copied,
         "json": contents,
@@ -271,8 +271,9 @@ def json_files(source: Checkpoint, plan: Plan) -> dict[str, Any]:
     return contents
 
 
-def difference(there: Any, here: Mapping[str, Any]) -> str:
-    """The first difference of two fingerprints ("made"): "scaling channel, here tensor"."""
+def difference(record: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """The first difference of the fingerprints of two plans: "scaling channel, here tensor"."""
+    there, here = record["fingerprint"], plan["fingerprint"]
     there = there if isinstance(there, dict) else {}
     key = next(key for key in here if there.get(key) != here[key])
     if key in ("source", "options"):

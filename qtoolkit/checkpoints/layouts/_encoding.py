@@ -2,7 +2,7 @@
 
 An encoding says which entries of a file hold the codes, scales and zero points of a weight, and how
 codes are packed. What turns these bytes into a `QArray`, or a `QArray` into bytes, is the same for
-all layouts: `checkpoints/_values.py` and `checkpoints/_produce.py`.
+all layouts: `checkpoints/_reader.py` and `checkpoints/_produce.py`.
 """
 
 import dataclasses
@@ -178,25 +178,25 @@ def same_numbers(old: Encoding, new: Encoding) -> bool:
 
 
 def merged_matrices(
-    shape: tuple[int, ...], lengths: tuple[int, ...], apart: Collection[int] = ()
+    shape: tuple[int, ...], lengths: tuple[int, ...], unmerged: Collection[int] = ()
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
     """An array seen as matrices: (how many, rows, columns), and (height, width) of their blocks.
 
     Neighbouring axes are merged where blocks have length 1 along both, or the full length along
-    both; but axes in `apart` not with those before them. None if no stack of matrices remains.
+    both; but axes in `unmerged` not with those before them. None if no stack of matrices remains.
     """
     axes: list[tuple[int, int]] = []
-    is_apart = False
+    is_unmerged = False
     for axis, (n, length) in enumerate(zip(shape, lengths, strict=True)):
-        is_apart |= axis in apart
+        is_unmerged |= axis in unmerged
         if n == 1:
             continue
         last, block = axes[-1] if axes else (0, 0)
-        if axes and not is_apart and (block == length == 1 or (block == last and length == n)):
+        if axes and not is_unmerged and (block == length == 1 or (block == last and length == n)):
             axes[-1] = (last * n, block * length)
         else:
             axes.append((n, length))
-        is_apart = False
+        is_unmerged = False
     axes = [(1, 1)] * (2 - len(axes)) + axes
     if any(length != 1 for _, length in axes[:-2]):
         return None

@@ -48,16 +48,16 @@ def grid_of(encoding: Encoding) -> Grid:
     """How a weight is cut as its entries hold it; ValueError if it is no stack of matrices."""
     shape = encoding.matrix_shape
     packing, second = encoding.packing, encoding.tensor_scale
-    apart = set() if packing is None else {len(shape) - 1}  # rows end with whole bytes
+    unmerged = set() if packing is None else {len(shape) - 1}  # rows end with whole bytes
     count = 1 if second is None else math.prod(second.shape)
     if count > 1:
         ends = range(len(shape) + 1)
-        apart.add(next(end for end in ends if math.prod(shape[:end]) == count))
+        unmerged.add(next(end for end in ends if math.prod(shape[:end]) == count))
     word = 1 if packing is None else packing.word // encoding.spec.element.bits
-    return Grid.of(shape, encoding.lengths, sorted(apart), word=word, by_matrix=count > 1)
+    return Grid.of(shape, encoding.lengths, sorted(unmerged), word=word, by_matrix=count > 1)
 
 
-class Values:
+class WeightReader:
     """Reads the float32 values of a stored weight, slab by slab where its entries allow it.
 
     What cannot be read by rows is read by matrices: an expert of gpt-oss takes 66 MB of float32,
