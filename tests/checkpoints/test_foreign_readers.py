@@ -281,7 +281,7 @@ def comfyui_rotated(mark):
     return {}, metadata, entries, {WEIGHT: values.reshape(ROWS, COLUMNS).astype(np.float32)}
 
 
-def modelopt_awq():
+def modelopt_awq(algorithm="NVFP4_AWQ"):
     """torch/export/quant_utils.py: inputs times pre_quant_scale, weights NVFP4."""
     packed = rng().integers(0, 256, (ROWS, COLUMNS // 2), np.uint8)
     scale = np.abs(rng().normal(size=(ROWS, COLUMNS // 16))).astype(E4M3)
@@ -295,7 +295,7 @@ def modelopt_awq():
         f"{MODULE}.input_scale": np.float32(0.1),
         f"{MODULE}.pre_quant_scale": factors,
     }
-    config = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "group_size": 16}
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16}
     return {"quantization_config": config}, {}, entries, {WEIGHT: values}
 
 
@@ -352,6 +352,7 @@ CASES = {
     "comfyui_rotated": lambda: comfyui_rotated("tensor"),
     "comfyui_rotated_metadata": lambda: comfyui_rotated("metadata"),
     "modelopt_awq": modelopt_awq,
+    "modelopt_w4a16": lambda: modelopt_awq("W4A16_NVFP4"),
 }
 # What no QArray can hold is loaded as float32.
 IS_ARRAY = ("auto_round", "mlx_mx", "mlx_nv", "nf4_128", "nf4_experts", "bitsandbytes_int8")
