@@ -1,25 +1,33 @@
 """Reads, writes and quantizes checkpoints as a stream. JAX is imported only by what computes.
 
-The way of a weight, file by file:
+One direction: open -> plan -> quantize -> encode -> write. A weight has one word in each stage:
 
-  _containers   opens a checkpoint; with `_safetensors`, `_folder` and `_orbax` it yields a
-                `Checkpoint` of `Tensor`s, of which any elements can be read (`_tensors`)
-  _decode       asks the layouts which weights are quantized, and how: an `Encoding` each; `_values`
-                makes a `QArray`, or float32 numbers, of what an encoding describes; `_codes`
-                refuses codes that no layout explains
-  _experts      makes a weight of each expert where a tensor has all of a layer, and loaders of the
-                target read them one by one
-  _plan         decides what becomes of each tensor, by its name (`_roles`), header and format
-                (`_formats`): a `Plan`; `_checks` refuses what loaders of the target would misread
-  _target       says which files a target has, and refuses names by which something would be lost
-  _produce      yields the bytes of planned tensors, slab by slab (`_slabs`): `_quantize` makes
-                codes and scales, which are packed as the encoding of the target says
-  _safetensors  writes them under a temporary name (`_writing`) and renames what is whole;
-  _shards       does so for the files of a folder, in one process or many
+  Entry     a tensor as a header announces it: name, dtype, shape (`_tensors`)
+  Tensor    what an open `Checkpoint` holds, of which any elements are read (`_checkpoint`). One
+            that is quantized is read as float32: `_decode` asks the layouts for its `Encoding`
+  Encoding  how files hold a quantized weight, as data (`layouts/`); a layout makes it, and knows
+            headers only. `_reader` makes numbers, codes or a `QArray` of what it describes
+  TensorPlan  the step that a tensor takes: keep, cast or quantize, with the encoding of the target
+  QArray    a weight in memory, with its codes and scales: what `load` gives (`qtoolkit.QArray`)
+  Slab      the part of a weight that is computed at once: whole blocks, or a part of one row of
+            blocks (`_slabs`). A block is the elements that share a scale
 
-`convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` plans and
-quantizes again and compares the bytes. `compare` and `load` (`_load`, `_pytrees`) open and decode.
-A layout knows headers only.
+The files, along the arrow:
+
+  open      `_containers` says what a path is; `_safetensors`, `_folder`, `_gguf` and `_orbax`
+            open it (`_arrays`, `_storage`); `_decode` finds what is quantized, `_codes` refuses
+            codes that no layout explains, `_experts` splits stacks of experts
+  plan      `_plan`, by names (`_roles`), headers and formats (`_formats`); `_checks` and
+            `_cautions` say what loaders of the target would misread; a `Plan` is data (`_report`),
+            and its arguments are stored with the weights (`_arguments`)
+  quantize  `_produce` takes planned tensors slab by slab through `_quantize`, in threads
+  encode    `_produce` packs codes and names entries, as the `Encoding` of the target says
+  write     `_target` says which files there are; `_safetensors` writes one under a temporary name
+            (`_writing`) and renames it when it is whole, `_shards` the files of a folder
+
+`convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` takes them
+again with the stored arguments and compares bytes; `compare` opens two and compares numbers; `load`
+and `save` (`_load`, `_pytrees`) go between files and pytrees.
 """
 
 import importlib

@@ -87,7 +87,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-class Turning:
+class Transposer:
     """Reads stacks of matrices as those of their transposes; one matrix at a time is in memory."""
 
     def __init__(self) -> None:

@@ -12,11 +12,11 @@ from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._experts import split_alike
+from qtoolkit.checkpoints._reader import WeightReader
 from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import FLOATS, CheckpointError, shown
-from qtoolkit.checkpoints._values import Values
 from qtoolkit.formats import FloatFormat, Format, IntFormat
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
@@ -90,7 +90,7 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
         return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
     encoding, values, sums = b.encoding, None, ErrorSums()
     if encoding is not None:
-        values = Values(encoding, second.stored)
+        values = WeightReader(encoding, second.stored)
         is_limit, excess = _limits(encoding.spec.element, encoding.spec.narrow_range)
     dtype = np.float64 if "F64" in (a.dtype, b.dtype) else np.float32
     for start in range(0, a.size, SLAB):

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Container, Iterator
 
-from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, Turning
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, Transposer
 from qtoolkit.checkpoints._roles import Roles, is_stack_of_experts
 
 _QWEN = ("compressed-tensors", "finegrained-fp8", "modelopt")
@@ -44,16 +44,16 @@ def _split(source: Checkpoint, names: Container[str]) -> Checkpoint:
     stacks = [t for t in source.tensors.values() if t.name in names and is_stack_of_experts(t)]
     if not stacks:
         return source
-    roles, turning = Roles(source.tensors, source.config), Turning()
-    split = {one.name: [*_experts(one, roles.outputs_last(one), turning)] for one in stacks}
+    roles, transposer = Roles(source.tensors, source.config), Transposer()
+    split = {one.name: [*_experts(one, roles.outputs_last(one), transposer)] for one in stacks}
     tensors = {t.name: t for one in source.tensors.values() for t in split.get(one.name) or [one]}
     return dataclasses.replace(source, tensors=tensors)
 
 
-def _experts(stack: Tensor, outputs_last: bool | None, turning: Turning) -> Iterator[Tensor]:
+def _experts(stack: Tensor, outputs_last: bool | None, transposer: Transposer) -> Iterator[Tensor]:
     """The weights, [outputs, inputs]; nothing if they cannot be told apart."""
     projections = _projections(stack.name)
-    data = turning.transposed(stack) if outputs_last else stack
+    data = transposer.transposed(stack) if outputs_last else stack
     count, rows, columns = data.shape
     if outputs_last is None or rows % len(projections):
         return

@@ -51,7 +51,7 @@ def open_folder(path: Path) -> Checkpoint:
     index_name = _index_in([*inside]) or INDEX
     is_one = index is None and len(weights) == 1 and not _SHARD.match(weights[0])
     named = weights[0] if is_one else index_name.removesuffix(".index.json")
-    made = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
+    generated = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
     copied, not_copied = _others(path, inside, _modules(path, names))
     with contextlib.ExitStack() as opening:
         files = {name: opening.enter_context(SafetensorsFile(join(path, name))) for name in weights}
@@ -67,8 +67,8 @@ def open_folder(path: Path) -> Checkpoint:
             modelopt_config=modelopt,
             weights_name=named.removesuffix(".safetensors"),
             weights=weights,
-            copied=[name for name in copied if name not in made],
-            not_copied=[name for name in not_copied if name not in made],
+            copied=[name for name in copied if name not in generated],
+            not_copied=[name for name in not_copied if name not in generated],
             is_adapter=ADAPTER_CONFIG in names,
         ),
         opened=opened,

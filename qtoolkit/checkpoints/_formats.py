@@ -43,25 +43,25 @@ _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
 
 
-def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> Scheme:
+def scheme_of(layout: Layout, fmt: Format | BlockFormat, scaling: str | None) -> Scheme:
     """The scheme of a layout for a format and a value of `--scaling`; raises where it has none."""
-    if isinstance(of, BlockFormat) and scaling is not None:
+    if isinstance(fmt, BlockFormat) and scaling is not None:
         raise MisuseError(
-            f"--scaling {scaling}: {of.name} is a block format, whose scales are its own, expected "
-            "no --scaling; omit it"
+            f"--scaling {scaling}: {fmt.name} is a block format, whose scales are its own, "
+            "expected no --scaling; omit it"
         )
-    needs = isinstance(of, BlockFormat) or of.needs_scale
+    needs = isinstance(fmt, BlockFormat) or fmt.needs_scale
     try:
-        return layout.scheme(of, scaling if needs else None)
+        return layout.scheme(fmt, scaling if needs else None)
     except CheckpointError as error:
         others = [
             other.name
             for other in LAYOUTS.values()
             if other is not layout and not other.experts_of
-            if any(of in (scheme.spec, scheme.spec.element) for scheme in other.schemes)
+            if any(fmt in (scheme.spec, scheme.spec.element) for scheme in other.schemes)
         ]
-        if not others and layout.name == "plain" and isinstance(of, Format):
-            safetensors_dtype(of)  # raises with the reason
+        if not others and layout.name == "plain" and isinstance(fmt, Format):
+            safetensors_dtype(fmt)  # raises with the reason
         if not others:
             raise
         named, own = "", layout.spellings()
@@ -69,37 +69,37 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
             named = " for weights named NAME.weight (a Flax model: qtoolkit.nnx.quantize)"
             own = list(dict.fromkeys(scheme.spec.element.name for scheme in layout.schemes))
         raise CheckpointError(
-            f"layout {layout.name}: cannot hold {of.name}"
+            f"layout {layout.name}: cannot hold {fmt.name}"
             + ("" if scaling is None else f" with --scaling {scaling}")
             + f"; use --layout {' or '.join(others)}{named}, or one of {', '.join(own)}"
         ) from error
 
 
-def resolve_target(of: SpecLike) -> Format | BlockFormat:
-    """The format or published block format that `of` spells, or that of the scheme it names."""
-    if isinstance(of, BlockFormat):
-        return of
-    if isinstance(of, str) and of.lower() in _BLOCKS:
-        return _BLOCKS[of.lower()]
-    scheme = scheme_named(of)
-    return resolve(of) if scheme is None else scheme.spec
+def resolve_target(fmt: SpecLike) -> Format | BlockFormat:
+    """The format or published block format that `fmt` spells, or that of the scheme it names."""
+    if isinstance(fmt, BlockFormat):
+        return fmt
+    if isinstance(fmt, str) and fmt.lower() in _BLOCKS:
+        return _BLOCKS[fmt.lower()]
+    scheme = scheme_named(fmt)
+    return resolve(fmt) if scheme is None else scheme.spec
 
 
-def scheme_named(of: Any) -> Scheme | None:
+def scheme_named(fmt: Any) -> Scheme | None:
     """The scheme of that name, None of others. "fp8" is none: it is ambiguous, and "FP8" is not."""
-    if not isinstance(of, str) or of.lower() in _BLOCKS or of == "fp8":
+    if not isinstance(fmt, str) or fmt.lower() in _BLOCKS or fmt == "fp8":
         return None
-    return _SCHEMES.get(of, _SCHEMES.get(of.upper()))
+    return _SCHEMES.get(fmt, _SCHEMES.get(fmt.upper()))
 
 
-def by_scheme(of: Any, scaling: str | None) -> tuple[Any, str | None]:
-    """The format and scaling of the scheme that `of` names; else what was given."""
-    scheme = scheme_named(of)
+def by_scheme(fmt: Any, scaling: str | None) -> tuple[Any, str | None]:
+    """The format and scaling of the scheme that `fmt` names; else what was given."""
+    scheme = scheme_named(fmt)
     if scheme is None:
-        return of, scaling
+        return fmt, scaling
     if scaling not in (None, scheme.scaling):
         raise MisuseError(
-            f"--scaling {scaling}: {of} is {scheme.spelling}, expected no other --scaling; omit it"
+            f"--scaling {scaling}: {fmt} is {scheme.spelling}, expected no other --scaling; omit it"
         )
     return scheme.format, scheme.scaling
 

@@ -9,20 +9,24 @@ quantized arrays.
 """
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._checkpoint import Checkpoint
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
+from qtoolkit.checkpoints._checks import compiled
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import comfy_marks, dequantized
+from qtoolkit.checkpoints._formats import high_precision_dtype
 from qtoolkit.checkpoints._pytrees import differs, filled, is_qarray, named_arrays
 from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._storage import Path, check_path
-from qtoolkit.checkpoints._tensors import DTYPE_OF, FLOATS, CheckpointError, shown
+from qtoolkit.checkpoints._tensors import DTYPE_OF, FLOATS, NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints.layouts._qarrays import (
     ARRAYS_KEY,
     FACTORS,
@@ -30,6 +34,12 @@ from qtoolkit.checkpoints.layouts._qarrays import (
     ROTATION,
     not_described,
 )
+from qtoolkit.formats import FormatLike
+
+# For a name in `like` its name in the checkpoint, or (name, order of axes).
+Place = str | tuple[str, Sequence[int]]
+Names = Mapping[str, Place] | Callable[[str], Place]
+Reader = Callable[[Any], Any]
 
 
 def save(
@@ -83,19 +93,26 @@ def save(
                     "expected one; rename one of them"
                 )
             arrays[entry] = _array(path, entry, array)
-    about = dict(metadata or {})
+    written = dict(metadata or {})
     description = json.dumps(quantized, sort_keys=True)
-    if about.get(ARRAYS_KEY, description) != description:
+    if written.get(ARRAYS_KEY, description) != description:
         raise CheckpointError(
             f"{path}: metadata has {ARRAYS_KEY!r}, which describes the quantized arrays, expected "
             "another key; remove it"
         )
     if quantized:
-        about[ARRAYS_KEY] = description
-    write_arrays(path, arrays, about, overwrite=overwrite)
+        written[ARRAYS_KEY] = description
+    write_arrays(path, arrays, written, overwrite=overwrite)
 
 
-def load(path: Path, like: Any = None) -> Any:
+def load(
+    path: Path,
+    like: Any = None,
+    *,
+    dtype: FormatLike | None = None,
+    names: Names | None = None,
+    skip: Sequence[str] = (),
+) -> Any:
     """Load the arrays and `QArray`s of a file, a folder or an orbax checkpoint.
 
         state = qtoolkit.checkpoints.load("model.safetensors", like=nnx.state(model))
@@ -108,20 +125,29 @@ def load(path: Path, like: Any = None) -> Any:
         or trees of `jax.ShapeDtypeStruct`. The file must have exactly the names that `save` would
         give it. A tensor that `convert` quantized becomes a `QArray`, even if `like` has a plain
         array there.
+      dtype: float32, float16 or bfloat16: quantized weights are dequantized to it, and floats are
+        rounded to it. None: they are loaded as they are.
+      names: With `dtype` and `like`: the name in the checkpoint of each name in `like`, a table or
+        a function of the name. It may give (name, axes) instead: the tensor is transposed by these
+        axes, (1, 0) for a kernel of Flax, and takes the shape in `like`. A table need not have
+        names that are the same in both.
+      skip: With `like`: regular expressions; tensors of the checkpoint that have no place in `like`
+        must match one, or loading fails.
 
     Returns:
       Without `like`: a dictionary by name, in the order of the file, with a `QArray` for each
       quantized weight and a NumPy array for each other tensor. Elements narrower than a byte are
       packed. Weights with reordered groups (GPTQ's act-order) are float32, as no `QArray` has such.
-      With `like`: a tree with its structure, of JAX arrays and `QArray`s. Dtypes are those of the
-      file. Shardings are those of the arrays or structs in `like`, if they have any; scales are
-      then replicated on all devices.
+      With `like`: a tree with its structure, of JAX arrays and `QArray`s. Shardings are those of
+      the arrays or structs in `like`, if they have any; scales are then replicated on all devices.
+      One weight after the other is read, so that the host holds one and its shards.
 
     Raises:
       CheckpointError: The file is damaged, or holds elements of 6 bits; the weights of a folder are
         in a layout that cannot be read, or contradict its config; or the result differs from
         `like`: a name is missing or left over, or a shape or kind of dtype differs.
       OSError: The file cannot be read.
+      TypeError: `names` without `dtype`, or `names` or `skip` without `like`.
 
     Examples:
       >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
@@ -132,23 +158,66 @@ def load(path: Path, like: Any = None) -> Any:
       >>> bool((state["kernel"][...] == model.kernel[...]).all())
       True
     """
-    with open_source(path) as file:
-        wanted = None if like is None else dict(named_arrays(path, like))
-        loaded = _loaded(file, wanted)
-    if wanted is None:
-        return loaded
-    state = filled(path, like, loaded)
-    if loaded:
-        raise differs(
-            path, loaded, "which `like` has not; add them to it, or remove them from the file"
+    if like is None and (names is not None or skip):
+        raise TypeError("load: names or skip without like, expected a state to load into; give it")
+    if names is not None and dtype is None:
+        raise TypeError(
+            "load: names without dtype, expected both, because codes are not transposed; write "
+            "dtype=jnp.bfloat16"
         )
+    number = None if dtype is None else NUMPY_DTYPES[high_precision_dtype(dtype)]
+    with open_source(path) as file:
+        readers, auxiliary = _readers(file, number)
+        if like is None:
+            return {name: read("float32") for name, read in readers.items()}
+        wanted = dict(named_arrays(path, like))
+        placed, used = _placed_readers(readers, wanted, names)
+        state = filled(path, like, placed)
+        patterns = [compiled(pattern) for pattern in skip]
+        unused = [n for n in readers if n not in used and n not in auxiliary]
+        if unused := [n for n in unused if not any(p.search(n) for p in patterns)]:
+            raise differs(
+                path, unused, "which `like` has not; add them to it, or remove them from the file"
+            )
     return state
 
 
-def _loaded(file: Checkpoint, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The arrays of an open checkpoint by name, in its order; each quantized weight a `QArray`.
+def _placed_readers(
+    readers: Mapping[str, Reader], wanted: Mapping[str, Any], names: Names | None
+) -> tuple[dict[str, Callable[[], Any]], set[str]]:
+    """For each name in `like` what reads its array; and the names in the checkpoint."""
+    placed: dict[str, Callable[[], Any]] = {}
+    used = set()
+    for leaf, like in wanted.items():
+        name, axes = leaf, None
+        if names is not None:
+            found = names(leaf) if callable(names) else names.get(leaf, leaf)
+            name, axes = (found, None) if isinstance(found, str) else found
+        elif leaf not in readers and leaf.endswith(".value"):
+            name = leaf.removesuffix(".value")  # orbax's last key of variables was dropped
+        if name in readers:
+            shape = None if names is None else getattr(like, "shape", None)
+            kind = getattr(like, "dtype", np.dtype("float32"))
+            placed[leaf] = functools.partial(_arranged, readers[name], kind, axes, shape)
+            used.add(name)
+    return placed, used
 
-    Entries that only loaders need, such as input scales, are skipped if `wanted` lacks them.
+
+def _arranged(
+    read: Reader, dtype: Any, axes: Sequence[int] | None, shape: tuple[int, ...] | None
+) -> Any:
+    """An array, with axes in another order, and in another shape of the same size."""
+    array = read(dtype)
+    if axes is not None and len(axes) == array.ndim:
+        array = array.transpose(axes)
+    return array.reshape(shape) if shape is not None and array.size == math.prod(shape) else array
+
+
+def _readers(file: Checkpoint, dtype: np.dtype | None) -> tuple[dict[str, Reader], set[str]]:
+    """What reads each array of an open checkpoint, by name, in its order.
+
+    A reader takes the dtype that a `QArray` has; it gives numbers of `dtype`, if that is not None.
+    The second result are the names of what only loaders need, such as input scales.
     """
     saved = _saved(file)
     parts = {f"{name}_{field}" for name in saved for field in (*FIELDS, FACTORS)}
@@ -159,24 +228,32 @@ def _loaded(file: Checkpoint, wanted: Mapping[str, Any] | None) -> dict[str, Any
     rest.metadata = {key: text for key, text in file.metadata.items() if key != ARRAYS_KEY}
     source = dequantized(rest)
     check_explained(source)
-    names = source.everything if wanted is None else dict.fromkeys((*source.tensors, *wanted))
-    loaded: dict[str, Any] = {}
-    for name in (*saved, *names):
-        # Orbax's trees use a last key "value" for variables, and it was dropped.
-        leaf = name if wanted is None or name in wanted else f"{name}.value"
-        leaf = name if wanted is None or leaf not in wanted else leaf
-        if name in saved:
-            loaded[leaf] = _saved_array(file, name, saved[name])
-        elif encoding := source.encodings.get(name):
-            from qtoolkit.checkpoints._values import loaded_weight  # loads JAX
-
-            dtype = getattr((wanted or {}).get(leaf), "dtype", np.dtype("float32"))
-            loaded[leaf] = loaded_weight(encoding, file.tensors, dtype)
-        elif name in others:
-            loaded[leaf] = file.read(name)
+    readers: dict[str, Reader] = {}
+    for name, tensor in source.everything.items():
+        readers[name] = functools.partial(_read, file, tensor, dtype)
+    for name, description in saved.items():
+        readers[name] = functools.partial(_read_saved, file, name, description, dtype)
     order = {name: place for place, name in enumerate(file.tensors)}
     order |= {encoding.name: order[encoding.codes.name] for encoding in source.encodings.values()}
-    return dict(sorted(loaded.items(), key=lambda pair: order.get(pair[0], len(order))))
+    return dict(sorted(readers.items(), key=lambda pair: order.get(pair[0], 0))), {
+        *source.auxiliary
+    }
+
+
+def _read(file: Checkpoint, tensor: Tensor, dtype: np.dtype | None, kind: Any) -> Any:
+    if dtype is None and tensor.encoding is not None:
+        from qtoolkit.checkpoints._reader import loaded_weight  # loads JAX
+
+        return loaded_weight(tensor.encoding, file.tensors, kind)
+    array = tensor.read_all()
+    return array.astype(dtype, copy=False) if dtype and tensor.dtype in FLOATS else array
+
+
+def _read_saved(
+    file: Checkpoint, name: str, description: Any, dtype: np.dtype | None, _: Any
+) -> Any:
+    array = _saved_array(file, name, description)
+    return array if dtype is None else np.asarray(array.dequantize(dtype))
 
 
 def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -198,15 +275,15 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
     for field in (*FIELDS, FACTORS):
         if getattr(array, field) is not None:
             entries[f"{name}_{field}"] = getattr(array, field)
-    about: dict[str, Any] = {
+    description: dict[str, Any] = {
         "spec": spec,
         "dtype": str(array.dtype),
         "lengths": list(array.lengths),
         "packed_size": array.packed_size,
     }
-    about |= {} if array.factors is None else {FACTORS: True}
-    about |= {} if array.rotation is None else {ROTATION: list(array.rotation)}
-    return entries, about
+    description |= {} if array.factors is None else {FACTORS: True}
+    description |= {} if array.rotation is None else {ROTATION: list(array.rotation)}
+    return entries, description
 
 
 def _array(path: Path, name: str, x: Any) -> np.ndarray:

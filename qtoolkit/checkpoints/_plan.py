@@ -420,16 +420,16 @@ class _Planner:
         keeps_codes: bool,
         skip: Sequence[re.Pattern[str]],
     ) -> dict[str, str]:
-        about: dict[str, Any] = {"scaling": word, "version": __version__}
+        record: dict[str, Any] = {"scaling": word, "version": __version__}
         if keeps_codes:
-            about["keeps_codes"] = True
+            record["keeps_codes"] = True
         if isinstance(chosen, Rules):
             named = chosen.map(lambda fmt: fmt.name)
-            about["rules"] = {"rules": named.rules, "default": named.default}
+            record["rules"] = {"rules": named.rules, "default": named.default}
         elif chosen is not None:
-            about["format"] = chosen.name
+            record["format"] = chosen.name
         if self.layout.name != "plain":
-            about["layout"] = self.layout.name
+            record["layout"] = self.layout.name
         changed = {t.name for t in tensors if t.action != "keep"}
         changed |= self.source.encodings.keys()
         metadata = remaining_arrays(self.source.metadata, changed)
@@ -438,7 +438,7 @@ class _Planner:
         if chosen is None:
             metadata.pop(METADATA_KEY, None)
             return metadata
-        about["arguments"] = recorded(
+        record["arguments"] = recorded(
             chosen,
             skip,
             scaling=self.scaling,
@@ -448,4 +448,4 @@ class _Planner:
             keep_unfitting=self.keep_unfitting,
             **self.others,
         )
-        return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
+        return {**metadata, METADATA_KEY: json.dumps(record, sort_keys=True)}

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from qtoolkit.checkpoints._checkpoint import Tensor, Turning
+from qtoolkit.checkpoints._checkpoint import Tensor, Transposer
 from qtoolkit.checkpoints._quantize import (
     QuantizedSlab,
     Weight,
@@ -20,10 +20,10 @@ from qtoolkit.checkpoints._quantize import (
     quantize_slab,
     tensor_scales_from,
 )
+from qtoolkit.checkpoints._reader import WeightReader, grid_of
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Slab
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, shown
-from qtoolkit.checkpoints._values import Values, grid_of
 from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
@@ -106,7 +106,7 @@ class _Part(NamedTuple):
     is_last: bool
     slab: Slab | None = None
     weight: Weight | None = None
-    values: Values | None = None
+    values: WeightReader | None = None
 
 
 class Production:
@@ -140,20 +140,20 @@ class Production:
             if tensor.group:
                 self._groups.setdefault(tensor.group, []).append(tensor.source)
         self._amaxes: dict[str, np.ndarray] = {}
-        self._turning = Turning()
+        self._transposer = Transposer()
 
     def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (name of an entry, the next bytes of it) for some tensors, one after the other."""
         sums = ErrorSums()  # of the tensor that is being made
         parts = (part for tensor in tensors for part in self._parts(tensor))
-        for part, made in self._workers.map(_made, parts):
+        for part, output in self._workers.map(_output, parts):
             tensor = part.tensor
-            for name, data in _entries(part, made):
+            for name, data in _entries(part, output):
                 yield name, data
                 self._done += data.nbytes
                 if self._progress is not None:
                     self._progress(shown(tensor.name), self._done, self.total)
-            sums.add(made.sums)
+            sums.add(output.sums)
             if part.is_last:
                 self.reports.append(
                     tensor.report(
@@ -184,14 +184,14 @@ class Production:
             stop = start + slab.size
             yield _Part(tensor, start, stop, stop == source.size, slab, weight, values)
 
-    def _same_values(self, tensor: TensorPlan) -> Values | None:
+    def _same_values(self, tensor: TensorPlan) -> WeightReader | None:
         """The stored values of a weight that the target can hold as they are; else None."""
         # A second rounding would cost 3 dB where scales are powers of two: the largest code of a
         # block is then seldom the largest that there is, and another scale follows from it.
         old, new = tensor.source.encoding, tensor.encoding
         if old is None or new is None or not same_numbers(old, new) or not self._stored:
             return None
-        values = Values(old, self._stored)
+        values = WeightReader(old, self._stored)
         scale, _ = values.scales()
         least = np.float32(new.spec.amax_epsilon) / np.float32(new.spec.largest)
         return values if scale is not None and scale.astype(np.float32).min() >= least else None
@@ -202,7 +202,7 @@ class Production:
         if encoding is None:
             return Weight(source, spec, Grid.whole(source.size))
         if encoding.transposed:
-            source = self._turning.transposed(source)
+            source = self._transposer.transposed(source)
         tensor_scale = None
         if encoding.tensor_scale is not None:
             if not tensor.group:
@@ -218,23 +218,23 @@ class Production:
         return prepared(Weight(source, spec, grid_of(encoding), tensor_scale), self._workers.map)
 
 
-def _made(part: _Part) -> tuple[_Part, QuantizedSlab]:
+def _output(part: _Part) -> tuple[_Part, QuantizedSlab]:
     """What becomes of a part: computed in a thread."""
     if part.slab is None:
         return part, _copied(part)
     if part.values is not None:
-        made = _unchanged(part, part.slab, part.values)
+        output = _unchanged(part, part.slab, part.values)
     else:
         assert part.weight is not None
-        made = quantize_slab(part.weight, part.slab)
+        output = quantize_slab(part.weight, part.slab)
     encoding = part.tensor.encoding
     if encoding is not None and encoding.packing is not None:
-        codes = packed(made.codes, encoding.packing, encoding.spec.element.bits)
-        made = made._replace(codes=codes)
-    return part, made
+        codes = packed(output.codes, encoding.packing, encoding.spec.element.bits)
+        output = output._replace(codes=codes)
+    return part, output
 
 
-def _unchanged(part: _Part, slab: Slab, values: Values) -> QuantizedSlab:
+def _unchanged(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
     """The stored codes of a slab, and with the first one all scales."""
     codes = values.codes_between(part.start, part.stop).view(np.uint8)
     scale, _ = values.scales()
@@ -263,11 +263,11 @@ def _copied(part: _Part) -> QuantizedSlab:
     return QuantizedSlab(data, scale, ErrorSums(nonfinite=nonfinite))
 
 
-def _entries(part: _Part, made: QuantizedSlab) -> Iterator[tuple[str, np.ndarray]]:
+def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[str, np.ndarray]]:
     """What is written for a part: (name of an entry, bytes)."""
     encoding = part.tensor.encoding
     if encoding is None:
-        yield part.tensor.name, made.codes
+        yield part.tensor.name, output.codes
         return
     if part.start == 0:
         for entry, data in encoding.constants:
@@ -275,8 +275,8 @@ def _entries(part: _Part, made: QuantizedSlab) -> Iterator[tuple[str, np.ndarray
         if encoding.tensor_scale is not None and part.weight is not None:
             assert part.weight.tensor_scale is not None
             yield encoding.tensor_scale.name, part.weight.tensor_scale
-    yield encoding.codes.name, made.codes
-    scale = made.scale
+    yield encoding.codes.name, output.codes
+    scale = output.scale
     if encoding.scale is not None and scale is not None and len(scale):
         dtype = NUMPY_DTYPES[encoding.scale.dtype]
         is_byte = scale.itemsize == dtype.itemsize == 1  # E8M0, which some layouts call U8

@@ -4,7 +4,7 @@ Keys are joined by dots: "layers.0.kernel". An nnx Variable has no key of its ow
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,37 +45,39 @@ def _children(path: Path, tree: Any, keys: tuple[str, ...]) -> list[tuple[str, A
     return None
 
 
-def filled(path: Path, tree: Any, arrays: dict[str, Any], keys: tuple[str, ...] = ()) -> Any:
-    """A tree with the structure of `tree`, whose arrays are taken out of `arrays`."""
+def filled(
+    path: Path, tree: Any, readers: Mapping[str, Callable[[], Any]], keys: tuple[str, ...] = ()
+) -> Any:
+    """A tree with the structure of `tree`; its arrays are read one after the other."""
     children = _children(path, tree, keys)
     if children is None:
-        return None if tree is None else _checked(path, ".".join(keys), tree, arrays)
-    made = [filled(path, child, arrays, (*keys, key) if key else keys) for key, child in children]
+        return None if tree is None else _checked(path, ".".join(keys), tree, readers)
+    new = [filled(path, child, readers, (*keys, key) if key else keys) for key, child in children]
     if isinstance(tree, dict):
         copied = copy.copy(tree)  # keeps the default_factory of a defaultdict
-        copied.update(zip(tree, made, strict=True))
+        copied.update(zip(tree, new, strict=True))
         return copied
     if isinstance(tree, Mapping):
-        return type(tree)(zip(tree, made, strict=True))  # type: ignore[call-arg]
+        return type(tree)(zip(tree, new, strict=True))  # type: ignore[call-arg]
     if isinstance(tree, list):
-        return made
+        return new
     if isinstance(tree, tuple):
-        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
-    return type(tree).from_metadata(made[0], tree.get_metadata())
+        return type(tree)(*new) if hasattr(tree, "_fields") else tuple(new)
+    return type(tree).from_metadata(new[0], tree.get_metadata())
 
 
-def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
+def _checked(path: Path, name: str, wanted: Any, readers: Mapping[str, Callable[[], Any]]) -> Any:
     if not hasattr(wanted, "shape"):
         what = shown(name) or "`like`"
         raise CheckpointError(
             f"{path}: {what} has type {type(wanted).__name__}, expected a pytree of arrays; of a "
             "model of nnx write load(path, like=nnx.state(model))"
         )
-    if name not in arrays:
+    if name not in readers:
         raise differs(path, [name], "which the file has not; save them with the others")
     import jax.numpy as jnp
 
-    array, problem = arrays.pop(name), ""
+    array, problem = readers[name](), ""
     if "key<" in str(getattr(wanted, "dtype", "")):
         problem = (
             "`like` has a key of jax.random there, of which files have the numbers alone; "

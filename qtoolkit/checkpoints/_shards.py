@@ -97,10 +97,10 @@ class _Unfinished:
             return None
         return record if storage.file_size(self.inside(name)) == record["bytes"] else None
 
-    def reports(self, name: str, made: Mapping[str, Any]) -> list[TensorReport] | None:
+    def reports(self, name: str, fingerprint: Mapping[str, Any]) -> list[TensorReport] | None:
         """The reports of the tensors in a complete file with this fingerprint, or None."""
         record = self.record(name)
-        if record is None or record.get("made") != made:
+        if record is None or record.get("fingerprint") != fingerprint:
             return None
         return [TensorReport(**report) for report in record["tensors"]]
 
@@ -184,7 +184,7 @@ def write_folder(
         except OvertakenError:
             raise
         except BaseException as error:
-            complete = [n for n in shared["files"] if unfinished.reports(n, shared["made"])]
+            complete = [n for n in shared["files"] if unfinished.reports(n, shared["fingerprint"])]
             if is_new and shard is None and (isinstance(error, CheckpointError) or not complete):
                 unfinished.remove(shared)
             elif complete and not isinstance(error, CheckpointError):
@@ -214,13 +214,12 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
     # Files of another plan are removed. But a shard removes none, and without `overwrite` nobody
     # removes files that shards have written.
     path, there = unfinished.path, plan_in(unfinished.partial)
-    if there is not None and there["made"] == shared["made"]:
+    if there is not None and there["fingerprint"] == shared["fingerprint"]:
         return False
     if there is not None and (shared["shards"] or (there["shards"] and not overwrite)):
         raise CheckpointError(
-            f"{path}: files of another conversion are there: "
-            f"{difference(there['made'], shared['made'])}; finalize it, give the same options "
-            f"and source, or {removal(path)}"
+            f"{path}: files of another conversion are there: {difference(there, shared)}; finalize "
+            f"it, give the same options and source, or {removal(path)}"
         )
     if not is_url(path):
         # A shard does not clear the folder: another shard may have made it a moment ago.
@@ -257,7 +256,7 @@ def _write(
     newest = 0 if shared["shards"] or is_url(unfinished.path) else modified_at(source)
     resumed = {}
     for name in mine:
-        reports = unfinished.reports(name, shared["made"])
+        reports = unfinished.reports(name, shared["fingerprint"])
         if reports is not None and not nonfinite_error(reports):
             where = join(unfinished.partial, f"{name}.json")
             is_current = not newest or os.stat(where).st_mtime_ns >= newest
@@ -283,7 +282,7 @@ def _write(
         chunks = _summed(production.chunks(tensors), checksums)
         write_safetensors(file, outputs, chunks, plan.metadata, overwrite=True)
         reports = production.reports[done:]
-        if (plan_in(unfinished.partial) or {}).get("made") != shared["made"]:
+        if (plan_in(unfinished.partial) or {}).get("fingerprint") != shared["fingerprint"]:
             raise OvertakenError(
                 f"{unfinished.path}: finalized, removed or begun anew by another process "
                 "meanwhile; nothing more was written"
@@ -292,7 +291,7 @@ def _write(
             storage.remove(file)
             continue
         record = {
-            "made": shared["made"],
+            "fingerprint": shared["fingerprint"],
             "bytes": storage.file_size(file),
             "checksums": checksums,
             "tensors": [dataclasses.asdict(report) for report in reports],
@@ -379,10 +378,10 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
         check_folder(path, overwrite, own)  # again: somebody may have written to it meanwhile
         rename_folder(unfinished.target, path)
     files = sorted((*shared["files"], *shared["copied"], *shared["json"]))
-    about: dict[str, Any] = dict(shared["report"])
-    about |= {key: tuple(value) for key, value in about.items() if isinstance(value, list)}
-    about |= {"target": str(path), "files": tuple(files), "tensors": tuple(reports)}
-    return Report(**about)
+    report: dict[str, Any] = dict(shared["report"])
+    report |= {key: tuple(value) for key, value in report.items() if isinstance(value, list)}
+    report |= {"target": str(path), "files": tuple(files), "tensors": tuple(reports)}
+    return Report(**report)
 
 
 def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[TensorReport]:
@@ -404,11 +403,11 @@ def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[Ten
         )
     reports = []
     for name, record in records.items():
-        if record["made"] != shared["made"]:
+        if record["fingerprint"] != shared["fingerprint"]:
             raise CheckpointError(
                 f"{unfinished.path}: {name} is of another conversion than the others: "
-                f"{difference(record['made'], shared['made'])}; run its shard again with the "
-                "options and the source of the others"
+                f"{difference(record, shared)}; run its shard again with the options and the "
+                "source of the others"
             )
         reports += [TensorReport(**report) for report in record["tensors"]]
     return reports

@@ -50,7 +50,7 @@ class Grid:
         cls,
         shape: Sequence[int],
         lengths: Sequence[int],
-        apart: Sequence[int] = (),
+        unmerged: Sequence[int] = (),
         *,
         word: int = 1,
         by_matrix: bool = False,
@@ -58,15 +58,15 @@ class Grid:
         """The grid of a weight with blocks of these lengths; ValueError if it has no matrices.
 
         Args:
-          apart: Axes that are not merged with those before them.
+          unmerged: Axes that are not merged with those before them.
           word: How many codes fill a word, with which rows end in a file; 1 if they may end
             anywhere.
         """
-        merged = merged_matrices(tuple(shape), tuple(lengths), apart)
+        merged = merged_matrices(tuple(shape), tuple(lengths), unmerged)
         if merged is None:
             raise ValueError(f"{list(shape)} in blocks of {list(lengths)} are no matrices")
         (count, rows, columns), (height, width) = merged
-        if (height, width) == (rows, columns) and len(shape) - 1 not in apart:
+        if (height, width) == (rows, columns) and len(shape) - 1 not in unmerged:
             return cls.whole(rows * columns, count, by_matrix)
         if height == 1 and width > 1 and columns % width == 0 and width % word == 0:
             rows, columns = rows * columns // width, width  # a row is a block

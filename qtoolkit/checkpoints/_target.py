@@ -31,6 +31,7 @@ from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, configs_in, listed, shown
 from qtoolkit.checkpoints._writing import check_target, exists_already
+from qtoolkit.checkpoints.layouts import _mlx
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
@@ -226,8 +227,8 @@ def shared_plan(
 ) -> dict[str, Any]:
     """What all processes of a conversion must agree on, as JSON: "plan.json".
 
-    "made" is its fingerprint: only files with equal ones belong to one checkpoint. "json" maps the
-    names of JSON files to their contents.
+    Only files with equal fingerprints belong to one checkpoint. "json" maps the names of JSON files
+    to their contents.
     """
     folder = source.folder
     assert folder is not None
@@ -241,7 +242,7 @@ def shared_plan(
         [(t.name, t.action, t.source.entry, t.entries, str(t.spec), t.group) for t in file]
         for file in files
     ]
-    made = {
+    fingerprint = {
         "qtoolkit": __version__,
         "format": plan.format_names,
         "scaling": plan.scaling,
@@ -253,7 +254,7 @@ def shared_plan(
         ),
     }
     return {
-        "made": made,
+        "fingerprint": fingerprint,
         "files": names,
         "copied": folder.copied,
         "json": contents,
@@ -270,8 +271,9 @@ def json_files(source: Checkpoint, plan: Plan) -> dict[str, Any]:
     return contents
 
 
-def difference(there: Any, here: Mapping[str, Any]) -> str:
-    """The first difference of two fingerprints ("made"): "scaling channel, here tensor"."""
+def difference(record: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """The first difference of the fingerprints of two plans: "scaling channel, here tensor"."""
+    there, here = record["fingerprint"], plan["fingerprint"]
     there = there if isinstance(there, dict) else {}
     key = next(key for key in here if there.get(key) != here[key])
     if key in ("source", "options"):
@@ -300,7 +302,8 @@ def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     new = copy.deepcopy(dict(config))
     part: Any
     for part in configs_in(new):
-        for key in _CONFIGS & part.keys():
+        keys = _CONFIGS | ({_mlx.KEY} if _mlx.config_of(part) else set())
+        for key in keys & part.keys():
             del part[key]
         for key in ("dtype", "torch_dtype"):
             if len(dtypes) == 1 and isinstance(part.get(key), str):

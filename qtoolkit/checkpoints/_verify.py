@@ -23,11 +23,11 @@ from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
+from qtoolkit.checkpoints._reader import WeightReader
 from qtoolkit.checkpoints._report import Plan, Progress, TensorPlan
 from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._target import json_files
 from qtoolkit.checkpoints._tensors import CheckpointError, shown
-from qtoolkit.checkpoints._values import Values
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32
@@ -249,7 +249,7 @@ def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
     least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
     if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
         return encoding
-    scale, _ = Values(encoding, target.stored).scales()
+    scale, _ = WeightReader(encoding, target.stored).scales()
     if scale is None or np.nanmin(scale, initial=np.inf) != least:
         return encoding
     spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)

@@ -18,7 +18,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints._checkpoint import Tensor, Turning
+from qtoolkit.checkpoints._checkpoint import Tensor, Transposer
 from qtoolkit.cli._app import app
 
 LAYER = "model.layers.0"
@@ -199,7 +199,7 @@ def test_stacks_become_the_weights_that_loaders_read_one_by_one(tmp_path, model,
 
 def test_stacks_are_turned_matrix_by_matrix():
     """Oracle: NumPy's transpose of the whole; two stacks take turns in one buffer."""
-    turning, sizes, stacks = Turning(), [], []
+    transposer, sizes, stacks = Transposer(), [], []
     for seed, shape in ((0, (3, 50, 70)), (1, (2, 70, 30))):
         x = np.random.default_rng(seed).standard_normal(shape).astype(ml_dtypes.bfloat16)
         raw = x.reshape(-1).view(np.uint8)
@@ -208,7 +208,7 @@ def test_stacks_are_turned_matrix_by_matrix():
             sizes.append(len(buffer))
             buffer[:] = raw[start : start + len(buffer)].data
 
-        turned = turning.transposed(Tensor("x", "BF16", shape, read_into))
+        turned = transposer.transposed(Tensor("x", "BF16", shape, read_into))
         assert turned.shape == (shape[0], shape[2], shape[1])
         stacks.append((turned, x.swapaxes(1, 2).reshape(-1)))
     for start, stop in ((0, 1), (3000, 4199), (3490, 3510), (100, 4000)):

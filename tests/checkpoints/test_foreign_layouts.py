@@ -24,7 +24,7 @@ from qtoolkit.checkpoints import (
     verify,
 )
 from qtoolkit.checkpoints._decode import dequantized
-from qtoolkit.checkpoints._values import Values
+from qtoolkit.checkpoints._reader import Values
 from qtoolkit.checkpoints.layouts._encoding import Packing, dense, packed, unpacked
 from qtoolkit.scaling import QArray
 

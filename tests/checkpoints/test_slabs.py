@@ -22,9 +22,9 @@ from qtoolkit.checkpoints._quantize import (
     quantize_slab,
     tensor_scales_from,
 )
+from qtoolkit.checkpoints._reader import slab_values
 from qtoolkit.checkpoints._slabs import Grid
 from qtoolkit.checkpoints._tensors import DTYPE_OF
-from qtoolkit.checkpoints._values import slab_values
 from qtoolkit.formats import BlockFormat, Rules, spec
 from qtoolkit.scaling.internal import ErrorSums
 

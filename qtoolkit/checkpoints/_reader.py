@@ -48,16 +48,16 @@ def grid_of(encoding: Encoding) -> Grid:
     """How a weight is cut as its entries hold it; ValueError if it is no stack of matrices."""
     shape = encoding.matrix_shape
     packing, second = encoding.packing, encoding.tensor_scale
-    apart = set() if packing is None else {len(shape) - 1}  # rows end with whole bytes
+    unmerged = set() if packing is None else {len(shape) - 1}  # rows end with whole bytes
     count = 1 if second is None else math.prod(second.shape)
     if count > 1:
         ends = range(len(shape) + 1)
-        apart.add(next(end for end in ends if math.prod(shape[:end]) == count))
+        unmerged.add(next(end for end in ends if math.prod(shape[:end]) == count))
     word = 1 if packing is None else packing.word // encoding.spec.element.bits
-    return Grid.of(shape, encoding.lengths, sorted(apart), word=word, by_matrix=count > 1)
+    return Grid.of(shape, encoding.lengths, sorted(unmerged), word=word, by_matrix=count > 1)
 
 
-class Values:
+class WeightReader:
     """Reads the float32 values of a stored weight, slab by slab where its entries allow it.
 
     What cannot be read by rows is read by matrices: an expert of gpt-oss takes 66 MB of float32,
@@ -172,6 +172,9 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     """The float32 values of a whole weight."""
     if 0 in encoding.shape:
         return np.zeros(encoding.shape, np.float32)
+    if encoding.finish is not None:
+        values = values_of(dataclasses.replace(encoding, finish=None), read)
+        return np.ascontiguousarray(encoding.finish(encoding, values, read), np.float32)
     if encoding.group_index is None:
         return np.asarray(qarray_of(encoding, read).dequantize("float32"))
     # Each input says in which group it lies: codes are sorted by groups, and the values back.
@@ -201,10 +204,11 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
 
 def loaded_weight(encoding: Encoding, stored: Mapping[str, Tensor], dtype: Any) -> Any:
     """A weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than a
-    byte; float32 where no `QArray` can hold it: without elements, or with reordered groups.
+    byte; float32 where no `QArray` can hold it: without elements, with reordered groups, or with
+    what `Encoding.finish` does.
     """
     read = entry_reader(stored)
-    if 0 in encoding.shape or encoding.group_index is not None:
+    if 0 in encoding.shape or not encoding.is_array:
         return values_of(encoding, read)
     array = qarray_of(encoding, read, dtype=dtype)
     return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
@@ -259,7 +263,10 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
         assert spec.scale is not None
         # A byte of E8M0 is U8 in some layouts.
         dtype = (spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[encoding.scale.dtype]
-        scale = read(encoding.scale).view(dtype)
+        if encoding.scale_of is not None:
+            scale = encoding.scale_of(encoding, read)
+        else:
+            scale = read(encoding.scale).view(dtype)
     if encoding.tensor_scale is not None:
         tensor_scale = read(encoding.tensor_scale).view(np.float32)
     return scale, tensor_scale
