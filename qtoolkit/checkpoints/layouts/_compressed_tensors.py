@@ -204,7 +204,11 @@ def _decode_bytes(
     if scale.dtype != "U8":
         fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
         block = next(fitting, None)
-        return decode_bytes(headers, name, f"{name}_scale", where, block, are_floats=are_floats)
+        of = decode_bytes(headers, name, f"{name}_scale", where, block, are_floats=are_floats)
+        if len(shape) == 2 and of.lengths == (shape[0], 1) and block is None and shape[1] > 1:
+            what = f"{list(scale.shape)} of {list(shape)}, a scale for each input, expected outputs"
+            raise unread(where, scale.name, what, METHOD)
+        return of
     codes = check_entry(headers, name, ("F8_E4M3",), where)
     entry = check_entry(headers, f"{name}_scale", ("U8",), where)
     return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
