@@ -104,6 +104,11 @@ PYTHON = {
         lambda: qt.nnx.numerics(qt.nnx.wrap(model()), lambda m, x: m(x).sum(), X), TypeError,
         "loss_fn has type", "expected a function", "write numerics(wrapped, batch, loss_fn)",
     ),
+    "numerics with a loss of more arguments": (
+        lambda: qt.nnx.numerics(qt.nnx.wrap(model()), X, lambda m, x, y: m(x).sum()), TypeError,
+        "is called as loss_fn(wrapped, batch)", "missing a required argument: 'y'",
+        "write for a loss of more arguments numerics(wrapped, (x, y), lambda",
+    ),
     "a dict for rules": (
         lambda: qt.nnx.wrap(model(), {"head": None}), TypeError,
         "recipe has type dict", "expected a Recipe or Rules", "write qtoolkit.Rules({...}",

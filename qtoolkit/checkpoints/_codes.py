@@ -34,7 +34,8 @@ _CODEBOOK = re.compile(r"(codebooks?|lut|centroids|palettes?|tables?)$")
 _TABLE = re.compile(r"(indices|tables?|buckets)$")  # of 64 bits; narrower ones may be codes
 # Of which weight an entry is the scale, or the zero point.
 _SCALE = re.compile(
-    r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros)$"
+    r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros"
+    r"|(?<![a-z])scale_weight)$"
 )
 # The same of a weight in high precision, which is there and whose values may be codes all the same.
 _UNUSED_SCALE = re.compile(
@@ -42,22 +43,26 @@ _UNUSED_SCALE = re.compile(
 )
 # Endings of names of codes and what belongs to them, and the program that writes such.
 _PROGRAMS = {
-    "SCB": "bitsandbytes",
-    "absmax": "bitsandbytes",
-    "quant_map": "bitsandbytes",
     "weight_scales": "EETQ",
-    ".scale_weight": "ComfyUI",
-    ".comfy_quant": "ComfyUI",
-    ".biases": "MLX",
-    "_weight_qdata": "torchao",
     ".wscales": "Nunchaku",
     "weights_scaling_factor": "TensorRT-LLM",
     "codebooks": "AQLM",
     "Qidxs": "QuIP#",
     "trellis": "ExLlamaV3",
     "q_weight": "ExLlamaV2",
-    "W_q": "HQQ",
     "_data": "optimum-quanto",
+}
+# The same of programs that are read, but not without the config, the metadata or entries that say
+# what codes mean.
+_READ_PROGRAMS = {
+    "SCB": "bitsandbytes",
+    "absmax": "bitsandbytes",
+    "quant_map": "bitsandbytes",
+    ".scale_weight": "ComfyUI",
+    ".comfy_quant": "ComfyUI",
+    ".biases": "MLX",
+    "_weight_qdata": "torchao",
+    "W_q": "HQQ",
 }
 
 
@@ -186,16 +191,18 @@ def _unexplained(
         and name != first
         and not name.endswith("bias")
     ]
-    endings = ((entry.name, end) for entry in (codes[0], *others) for end in _PROGRAMS)
-    program = next((_PROGRAMS[end] for name, end in endings if name.endswith(end)), "")
+    known = _PROGRAMS | _READ_PROGRAMS
+    endings = ((entry.name, end) for entry in (codes[0], *others) for end in known)
+    program = next((known[end] for name, end in endings if name.endswith(end)), "")
     what = "without a scale of a layout that is read, so that these may be codes"
     if layout:
         what = f"without the scales that layout {layout} has, as config.json says"
     if program:
-        advice = (
-            f"by the names of its entries it is of {program}, which is not read; dequantize it "
-        )
-        advice += f"with {program}"
+        advice = f"by the names of its entries it is of {program}, which is not read; "
+        if program in _READ_PROGRAMS.values():
+            advice = advice.replace("; ", " without what says how it was quantized; ")
+            advice += "give the whole folder as the program wrote it, or "
+        advice += f"dequantize it with {program}"
     elif layout and not others:
         advice = "fetch the checkpoint again"
     else:

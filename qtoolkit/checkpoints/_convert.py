@@ -11,6 +11,7 @@ from qtoolkit.checkpoints._codes import check_quantized
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._formats import InputScales
+from qtoolkit.checkpoints._gguf_write import check_container, is_gguf, write_gguf
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport
@@ -65,7 +66,10 @@ def convert(
         Folders of the first kind and safetensors files may also be URLs, such as
         "s3://bucket/model", which fsspec reads.
       dst: The folder or file to write, or a URL; not `src`. It appears when it is complete. In a
-        folder behind a URL each file appears when it is complete, config.json last.
+        folder behind a URL each file appears when it is complete, config.json last. A name that
+        ends with .gguf: a file for llama.cpp, of a folder with a language model of Llama, Qwen or
+        Gemma and its tokenizer; `format` is then "q8_0", "q4_0", "q4_1", "float16", "bfloat16",
+        "mxfp4" or "nvfp4", and only `overwrite`, `allow_nonfinite` and `progress` have an effect.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes,
         allow_split, keep_unfitting: As in `make_plan`.
       max_shard_size: The most bytes of a file of a folder, a number or text; None: "5GB".
@@ -111,6 +115,17 @@ def convert(
         raise TypeError(
             "convert: format=None, expected a format such as 'e4m3fn', or Rules; "
             "dequantize_checkpoint writes unquantized weights"
+        )
+    check_container(format, dst)
+    if is_gguf(dst):
+        no_effect: dict[str, Any] = {"layout": layout, "scaling": scaling, "skip": skip}
+        no_effect |= {"keep-dtype": keep_dtype, "shard": shard, "max-shard-size": max_shard_size}
+        no_effect |= {"input-scales": input_scales, "allow-codes": allow_codes}
+        return write_gguf(
+            *(src, dst, format, no_effect),
+            overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            progress=progress,
         )
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard

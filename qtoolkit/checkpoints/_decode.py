@@ -24,9 +24,9 @@ from qtoolkit.checkpoints._tensors import (
     json_object,
     shown,
 )
-from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, _comfyui, _mlx, _torchao
 from qtoolkit.checkpoints.layouts._encoding import zero_points
-from qtoolkit.checkpoints.layouts._layout import unread
+from qtoolkit.checkpoints.layouts._layout import Stored, unread
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
@@ -35,7 +35,7 @@ _CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v
 # Entries that loaders need for a quantized weight. A dequantized checkpoint does not need them.
 _AUXILIARY_SUFFIXES = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
-    *("input_zero_point", "output_zero_point", "input_scale_ub"),
+    *("input_zero_point", "output_zero_point", "input_scale_ub", "scale_input"),
     *_CACHE_SCALES,
 )
 # Parts of names of entries that change a quantized weight: further scales, offsets, look-up tables,
@@ -51,12 +51,11 @@ _SCALES = re.compile(r"\.(q?scales|qscale|zeros|zero_points?|absmax)$")
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
 _COMPRESSED_TENSORS_KEYS = ("config_groups", "sparsity_config", "format")
-# ComfyUI describes the quantization of each layer in JSON, in a tensor or in the metadata.
-_COMFY_MARK, _COMFY_METADATA = ".comfy_quant", "_quantization_metadata"
 # The formats of ComfyUI in which a value is a code multiplied by its scale, and keys of its JSON
-# that do not change this.
+# that do not change this, or are read by its layout.
 _COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
 _COMFY_HARMLESS_KEYS = {"format", "per_row", "full_precision_matrix_mult"}
+_COMFY_HARMLESS_KEYS |= {"convrot", "convrot_groupsize"}
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
@@ -66,7 +65,8 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     unknown, or if the tensors contradict the config.
     """
     config = quantization_config(checkpoint)
-    headers = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
+    entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
+    headers = Stored(entries, checkpoint.metadata, checkpoint.read)
     where = str(checkpoint.path)
     if config:
         method = str(config.get("quant_method", "compressed-tensors"))
@@ -96,7 +96,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _decoded_without_config(
-    checkpoint: Checkpoint, headers: Mapping[str, Entry]
+    checkpoint: Checkpoint, headers: Stored
 ) -> tuple[str, dict[str, Encoding]]:
     """The layout and the encodings of a checkpoint without a quantization config.
 
@@ -104,10 +104,12 @@ def _decoded_without_config(
     """
     where = str(checkpoint.path)
     encodings, own = saved_arrays(checkpoint.metadata, headers, where)
-    others = {name: entry for name, entry in headers.items() if name not in own}
+    others = headers.without(own)
     layouts = ["plain"] if encodings else []
-    # Several layouts may accept the same names. The one that `convert` recorded comes first.
-    for name in sorted(LAYOUTS, key=lambda name: name != own_layout(checkpoint)):
+    # Several layouts may accept the same names. The one that `convert` recorded comes first, then
+    # ComfyUI's, which marks what has other values than its names say to others.
+    first = (own_layout(checkpoint), "comfyui")
+    for name in sorted(LAYOUTS, key=lambda name: first.index(name) if name in first else 2):
         decoded = LAYOUTS[name].decode({}, others, where)
         layouts += [name] if any(weight not in encodings for weight in decoded) else []
         encodings = decoded | encodings
@@ -122,7 +124,10 @@ def _opened_as_float32(
     stored_in = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     encoding_of_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
     auxiliary_names = unread_names | (set() if layout == "plain" else _auxiliary_names(encodings))
-    metadata = {k: v for k, v in checkpoint.metadata.items() if k != _COMFY_METADATA}
+    described = {_comfyui.METADATA}
+    if layout == "torchao":
+        described |= {_torchao.NAMES, *encodings, *checkpoint.tensors}
+    metadata = {k: v for k, v in checkpoint.metadata.items() if k not in described}
     tensors: dict[str, Tensor] = {}
     auxiliary: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -188,11 +193,13 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The quantization config of a folder; empty if there is none.
 
     Usually config.json contains it. In many folders of NVIDIA's modelopt, only hf_quant_config.json
-    contains it.
+    contains it. MLX reads its own key first.
     """
     folder = checkpoint.folder
     if folder is None:
         return {}
+    if own := _mlx.config_of(checkpoint.config):
+        return own
     keys = {"quant_method", *_COMPRESSED_TENSORS_KEYS}
     for part in configs_in(checkpoint.config):
         for key in ("quantization_config", "compression_config"):
@@ -328,11 +335,8 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     other values: ComfyUI can rotate weights, and its NVFP4 has scales in tiles and the first code
     of each byte in the high bits.
     """
-    marks = {name for name in checkpoint.tensors if name.endswith(_COMFY_MARK)}
-    texts = {n.removesuffix(_COMFY_MARK): checkpoint.read(n).tobytes() for n in marks}
-    layers: Any = {module: json_object(text) for module, text in texts.items()}
-    of_all = json_object(checkpoint.metadata.get(_COMFY_METADATA, "{}")).get("layers")
-    layers |= of_all if isinstance(of_all, dict) else {}
+    entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
+    layers = _comfyui.marks_of(Stored(entries, checkpoint.metadata, checkpoint.read))
     for module, layer in layers.items():
         weight, settings = f"{module}.weight", layer if isinstance(layer, dict) else {}
         others = {key for key, value in settings.items() if value} - _COMFY_HARMLESS_KEYS
@@ -340,7 +344,7 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
             formats = ", ".join(_COMFY_FORMATS)
             what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only {formats}"
             raise unread(str(checkpoint.path), weight, what, "ComfyUI")
-    return marks
+    return {name for name, entry in entries.items() if _comfyui.is_mark(entry)}
 
 
 def own_layout(checkpoint: Checkpoint) -> str:

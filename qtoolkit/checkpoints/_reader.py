@@ -172,6 +172,9 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     """The float32 values of a whole weight."""
     if 0 in encoding.shape:
         return np.zeros(encoding.shape, np.float32)
+    if encoding.finish is not None:
+        values = values_of(dataclasses.replace(encoding, finish=None), read)
+        return np.ascontiguousarray(encoding.finish(encoding, values, read), np.float32)
     if encoding.group_index is None:
         return np.asarray(qarray_of(encoding, read).dequantize("float32"))
     # Each input says in which group it lies: codes are sorted by groups, and the values back.
@@ -201,10 +204,11 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
 
 def loaded_weight(encoding: Encoding, stored: Mapping[str, Tensor], dtype: Any) -> Any:
     """A weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than a
-    byte; float32 where no `QArray` can hold it: without elements, or with reordered groups.
+    byte; float32 where no `QArray` can hold it: without elements, with reordered groups, or with
+    what `Encoding.finish` does.
     """
     read = entry_reader(stored)
-    if 0 in encoding.shape or encoding.group_index is not None:
+    if 0 in encoding.shape or not encoding.is_array:
         return values_of(encoding, read)
     array = qarray_of(encoding, read, dtype=dtype)
     return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
@@ -259,7 +263,10 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
         assert spec.scale is not None
         # A byte of E8M0 is U8 in some layouts.
         dtype = (spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[encoding.scale.dtype]
-        scale = read(encoding.scale).view(dtype)
+        if encoding.scale_of is not None:
+            scale = encoding.scale_of(encoding, read)
+        else:
+            scale = read(encoding.scale).view(dtype)
     if encoding.tensor_scale is not None:
         tensor_scale = read(encoding.tensor_scale).view(np.float32)
     return scale, tensor_scale

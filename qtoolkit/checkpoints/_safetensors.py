@@ -193,7 +193,8 @@ def _parsed(
         if text[:1] != b"{":
             raise ValueError(f"starts with {bytes(text[:1])!r}, expected b'{{'")
         header = json.loads(text.decode(), object_pairs_hook=_unique)
-        metadata = header.pop(_METADATA, {})
+        metadata = header.pop(_METADATA, None)
+        metadata = {} if metadata is None else metadata  # MLX writes null
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise ValueError("__metadata__ is not an object of strings, as it has to be")
         tensors = [_info(name, entry) for name, entry in header.items()]

@@ -31,6 +31,7 @@ from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, configs_in, listed, shown
 from qtoolkit.checkpoints._writing import check_target, exists_already
+from qtoolkit.checkpoints.layouts import _mlx
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
@@ -301,7 +302,8 @@ def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     new = copy.deepcopy(dict(config))
     part: Any
     for part in configs_in(new):
-        for key in _CONFIGS & part.keys():
+        keys = _CONFIGS | ({_mlx.KEY} if _mlx.config_of(part) else set())
+        for key in keys & part.keys():
             del part[key]
         for key in ("dtype", "torch_dtype"):
             if len(dtypes) == 1 and isinstance(part.get(key), str):

@@ -14,10 +14,13 @@ from qtoolkit import checkpoints
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
     Destination,
+    MisuseError,
+    check_container,
     check_quantized,
     dequantized,
     file_limit,
     files_of_shard,
+    is_gguf,
     read_json,
     resolve_target,
     shown,
@@ -164,6 +167,9 @@ def _print_report(report: checkpoints.Report, style: str) -> None:
 
 def _dry_run(destination: Destination, arguments: dict[str, Any], style: str) -> None:
     """Print the plan that `make_plan` makes with these arguments."""
+    check_container(arguments["format"], destination.dst)
+    if is_gguf(destination.dst):
+        raise MisuseError(f"{destination.dst}: GGUF, of which no plan is made; omit --dry-run")
     destination.check()
     dst, shard = str(destination.dst), destination.shard
     files = []

@@ -14,6 +14,7 @@ import typer
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
     LAYOUTS,
+    OWN_TYPES,
     SCALINGS,
     WRITTEN,
     AxisChoice,
@@ -45,7 +46,7 @@ def completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _target(name: str | None) -> str | None:
     """The name of the format that `name` spells, or `name` itself if it is that of a scheme."""
-    if name is None or scheme_named(name) is not None:
+    if name is None or scheme_named(name) is not None or name.lower() in OWN_TYPES:
         return name
     try:
         return resolve_target(name).name
@@ -103,7 +104,8 @@ FORMAT = typer.Option(
     callback=_target,
     autocompletion=completion(target_names()),
     show_default="e4m3fn",
-    help=f"Number format: {', '.join(target_names())}; or a scheme of `qtoolkit layouts NAME`.",
+    help=f"Number format: {', '.join(target_names())}; or a scheme of `qtoolkit layouts NAME`; "
+    f"for a DST that ends with .gguf also {', '.join(OWN_TYPES)}.",
 )
 LAYOUT = typer.Option(
     **one_of("--layout", WRITTEN),

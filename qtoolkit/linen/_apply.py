@@ -5,22 +5,26 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax
 import jax
 from flax import linen as nn
 
-from qtoolkit.linen._call import entered
+from qtoolkit.linen._call import OURS, entered, start_states
 from qtoolkit.linen._function import Bound, Tree, has_whole
 from qtoolkit.linen._state import SCALES, check_started, has_nan, planted_in
 from qtoolkit.products.internal import (
     NEEDS_NUMBERS,
+    Contents,
     NoMatmulsError,
     StaticResult,
     hashes,
     is_eager,
+    is_step_by_step,
     matching,
     needs_numbers,
     remembering_no_matmuls,
     with_numbers,
+    write_back,
 )
 
 
@@ -61,8 +65,17 @@ class Applied:
 def _jitted(call: Applied, arrays: list[Any]) -> Any:
     assert call.inputs is not None
     method = entered(call.method, is_compiled=True)
-    outs, tree = Tree.of_results(call(method, *call.inputs.whole(arrays)))
+    variables, rngs, *given = call.inputs.whole(arrays)
+    before = Contents.of(given)
+    out = call(method, variables, rngs, *given)
+    changed = given if Contents.of(given).differ_from(before) else None
+    outs, tree = Tree.of_results((out, changed))
     return outs, StaticResult(tree)
+
+
+def is_alone(inputs: Any) -> bool:
+    """Whether nothing else is traced around a call, nor intercepts methods to see each of them."""
+    return is_eager(inputs) and not nn.module._global_interceptor_stack
 
 
 def applied(
@@ -74,8 +87,7 @@ def applied(
       is_stable: Whether the next call has the same method: not a lambda, which is new each time.
     """
     inputs = variables, rngs, args, kwargs
-    # Those who intercept methods want to see each call.
-    if is_stable and is_eager(inputs) and not nn.module._global_interceptor_stack:
+    if is_stable and is_alone(inputs):
         try:
             run = functools.partial(_compiled, call, inputs)
             out = with_numbers(run, lambda: has_whole((args, kwargs)))
@@ -84,6 +96,8 @@ def applied(
         except NoMatmulsError:
             return call(call.method, *inputs)
         except NEEDS_NUMBERS as error:
+            if is_step_by_step():
+                return call(entered(call.method), *inputs)
             name = f"{type(call.module).__name__}.{call.method.__name__}"
             what = (
                 f"{name} needs the numbers of an array, which a wrapped module does not have "
@@ -99,7 +113,55 @@ def _compiled(call: Applied, inputs: Any, numbers: bool) -> Any:
     if not hashes(call):
         return call(entered(call.method), *inputs)
     outs, static = _jitted(call, arrays)
-    return static.value.whole(outs)
+    out, changed = static.value.whole(outs)
+    if changed is not None:
+        write_back(list(inputs[2:]), changed)
+    return out
+
+
+def first_states(
+    module: nn.Module, method: Any, variables: Any, rngs: Any, args: Any, kwargs: Any
+) -> dict[str, Any]:
+    """The collections with the first states of matmuls: those that `init` does not make itself.
+
+    They follow from shapes alone. So the method is traced for the first `init` of a module, and
+    JAX finds the program for the others.
+    """
+    call = Applied(_with_parameters, module, method, True, False)
+    inputs = {"params": variables.get("params", {})}, rngs, args, kwargs
+
+    def compiled(numbers: bool) -> Any:
+        tree, arrays = Tree.of(inputs, traces_numbers=numbers)
+        bound = dataclasses.replace(call, inputs=tree)
+        return (_jitted_start if hashes(bound) else _start)(bound, arrays)
+
+    found: dict[str, Any] = with_numbers(compiled, lambda: has_whole((args, kwargs)))
+    return found
+
+
+def _start(call: Applied, arrays: list[Any]) -> Any:
+    assert call.inputs is not None
+    method = functools.partial(start_states, call.method)
+    _, variables = call(method, *call.inputs.whole(arrays))
+    return {name: variables[name] for name in OURS if name in variables}
+
+
+_jitted_start = jax.jit(_start, static_argnums=0)
+
+
+def _with_parameters(
+    module: nn.Module, variables: Any, *args: Any, rngs: Any, method: Any, **options: Any
+) -> Any:
+    """`apply` as a part of `init`, which has made the parameters."""
+
+    def in_scope(scope: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(module.clone(parent=scope, _deep_clone=True), *args, **kwargs)
+
+    for name in ("mutable", "capture_intermediates"):
+        options.pop(name)
+    rngs = rngs if isinstance(rngs, Mapping) else {"params": rngs}
+    run = flax.core.apply(in_scope, mutable=True, flags={"initializing": True})
+    return run(variables, *args, rngs=rngs, **options)
 
 
 def _check_scales(call: Applied, inputs: Any) -> None:

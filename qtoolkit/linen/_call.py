@@ -7,6 +7,7 @@ outside of the program.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -24,8 +25,10 @@ from qtoolkit.linen._function import (
     Layers,
     Names,
     Tree,
+    around_of,
     check_dtypes,
     has_whole,
+    params_of,
     planted_with,
     rules_of,
 )
@@ -37,26 +40,37 @@ from qtoolkit.linen._state import (
 )
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
-    LATER,
+    NEEDS_NUMBERS,
+    Contents,
     NoMatmulsError,
     Program,
     Quantizing,
+    RunsLaterError,
     Traced,
+    check_result,
     in_module,
     is_in_program,
+    is_step_by_step,
+    needs_numbers,
     needs_state,
-    runs_later,
+    refusing_kept_arrays,
+    runs_step_by_step,
     started,
     step_of,
     unstarted,
+    warn,
     with_numbers,
+    write_back,
 )
 
-_OURS = (COLLECTION, SCALES)
+OURS = (COLLECTION, SCALES)
 
 
 def entered(method: Callable[..., Any], *, is_compiled: bool = False) -> Callable[..., Any]:
     """A method of a wrapped module that runs as a program.
+
+    Under `jax.disable_jit` one that cannot be traced runs as it is, and the modules that it calls
+    run as programs.
 
     Args:
       is_compiled: Whether the caller runs the method by itself if it computes no matmul.
@@ -67,16 +81,44 @@ def entered(method: Callable[..., Any], *, is_compiled: bool = False) -> Callabl
         if self.scope is None or rules is None or is_in_program():
             return method(self, *args, **kwargs)
         if self.is_initializing():
-            return _initialized(method, rules, self, args, kwargs)
+            out = made(method, self, *args, **kwargs)
+            if keeps_state(rules):
+                start_states(method, self, *args, **kwargs)
+            return out
         try:
-            return _called(method, self, args, kwargs)
+            return _called(method, self, args, kwargs, self)
         except NoMatmulsError:
             if is_compiled:
                 raise
             return method(self, *args, **kwargs)
+        except (*NEEDS_NUMBERS, RunsLaterError):
+            if not is_step_by_step():
+                raise
+            return _step_by_step(method, self, args, kwargs)
 
     # updated=() leaves out the attributes by which Flax marks functions: `method` has them.
     return nn.nowrap(functools.update_wrapper(entering, method, updated=()))
+
+
+def _step_by_step(method: Any, root: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls a method as it is, and each module that it calls as a program."""
+
+    def entering(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module, name = context.module, context.method_name
+        is_outer = module.scope is None or module.path == root.path or name == "setup"
+        if is_outer or is_in_program():
+            return run(*args, **kwargs)
+        try:
+            return _called(getattr(type(module), name), module, args, kwargs, root)
+        except (NoMatmulsError, *NEEDS_NUMBERS, RunsLaterError):
+            return run(*args, **kwargs)
+
+    with nn.intercept_methods(entering):
+        out = method(root, *args, **kwargs)
+    own = root.variables.get("params", {}).values()
+    what = f"{type(root).__name__}.{method.__name__} cannot be traced"
+    runs_step_by_step(what, any(getattr(x, "ndim", 0) > 1 for x in own))
+    return out
 
 
 # A name that no module has: with `capture_intermediates` Flax stores what "__call__" returns.
@@ -88,18 +130,28 @@ def _lifted(module: nn.Module, method: Any, args: Any, kwargs: Any, run: Any) ->
 
     Args:
       run: Takes (core, scope_fn, repack_fn, groups of variables, keys, arguments), see `lift.pack`,
-        and returns a result and the variables that the method has written.
+        and returns a result and the variables that the method has written. `core` returns what the
+        method does, and the `_containers` that it has changed.
     """
 
     def called(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return method(module, *args, **kwargs)
+        given = _containers(args, kwargs)
+        before = {name: Contents.of(x) for name, x in given.items()}
+        name = f"{type(module).__name__}.{method.__name__}"
+        fields = [getattr(module, x.name) for x in dataclasses.fields(module) if x.name != "parent"]
+        objects = (x for x in (*fields, *args, *kwargs.values()) if not _is_module(x))
+        with refusing_kept_arrays(name, objects):
+            out = method(module, *args, **kwargs)
+        check_result(name, out, _is_module)
+        changed = {name: x for name, x in given.items() if Contents.of(x).differ_from(before[name])}
+        return out, changed
 
     called.__name__ = called.__qualname__ = _CALLED
 
     def transform(core: Callable[..., Any]) -> Callable[..., Any]:
         def inner(scope_fn: Any, repack_fn: Any, groups: Any, keys: Any, *arguments: Any) -> Any:
             groups = tuple(
-                tuple({n: x for n, x in scope.items() if n not in _OURS} for scope in group)
+                tuple({n: x for n, x in scope.items() if n not in OURS} for scope in group)
                 for group in groups
             )
             return run(core, scope_fn, repack_fn, groups, keys, arguments)
@@ -108,6 +160,16 @@ def _lifted(module: nn.Module, method: Any, args: Any, kwargs: Any, run: Any) ->
         return packed
 
     return decorator_lift_transform(transform, called)(module, args, kwargs)
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, nn.Module | nn.Variable)
+
+
+def _containers(args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments in which a method may change something, by their places."""
+    named = {**{str(number): x for number, x in enumerate(args)}, **kwargs}
+    return {name: x for name, x in named.items() if type(x) in (list, dict, tuple)}
 
 
 def _scope_paths(scope_fn: Any, groups: Any, keys: Any) -> list[tuple[str, ...]]:
@@ -147,7 +209,13 @@ class _Trace(NamedTuple):
 
     @classmethod
     def of(
-        cls, module: nn.Module, core: Any, scope_fn: Any, repack_fn: Any, *given: Any
+        cls,
+        module: nn.Module,
+        layers: Layers,
+        core: Any,
+        scope_fn: Any,
+        repack_fn: Any,
+        *given: Any,
     ) -> "_Trace":
         """Traces a method, see `_lifted`, of (groups of variables, keys, arguments).
 
@@ -158,7 +226,7 @@ class _Trace(NamedTuple):
 
         def trace(numbers: bool) -> "_Trace":
             tree, arrays = Tree.of(given, traces_numbers=numbers)
-            layers, names = Layers(), _names(tree, given, paths)
+            names = _names(tree, given, paths)
 
             def pure(arrays: list[Any]) -> tuple[list[Any], Tree]:
                 groups, keys, inputs = tree.whole(arrays)
@@ -176,54 +244,70 @@ class _Trace(NamedTuple):
         return with_numbers(trace, lambda: has_whole(inputs))
 
 
-def _called(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A call of a method, with quantized matmuls. Writes their new states."""
+def _called(method: Any, module: nn.Module, args: Any, kwargs: Any, wrapped: nn.Module) -> Any:
+    """A call of a method, with quantized matmuls. Writes their new states.
+
+    Args:
+      wrapped: The module with the state: this one, or one around it.
+    """
     args, kwargs = _by_position(method, module, args, kwargs)
-    variables = {name: module.variables.get(name, {}) for name in _OURS}
-    root = tuple(module.path)
+    variables = {name: wrapped.variables.get(name, {}) for name in OURS}
+    root = tuple(wrapped.path)
     is_ours, measured = step_of("linen")
-    zeros: Any = {} if measured is None else measured.zeros
+    zeros: Any = {}
+    if measured is not None:
+        around = around_of(wrapped, params_of(measured.model))
+        zeros = measured.zeros_in("/".join(around))
     planted = planted_with(planted_in(variables, root), zeros)
-    moves = module.is_mutable_collection(COLLECTION) and not is_ours
+    moves = wrapped.is_mutable_collection(COLLECTION) and not is_ours
     options: dict[str, Any] = {
         "moves": moves,
         "observes": not is_ours,
-        "rng": _random_words(module),
+        "rng": _random_words(wrapped),
+        "tap": None if measured is None else measured.tap,
     }
-    options["tap"] = None if measured is None else measured.tap
 
     def run(core: Any, scope_fn: Any, repack_fn: Any, *given: Any) -> Any:
-        traced, program, arrays = _Trace.of(module, core, scope_fn, repack_fn, *given)
+        layers = Layers.within(wrapped) if module is not wrapped else Layers()
+        traced, program, arrays = _Trace.of(module, layers, core, scope_fn, repack_fn, *given)
         if program.is_as_written:
             raise NoMatmulsError
         outs, new = traced.quantizing(**options).run(program, arrays, planted)
-        out, written = program.static.whole(outs)
-        if (kind := type(out).__name__) in LATER:
-            raise runs_later(f"{type(module).__name__}.{method.__name__}", kind)
-        return (out, new), written
+        result, written = program.static.whole(outs)
+        return (*result, new), written
 
     with _explaining_names():
-        out, new = _lifted(module, method, args, kwargs, run)
+        out, changed, new = _lifted(module, method, args, kwargs, run)
+    live = _containers(args, kwargs)
+    for name, x in changed.items():
+        write_back(live[name], x)
     if moves:
         for name, part in with_states(variables[COLLECTION], root, new).items():
-            module.put_variable(COLLECTION, name, part)
+            wrapped.put_variable(COLLECTION, name, part)
     return out
 
 
-def _initialized(
-    method: Any, rules: Rules[Recipe], module: nn.Module, args: Any, kwargs: Any
-) -> Any:
-    """A call of a method in `init`: nothing is quantized, and matmuls get their first states."""
-    layers = Layers()
-    caches = getattr(type(module), "qtoolkit_cache", None) is not None
-    if caches:
-        with layers.noting():
-            out = method(module, *args, **kwargs)
-    else:
-        out = method(module, *args, **kwargs)
-    if not any(needs_state(recipe) for recipe in values_of_rules(rules)):
-        return out
-    program, multiply = _program_of_init(method, module, args, kwargs)
+def made(method: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A call of a method in `init`: nothing is quantized."""
+    is_plain = getattr(type(module), "qtoolkit_cache", None) is None
+    with contextlib.nullcontext() if is_plain else Layers().noting():  # attention makes its cache
+        return method(module, *args, **kwargs)
+
+
+def keeps_state(rules: Rules[Recipe]) -> bool:
+    return any(needs_state(recipe) for recipe in values_of_rules(rules))
+
+
+def start_states(method: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Gives the matmuls of a method their first states, in `init`, after its parameters."""
+    try:
+        program, multiply = _program_of_init(method, module, args, kwargs)
+    except NEEDS_NUMBERS as error:
+        what = f"{type(module).__name__}.{method.__name__} needs the numbers of an array"
+        if not is_step_by_step():
+            raise needs_numbers(f"{what} in init", error) from error
+        warn(f"{what}: its matmuls have no state, so delayed scales are current ones")
+        return
     root = tuple(module.path)
     for collection, first in ((COLLECTION, started), (SCALES, _unstarted)):
         if not module.is_mutable_collection(collection):
@@ -238,7 +322,6 @@ def _initialized(
                 new |= {matmul.key: state} if state else {}
         for name, part in with_states(kept, root, new).items():
             module.put_variable(collection, name, part)
-    return out
 
 
 def _unstarted(recipe: Recipe, name: str, lead: tuple[int, ...]) -> dict[str, Any]:
@@ -260,7 +343,7 @@ def _program_of_init(
             tuple({n: x for n, x in scope.items() if n == "params"} for scope in group)
             for group in groups
         )
-        found.append(_Trace.of(module, core, scope_fn, repack_fn, groups, *inputs))
+        found.append(_Trace.of(module, Layers(), core, scope_fn, repack_fn, groups, *inputs))
         return None, tuple(tuple({} for _ in group) for group in groups)  # nothing is written
 
     _lifted(module, method, args, kwargs, run)

@@ -164,11 +164,22 @@ class Layers:
     Attributes:
       modules: What rules match of each, by its path in the model.
       roots: The paths of those that were wrapped, with the formats of their caches.
+      params: The parameters of the function that is traced, if it may give modules parts of them.
+      around: Where among these are the parameters of the wrapped module that runs.
     """
 
     def __init__(self) -> None:
         self.modules: dict[str, Module] = {}
         self.roots: dict[str, KVCache | None] = {}
+        self.params: Any = {}
+        self.around: tuple[str, ...] = ()
+
+    @classmethod
+    def within(cls, wrapped: nn.Module) -> "Layers":
+        """For a module inside of a wrapped one."""
+        layers = cls()
+        layers._note(wrapped, "/".join(wrapped.path))
+        return layers
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -176,18 +187,27 @@ class Layers:
 
         def entering(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
-            is_call = module.scope is not None and context.method_name != "setup"
-            if not is_call or not self._note(module):
+            if module.scope is None or context.method_name == "setup":
                 return run(*args, **kwargs)
-            with in_module("/".join(module.path)), self._cache(module, context.method_name):
-                return run(*args, **kwargs)
+            before, self.around = self.around, self._around(module)
+            try:
+                path = "/".join((*self.around, *module.path))
+                if not self._note(module, path):
+                    return run(*args, **kwargs)
+                with in_module(path), self._cache(module, path, context.method_name):
+                    return run(*args, **kwargs)
+            finally:
+                self.around = before
 
         with nn.intercept_methods(entering), own_traces():
             yield
 
-    def _note(self, module: nn.Module) -> bool:
+    def _around(self, module: nn.Module) -> tuple[str, ...]:
+        return self.around if rules_of(module) is None else around_of(module, self.params)
+
+    def _note(self, module: nn.Module, path: str) -> bool:
         """Notes a module. Returns whether it is, or is in, one that was wrapped."""
-        path, rules = "/".join(module.path), rules_of(module)
+        rules = rules_of(module)
         found = self.at(path)
         if rules is not None:
             self.roots.setdefault(path, getattr(type(module), "qtoolkit_cache", None))
@@ -205,10 +225,9 @@ class Layers:
         """What is known of a path."""
         return Quantizing(NO_RULES, self.modules).module_at(path)
 
-    def _cache(self, module: nn.Module, name: str) -> Any:
+    def _cache(self, module: nn.Module, path: str, name: str) -> Any:
         if name != "__call__" or not isinstance(module, nn.MultiHeadDotProductAttention):
             return nullcontext()
-        path = "/".join(module.path)
         fmt = next(
             (
                 self.roots[path[:end]]
@@ -218,6 +237,33 @@ class Layers:
             None,
         )
         return nullcontext() if fmt is None else narrow_cache(module, fmt)
+
+
+def around_of(module: nn.Module, params: Any) -> tuple[str, ...]:
+    """Where among parameters those are that `apply` of a module was given: () for all of them.
+
+    A loss may give each of several modules its part. Parts alike are told apart by their arrays.
+    """
+    leaves, structure = jax.tree.flatten(module.variables.get("params", {}))
+    own, alike = tuple(module.path), []
+    for path, part in _mappings(params):
+        around, end = path[: len(path) - len(own)], path[len(path) - len(own) :]
+        if not leaves or end != own or bool(jax.tree.structure(part) != structure):  # type: ignore[operator]
+            continue
+        pairs = list(zip(jax.tree.leaves(part), leaves, strict=True))
+        if all(x is y for x, y in pairs):
+            return around
+        if all(jnp.shape(x) == jnp.shape(y) for x, y in pairs):
+            alike.append(around)
+    return alike[0] if alike else ()
+
+
+def _mappings(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The dictionaries in a tree, the outer ones first, with their paths."""
+    if isinstance(tree, Mapping):
+        yield path, tree
+        for name, part in tree.items():
+            yield from _mappings(part, (*path, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +281,7 @@ class Function:
 
     def __call__(self, arrays: list[Any]) -> tuple[list[Any], Tree]:
         variables, args, kwargs = self.inputs.whole(arrays)
+        self.layers.params = params_of(variables)
         with tracing_function(), self.layers.noting():
             return Tree.of_results(self.function(variables, *args, **kwargs))
 
@@ -302,10 +349,13 @@ def check_dtypes(arrays: Sequence[Any], names: Names, layers: Layers) -> None:
             )
 
 
+def params_of(variables: Any) -> Any:
+    return variables.get("params", {}) if isinstance(variables, Mapping) else {}
+
+
 def parameters_of(variables: Any) -> list[tuple[Parameter, Any]]:
     """The parameters among variables, by name."""
-    params = variables.get("params", {}) if isinstance(variables, Mapping) else {}
-    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_stored)
+    flat, _ = jax.tree_util.tree_flatten_with_path(params_of(variables), is_leaf=_is_stored)
     return [(_parameter(path), x) for path, x in flat]
 
 

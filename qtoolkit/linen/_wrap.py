@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flax import linen as nn
+from flax.core.scope import in_filter
 
 from qtoolkit.formats import Rules
-from qtoolkit.linen._apply import Applied, applied, static_filter
-from qtoolkit.linen._call import entered
+from qtoolkit.linen._apply import Applied, applied, first_states, is_alone, static_filter
+from qtoolkit.linen._call import entered, keeps_state, made
 from qtoolkit.linen._function import Bound, found_modules
 from qtoolkit.linen._report import check_strict, kernels_of
 from qtoolkit.products import KVCache, Recipe
@@ -239,6 +240,9 @@ def _apply(kind: Any) -> Callable[..., Any]:
     return nn.nowrap(apply)
 
 
+_OPTIONS_OF_FLAX = ("mutable", "capture_intermediates")
+
+
 def _init(kind: Any) -> Callable[..., Any]:
     """`init_with_output` of the subclass, which `init` calls."""
 
@@ -247,7 +251,18 @@ def _init(kind: Any) -> Callable[..., Any]:
         self: Any, rngs: Any, *args: Any, method: Any = None, **options: Any
     ) -> Any:
         run = _method(kind, self, method)
-        out = kind.init_with_output(self, rngs, *args, method=entered(run), **options)
+        kwargs = {name: x for name, x in options.items() if name not in _OPTIONS_OF_FLAX}
+        if options.get("capture_intermediates") or not is_alone((rngs, args, kwargs)):
+            out = kind.init_with_output(self, rngs, *args, method=entered(run), **options)
+        else:
+            first = functools.partial(made, run)
+            out = kind.init_with_output(self, rngs, *args, method=first, **options)
+            if keeps_state(self.qtoolkit_rules):
+                states = first_states(self, run, out[1], rngs, args, kwargs)
+                kept = {
+                    n: x for n, x in states.items() if in_filter(options.get("mutable", True), n)
+                }
+                out = out[0], type(out[1])({**out[1], **kept})
         is_checked = getattr(self, _CHECKED) or is_in_program()
         if method is None and self.qtoolkit_rules.rules and not is_checked:
 

@@ -21,27 +21,31 @@ from qtoolkit.nnx._function import (
     finished,
     is_node,
     site_of,
+    sites_in,
 )
 from qtoolkit.nnx._state import ProductState, product_states
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     NEEDS_NUMBERS,
     Key,
+    MeasuredStep,
     Module,
     NoMatmulsError,
     Parameter,
     Planted,
+    RunsLaterError,
     StaticResult,
     Traced,
     hashes,
     in_module,
     is_eager,
+    is_step_by_step,
     is_whole,
     matching,
     needs_numbers,
     remembering_no_matmuls,
+    runs_step_by_step,
     step_of,
-    warn,
     with_numbers,
 )
 
@@ -66,6 +70,10 @@ def entered(method: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             _explain_numbers(method, self, error)
             return method(self, *args, **kwargs)
+        except RunsLaterError:
+            if not is_step_by_step():
+                raise
+            return method(self, *args, **kwargs)
 
     return entering
 
@@ -87,14 +95,10 @@ def _explain_numbers(method: Callable[..., Any], module: Any, error: Exception) 
         f"{type(module).__name__}.{method.__name__} needs the numbers of an array, which a wrapped "
         "model does not have while its call is traced, as under nnx.jit"
     )
-    if method.__name__ == "__call__":
+    if method.__name__ == "__call__" and not is_step_by_step():
         raise needs_numbers(what, error) from error
     params = (x.get_value() for x in vars(module).values() if isinstance(x, nnx.Param))
-    if any(len(getattr(x, "shape", ())) > 1 for x in params):
-        warn(
-            f"{what}: it runs step by step, and matmuls that it computes itself are not quantized, "
-            "only those of the modules that it calls; move them into such a module"
-        )
+    runs_step_by_step(what, any(len(getattr(x, "shape", ())) > 1 for x in params))
 
 
 @remembering_no_matmuls
@@ -174,7 +178,8 @@ class Bound:
     def call(self) -> Any:
         """Calls the method. Writes what it changes, and the new states of matmuls."""
         _, measured = step_of("nnx")
-        planted = self.planted(None if measured is None else measured.zeros, has_probes=True)
+        zeros = None if measured is None else measured.zeros_in(_around(self.nodes[0], measured))
+        planted = self.planted(zeros, has_probes=True)
         moves = all(kept.is_writable for kept in self.states.values())
         given = self.traced, moves, self.leaves, planted
         if is_eager(self.leaves) and hashes(self.traced):
@@ -188,6 +193,12 @@ class Bound:
         for key, state in new.items():
             self.states[key].write(state)
         return finished(static, outs, self.nodes, self.arguments)
+
+
+def _around(module: nnx.Module, measured: MeasuredStep) -> str:
+    """Where in the model of a training step the wrapped model of a module stands."""
+    sites = (site.around for site, x in sites_in(measured.model) if x is module)
+    return next(sites, "")
 
 
 class _Modules:
@@ -214,12 +225,14 @@ class _Modules:
             return
         for path, module in modules:
             site = site_of(module) or self._made_later(path, module)
-            if site is None or site.rules != self.rules:
+            if site is None:
                 continue
-            self._sites[tuple(path)] = site
+            site = self._sites[tuple(path)] = site.at(path)
             is_left = isinstance(module, nnx.SpectralNorm)
+            own = None if site.rules == self.rules else site.rules
             for one in site.paths:
-                self.by_path[one] = Module(site.paths, site.kinds, is_left)
+                shown = f"{site.around}/{one}".strip("/")
+                self.by_path[shown] = Module(site.paths, site.kinds, is_left, own)
             for name, kept in product_states(module).items():
                 self.states[site.path, name] = kept
 
@@ -228,7 +241,7 @@ class _Modules:
         around, rest = self._nearest(path)
         if around is None:
             return None
-        shown = "/".join(filter(None, (around.path, *map(str, rest))))
+        shown = "/".join(filter(None, (around.paths[0], *map(str, rest))))
         return dataclasses.replace(around, paths=(shown,), kinds=(type(module), *around.kinds))
 
     def _nearest(self, path: Any) -> tuple[Site | None, Any]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.nnx._call import Bound, bound_function
-from qtoolkit.nnx._function import site_of
+from qtoolkit.nnx._function import site_of, sites_in
 from qtoolkit.nnx._modules import matmuls_of_layer
 from qtoolkit.nnx._post_training import plain_model
 from qtoolkit.nnx._report import check_module
@@ -43,8 +43,7 @@ def _call_of_loss(where: str, wrapped: Any, batch: Any, loss_fn: Any) -> Bound:
 def _products(model: nnx.Module) -> list[tuple[ProductState, Kept]]:
     return [
         (state, Kept(site.path, name, state.arrays, isinstance(module, nnx.Embed)))
-        for _, module in nnx.iter_modules(model, graph=True)
-        if (site := site_of(module)) is not None
+        for site, module in sites_in(model)
         for name, state in product_states(module).items()
     ]
 
@@ -122,11 +121,12 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
       True
     """
     check_wrapped("freeze", wrapped)
-    sites = [
-        (site, module)
-        for _, module in nnx.iter_modules(wrapped, graph=True)
-        if (site := site_of(module)) is not None
-    ]
+    sites = sites_in(wrapped)
+    if len({site.rules for site, _ in sites}) > 1:
+        raise ValueError(
+            f"freeze: {type(wrapped).__name__} holds models that were wrapped by different "
+            "recipes, expected one; calibrate and freeze each"
+        )
     layers = []
     for site, module in sites:
         recipe = site.rules.lookup(site.paths, site.kinds)
@@ -136,10 +136,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
     line = "freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
     amaxes = flow.frozen_amaxes(calibration, line, layers)
     frozen: Any = rewired("freeze", wrapped, sites[0][0].rules.map(Recipe.frozen), None)
-    for _, module in list(nnx.iter_modules(frozen, graph=True)):
-        site = site_of(module)
-        if site is None:
-            continue
+    for site, module in sites_in(frozen):
         found, quantizing = amaxes.get(site.path, {}), quantizing_of(site)
         traced = {}
         for name in found:

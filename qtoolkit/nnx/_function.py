@@ -1,7 +1,6 @@
 """A function of nnx modules and arguments as a function of arrays alone."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,11 +11,12 @@ from flax import nnx
 from qtoolkit.formats import Rules
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
-    LATER,
+    Contents,
+    check_result,
     in_module,
     is_traced_numpy,
-    runs_later,
     tracing_function,
+    write_back,
 )
 from qtoolkit.scaling import QArray
 
@@ -32,16 +32,27 @@ class Site:
       kinds: Its type and the types of the modules around it, on all paths.
       rules: Those of the model.
       is_inside: Whether it is a copy, in a program.
+      around: Where in a program the model that was wrapped stands: "gen", say, if a loss is given
+        `nnx.Dict(gen=wrapped, ...)`.
     """
 
     paths: tuple[str, ...]
     kinds: tuple[type, ...]
     rules: Rules[Recipe]
     is_inside: bool = False
+    around: str = ""
 
     @property
     def path(self) -> str:
-        return self.paths[0]
+        return f"{self.around}/{self.paths[0]}".strip("/") if self.around else self.paths[0]
+
+    def at(self, place: Sequence[Any]) -> "Site":
+        """The same of a module at a place among the nodes of a program, of which the model is 0."""
+        first, *rest = map(str, place)
+        shown, own = "/".join(rest if first == "0" else (first, *rest)), self.paths[0]
+        if shown == own or not f"/{shown}".endswith(f"/{own}" if own else ""):
+            return self
+        return dataclasses.replace(self, around=shown.removesuffix(own).rstrip("/"))
 
 
 def site_of(module: Any) -> Site | None:
@@ -53,19 +64,14 @@ def site_of(module: Any) -> Site | None:
     return getattr(type(module), SITE, None) if site is None else site
 
 
+def sites_in(model: nnx.Module) -> list[tuple[Site, nnx.Module]]:
+    """The modules of a model that were wrapped, with what they know of themselves."""
+    modules = ((path, x, site_of(x)) for path, x in nnx.iter_modules(model, graph=True))
+    return [(site.at((0, *path)), x) for path, x, site in modules if site is not None]
+
+
 def is_node(x: Any) -> bool:
     return isinstance(x, nnx.Module | nnx.Variable)
-
-
-def _computes_later(x: Any) -> bool:
-    """Whether it is a function of a module, or one that closes over arrays or modules."""
-    if not callable(x) or is_node(x):
-        return False
-    owner = getattr(x, "__self__", None)
-    cells = (cell.cell_contents for cell in getattr(x, "__closure__", None) or ())
-    partial = (*getattr(x, "args", ()), *getattr(x, "keywords", {}).values())
-    held = (owner, *cells, *(partial if isinstance(x, functools.partial) else ()))
-    return any(is_node(one) or isinstance(one, jax.core.Tracer) for one in held)
 
 
 class _Array(NamedTuple):
@@ -149,7 +155,7 @@ class Function:
     def __call__(self, leaves: list[Any]) -> tuple[list[Any], Result]:
         nodes, given = self._given(leaves)
         graph, values = _values(nodes)
-        before = jax.tree.flatten(given, is_leaf=is_node)
+        before = Contents.of(given, is_node)
         if self.is_method:
             with in_module(_path_of(nodes), is_root=True):
                 out = self.run_method(*given)
@@ -161,21 +167,14 @@ class Function:
         arrays = _Arrays()
         result = _parted(out, known, arrays)
         changed, changed_graph = _changes(graph, values, nodes, arrays)
-        arguments, after = None, jax.tree.flatten(given, is_leaf=is_node)
-        is_other = bool(after[1] != before[1])  # type: ignore[operator]
-        if is_other or any(a is not b for a, b in zip(after[0], before[0], strict=True)):
+        arguments = None
+        if Contents.of(given, is_node).differ_from(before):
             arguments = _parted(given, known, arrays)
         return arrays.all, Result(result, changed, changed_graph, arguments)
 
     def run_method(self, model: Any, args: Any, kwargs: Any) -> Any:
         out = self.function(model, *args, **kwargs)
-        kind = type(out).__name__
-        if kind not in LATER:
-            leaves = jax.tree.leaves(out, is_leaf=is_node)
-            kind = "function" if any(map(_computes_later, leaves)) else kind
-        if kind in (*LATER, "function"):
-            getattr(out, "close", lambda: None)()  # else Python warns that it never ran
-            raise runs_later(f"{type(model).__name__}.{self.function.__name__}", kind)
+        check_result(f"{type(model).__name__}.{self.function.__name__}", out, is_node)
         return out
 
     def _given(self, leaves: list[Any]) -> tuple[Any, Any]:
@@ -186,9 +185,10 @@ class Function:
             inner = [next(rest) for _ in range(structure.num_leaves)]
             variables.append((path, jax.tree.unflatten(structure, inner)))
         nodes = nnx.merge(self.graph, nnx.from_flat_state(variables))
-        for module in _modules_in(nodes):
+        for place, module in list(nnx.iter_modules(nodes, graph=True)):
             vars(module).pop(PRODUCTS, None)
-            _set_inside(module, True)
+            if (site := site_of(module)) is not None:
+                _set_site(module, dataclasses.replace(site.at(place), is_inside=True))
         parts = {"node": iter(nodes), "array": rest, "": iter(self.others)}
         return nodes, jax.tree.unflatten(self.tree, [next(parts[kind]) for kind in self.kinds])
 
@@ -208,7 +208,7 @@ def finished(result: Result, arrays: Sequence[Any], nodes: Any, arguments: Any) 
     if result.graph is not None:
         _transfer(nnx.merge(result.graph.graph, _tree_of(result.graph, arrays)), live)
     if result.arguments is not None:
-        _write_back(arguments, whole(*result.arguments))
+        write_back(arguments, whole(*result.arguments))
     return whole(*result.out)
 
 
@@ -255,7 +255,7 @@ def _whole(part: Any, arrays: Sequence[Any], live: Mapping[Any, Any]) -> Any:
         case _New(graph):
             made = nnx.merge(graph, _tree_of(part, arrays))
             for module in _modules_in(made):
-                _set_inside(module, False)
+                _leave_program(module)
             return made
     return part
 
@@ -295,46 +295,26 @@ def _transfer(nodes: Any, live: Mapping[Any, Any]) -> None:
             is_ours = name.startswith(("_pytree__", SITE))
             if not is_ours and not (is_node(value) and name in vars(target)):
                 for inner in _modules_in(value):
-                    _set_inside(inner, False)
+                    _leave_program(inner)
                 setattr(target, name, value)
         for name in [n for n in vars(target) if n not in vars(module) and n != PRODUCTS]:
             delattr(target, name)
-
-
-def _write_back(live: Any, changed: Any) -> None:
-    """Lets lists and dictionaries hold what the function has put into its copies of them."""
-    pairs: list[Any] = []
-    if isinstance(live, list):
-        pairs = list(zip(live, changed, strict=False))
-        kept = [old if _is_container(old) else new for old, new in pairs]
-        live[:] = [*kept, *changed[len(kept) :]]
-    elif isinstance(live, dict):
-        pairs = [(live[name], changed[name]) for name in live if name in changed]
-        by_name = {n: live[n] if _is_container(live.get(n)) else x for n, x in changed.items()}
-        live.clear()
-        live.update(by_name)
-    elif isinstance(live, tuple):
-        pairs = list(zip(live, changed, strict=True))
-    for old, new in pairs:
-        if _is_container(old):
-            _write_back(old, new)
-
-
-def _is_container(x: Any) -> bool:
-    return type(x) in (list, dict, tuple)
 
 
 def _modules_in(tree: Any) -> list[nnx.Module]:
     return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Module)]
 
 
-def _set_inside(module: nnx.Module, is_inside: bool) -> None:
+def _leave_program(module: nnx.Module) -> None:
     if (site := site_of(module)) is not None:
-        site = dataclasses.replace(site, is_inside=is_inside)
-        if SITE in vars(module):
-            vars(module)[SITE] = site
-        else:
-            object.__setattr__(module, "__class__", type(module).qtoolkit_with_site(site))  # type: ignore[attr-defined]
+        _set_site(module, dataclasses.replace(site, is_inside=False, around=""))
+
+
+def _set_site(module: nnx.Module, site: Site) -> None:
+    if SITE in vars(module):
+        vars(module)[SITE] = site
+    else:
+        object.__setattr__(module, "__class__", type(module).qtoolkit_with_site(site))  # type: ignore[attr-defined]
 
 
 def _path_of(nodes: Any) -> str:

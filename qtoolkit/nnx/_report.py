@@ -6,7 +6,7 @@ from typing import Any
 from flax import linen, nnx
 
 from qtoolkit.nnx._call import bound_function
-from qtoolkit.nnx._function import site_of
+from qtoolkit.nnx._function import sites_in
 from qtoolkit.nnx._modules import matmuls_of_layer
 from qtoolkit.products import Report, native_calls
 from qtoolkit.products.internal import MODEL, naming_missing_inputs, report_of
@@ -85,8 +85,7 @@ def report(
 
 def _layers_of(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """The wrapped modules of a model, by path."""
-    found = ((site_of(module), module) for _, module in nnx.iter_modules(model, graph=True))
-    return [(site.path, module) for site, module in found if site is not None]
+    return [(site.path, module) for site, module in sites_in(model)]
 
 
 def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, Any, Any]:

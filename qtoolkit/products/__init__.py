@@ -14,6 +14,7 @@ from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, Report
 from qtoolkit.products._residuals import CODES
 from qtoolkit.products._sensitivity import Sensitivity
+from qtoolkit.products._wire import all_to_all
 
 __all__ = [
     "CODES",
@@ -33,6 +34,7 @@ __all__ = [
     "Report",
     "Sensitivity",
     "Static",
+    "all_to_all",
     "conv_general_dilated",
     "dot_general",
     "einsum",

@@ -5,12 +5,13 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import take_current_trace
 
+from qtoolkit.products._lines import warn
 from qtoolkit.products._matmul import Key
 from qtoolkit.products._program import CALL, SCOPE
 from qtoolkit.products._taps import Tap
@@ -56,10 +57,30 @@ def in_module(path: str, *, is_root: bool = False) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """What a training step measures, see `Tap`: zeros for each matmul, by its key."""
+    """What a training step measures, see `Tap`.
+
+    Attributes:
+      zeros: For each matmul of the loss, by its key there.
+      model: What the loss is given: the loss may call parts of it.
+    """
 
     tap: Tap
     zeros: Mapping[Key, Any]
+    model: Any
+
+    def zeros_in(self, around: str) -> dict[Key, Any]:
+        """The zeros of a part of the model, by the keys of its own matmuls.
+
+        Args:
+          around: The path of the part.
+        """
+        start = f"{around}/" if around else ""
+        inner = ((f"{path}/", name, x) for (path, name), x in self.zeros.items())
+        return {
+            (path.removeprefix(start).removesuffix("/"), name): x
+            for path, name, x in inner
+            if path.startswith(start)
+        }
 
 
 # The package whose `value_and_grad` runs, and what it measures. It is part of the key by which
@@ -103,6 +124,10 @@ class NoMatmulsError(Exception):
     """A method computes no matmul: it runs as it is."""
 
 
+class RunsLaterError(TypeError):
+    """A method returns code that runs later."""
+
+
 _MOST = 4096  # calls whose answer is kept
 
 
@@ -127,6 +152,11 @@ def remembering_no_matmuls(run: Callable[..., Any]) -> Callable[..., Any]:
     return remembered
 
 
+def is_step_by_step() -> bool:
+    """Whether somebody debugs under `jax.disable_jit`: then a method that cannot be traced runs."""
+    return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
+
+
 def hashes(call: Any) -> bool:
     """Whether `jax.jit` can know a call again: not if its model has a list as an attribute, say."""
     try:
@@ -134,6 +164,15 @@ def hashes(call: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def runs_step_by_step(what: str, has_own_kernels: bool) -> None:
+    """Warns where a method that cannot be traced runs as it is, the modules in it as programs."""
+    if has_own_kernels:
+        warn(
+            f"{what}: it runs step by step, and matmuls that it computes itself are not quantized, "
+            "only those of the modules that it calls; move them into such a module"
+        )
 
 
 def needs_numbers(what: str, error: Exception) -> TypeError:
@@ -146,17 +185,62 @@ def needs_numbers(what: str, error: Exception) -> TypeError:
     line = str(error).strip().split("\n")[0]
     return TypeError(
         f"wrap: {what}: {line} Expected a method that JAX can trace; write jnp.where or "
-        "jax.lax.cond in place of an if, and jax.debug.print in place of print"
+        "jax.lax.cond in place of an if, and jax.debug.print in place of print; to debug it, call "
+        "it under jax.disable_jit()"
     )
 
 
-LATER = ("generator", "coroutine", "async_generator")
+_LATER = ("generator", "coroutine", "async_generator")
 
 
-def runs_later(method: str, kind: str) -> TypeError:
-    """The error for "Model.__call__" that returns a generator, say: its `kind`."""
-    return TypeError(
+def check_result(method: str, out: Any, is_module: Callable[[Any], bool]) -> None:
+    """Raises if a method, "Model.__call__", returns code that runs later: a generator, say, or a
+    function that closes over arrays or modules.
+    """
+    kind = type(out).__name__
+    if kind not in _LATER:
+        leaves = jax.tree.leaves(out, is_leaf=is_module)
+        kind = "function" if any(_computes_later(x, is_module) for x in leaves) else ""
+    if not kind:
+        return
+    getattr(out, "close", lambda: None)()  # else Python warns that it never ran
+    raise RunsLaterError(
         f"wrap: {method} returns a {kind}, whose code runs later, expected arrays: its matmuls "
         "would not be quantized; return a list, or let an unwrapped module yield what wrapped "
         "ones return"
     )
+
+
+@contextlib.contextmanager
+def refusing_kept_arrays(method: str, objects: Iterable[Any]) -> Iterator[None]:
+    """Raises if a method, while it is traced, puts an array into an object: it has no number."""
+    held = [x for x in objects if hasattr(x, "__dict__") and not callable(x)]
+    before = [_values_of(x) for x in held]
+    yield
+    for x, known in zip(held, before, strict=True):
+        new = (y for y in _values_of(x) if not any(y is one for one in known))
+        if any(isinstance(y, jax.core.Tracer) for y in new):
+            raise TypeError(
+                f"wrap: {method} keeps an array in an object of {type(x).__name__}, which gets no "
+                "numbers because the call is traced, as under jax.jit; expected arrays that are "
+                "returned; return them, append them to a list that is an argument, or write "
+                'self.sow("intermediates", name, x)'
+            )
+
+
+def _values_of(x: Any) -> list[Any]:
+    """The attributes of an object, and what is in lists and dictionaries among them."""
+    values = list(vars(x).values())
+    lists = (list(y.values()) if isinstance(y, dict) else y for y in values)
+    return [*values, *(one for y in lists if isinstance(y, list) for one in y)]
+
+
+def _computes_later(x: Any, is_module: Callable[[Any], bool]) -> bool:
+    """Whether it is a function of a module, or one that closes over arrays or modules."""
+    if not callable(x) or is_module(x):
+        return False
+    owner = getattr(x, "__self__", None)
+    cells = (cell.cell_contents for cell in getattr(x, "__closure__", None) or ())
+    partial = (*getattr(x, "args", ()), *getattr(x, "keywords", {}).values())
+    held = (owner, *cells, *(partial if isinstance(x, functools.partial) else ()))
+    return any(is_module(one) or isinstance(one, jax.core.Tracer) for one in held)

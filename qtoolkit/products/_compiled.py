@@ -22,6 +22,10 @@ _FREE = (
     *("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"),
     *("opt-barrier", "partition-id", "replica-id"),
 )
+_TRANSFERS = (
+    *("all-gather", "all-to-all", "ragged-all-to-all", "all-reduce", "reduce-scatter"),
+    *("collective-permute", "collective-broadcast"),
+)
 _DOTS = ("dot", "scaled-dot", "ragged-dot", "convolution")
 
 
@@ -77,11 +81,32 @@ class NativeCall:
 
 
 @dataclasses.dataclass(frozen=True)
+class Transfer:
+    """What a compiled program moves between devices by one kind of operation, in one dtype.
+
+    Attributes:
+      op: "all-gather", "all-to-all", "all-reduce", ..., as XLA names it.
+      dtype: "u8" or "f8e4m3fn" where codes are moved, else "bf16", "f32", ...
+      runs: How many such operations run.
+      bytes: The size of all their results on one device.
+    """
+
+    op: str
+    dtype: str
+    runs: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.dtype}: {self.runs}, {self.bytes:,} bytes"
+
+
+@dataclasses.dataclass(frozen=True)
 class NativeCalls:
     """The matmuls and convolutions of a compiled program, and the bytes of everything else.
 
     Attributes:
       calls: The matmuls and convolutions.
+      transfers: What moves between devices.
       kernels: How many other kernels run, each with the number of its runs.
       other_bytes: What these read and write together.
 
@@ -95,6 +120,7 @@ class NativeCalls:
     calls: tuple[NativeCall, ...]
     kernels: int
     other_bytes: int
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def in_fp8(self) -> tuple[NativeCall, ...]:
@@ -116,7 +142,7 @@ class NativeCalls:
             f"{len(self.in_fp8)} of {len(self.calls)} matmuls multiply in FP8; {self.kernels} "
             f"other kernels read and write {self.other_bytes / 1e6:,.0f} MB"
         )
-        return "\n".join([*text_table(rows), text])
+        return "\n".join([*text_table(rows), text, *map(str, self.transfers)])
 
 
 def native_calls(compiled: Any) -> NativeCalls:
@@ -156,11 +182,16 @@ def native_calls(compiled: Any) -> NativeCalls:
             "jax.jit(step).lower(model, batch).compile()"
         )
     program = Program(compiled if isinstance(compiled, str) else str(compiled.as_text()))
-    calls, kernels, other = [], 0, 0
+    calls, kernels, other, sent = [], 0, 0, dict[tuple[str, str], tuple[int, int]]()
     for instruction, types, times in program.executed():
         names = instruction.operands
         size = sum(_size(types.get(name, "")) for name in names) + _size(_result(instruction))
         matmul = program.multiplied(instruction, types)
+        op = instruction.op.removesuffix("-start")
+        if op in _TRANSFERS:
+            *_, (dtype, dims) = _TYPE.findall(instruction.type)
+            runs, moved = sent.get((op, dtype), (0, 0))
+            sent[op, dtype] = runs + times, moved + times * _size(f"{dtype}[{dims}]")
         if matmul is None:
             kernels, other = kernels + times, other + size * times
             continue
@@ -171,7 +202,8 @@ def native_calls(compiled: Any) -> NativeCalls:
         result = _without_layout(_result(instruction))
         where = program.line_of(instruction)
         calls.append(NativeCall(where, name, part, operands, result, by, times, size))
-    return NativeCalls(tuple(calls), kernels, other)
+    transfers = (Transfer(*kind, *counts) for kind, counts in sent.items())
+    return NativeCalls(tuple(calls), kernels, other, tuple(transfers))
 
 
 class Program:

@@ -86,7 +86,13 @@ def rounded_operand(x: Input, amax: Array | None, key: Array | None, how: Roundi
     # of rounded operands, and second derivatives flow through `SavedCodes.carrier`. Stopping it
     # here saves JAX the tracing. An operand that is not saved as codes has no carrier and must keep
     # its derivative.
-    return rounded(lax.stop_gradient(x) if codes_format(how) else x, amax, key, how)
+    operand = rounded(lax.stop_gradient(x) if codes_format(how) else x, amax, key, how)
+    return from_residual(to_residual(operand, x, how)) if _is_gathered(how) else operand
+
+
+def _is_gathered(how: Rounding) -> bool:
+    """Whether the codes of the operand come from several devices, which keep their shards."""
+    return how.operand is not None and how.operand.gather is not None
 
 
 def _other_operand(
@@ -106,8 +112,8 @@ def _other_operand(
     if isinstance(x, QArray):
         return lax.stop_gradient(operand)
     how = plan.rounding(OTHER[side], *inputs)
-    if how != plan.rounding(other, *inputs):
-        operand = rounded_operand(x, state.amaxes[other], state.key, how)
+    if how != plan.rounding(other, *inputs) or _is_gathered(how):
+        operand = rounded(lax.stop_gradient(x), state.amaxes[other], state.key, how)
     structs = (x if isinstance(x, QArray) else jax.typeof(x) for x in inputs)
     return to_residual(operand, x, how, plan.axes(*structs)[OTHER[side]].contracted)
 

@@ -5,8 +5,9 @@ write its state. `products._states` names the arrays of the state.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -111,7 +112,7 @@ def value_and_grad(
 
     def watched(model: Any, zeros: Any, *args: Any, **kwargs: Any) -> Any:
         given = {keys[name]: x for name, x in zeros.items()}
-        measured = MeasuredStep(WatchTap(), given) if metrics else None
+        measured = MeasuredStep(WatchTap(), given, model) if metrics else None
         with training_step(step.package, measured):
             return loss(model, *args, **kwargs)
 
@@ -237,4 +238,14 @@ def checked_loss(where: str, loss_fn: Any, given: str) -> Callable[..., Any]:
             f"{where}: loss_fn has type {type(loss_fn).__name__}, expected a function to a float "
             f"scalar; write {where}({given}, batch, loss_fn)"
         )
+    with suppress(ValueError):  # of a function of C, which has no signature
+        first = given.split(", ")[-1]
+        try:
+            inspect.signature(loss_fn).bind(first, "batch")
+        except TypeError as error:
+            raise TypeError(
+                f"{where}: loss_fn is called as loss_fn({first}, batch), and {error}; write for a "
+                f"loss of more arguments {where}({given}, (x, y), lambda {first}, batch: "
+                f"loss({first}, *batch))"
+            ) from None
     return Loss(where, loss_fn)

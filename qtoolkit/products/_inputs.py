@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -105,3 +105,44 @@ class Batch:
         if isinstance(inputs, dict):
             return function(*first, **inputs)
         return function(*first, *inputs)
+
+
+def write_back(live: Any, changed: Any) -> None:
+    """Lets lists and dictionaries hold what a function has put into its copies of them."""
+    pairs: list[Any] = []
+    if isinstance(live, list):
+        pairs = list(zip(live, changed, strict=False))
+        kept = [old if _is_container(old) else new for old, new in pairs]
+        live[:] = [*kept, *changed[len(kept) :]]
+    elif isinstance(live, dict):
+        pairs = [(live[name], changed[name]) for name in live if name in changed]
+        by_name = {n: live[n] if _is_container(live.get(n)) else x for n, x in changed.items()}
+        live.clear()
+        live.update(by_name)
+    elif isinstance(live, tuple):
+        pairs = list(zip(live, changed, strict=True))
+    for old, new in pairs:
+        if _is_container(old):
+            write_back(old, new)
+
+
+def _is_container(x: Any) -> bool:
+    return type(x) in (list, dict, tuple)
+
+
+class Contents(NamedTuple):
+    """What lists, dictionaries and tuples among arguments hold, to see whether a function puts
+    something else into them.
+    """
+
+    leaves: list[Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, arguments: Any, is_leaf: Callable[[Any], bool] | None = None) -> "Contents":
+        return cls(*jax.tree.flatten(arguments, is_leaf=is_leaf))
+
+    def differ_from(self, before: "Contents") -> bool:
+        if self.structure != before.structure:
+            return True
+        return any(a is not b for a, b in zip(self.leaves, before.leaves, strict=True))

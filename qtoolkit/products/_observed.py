@@ -24,7 +24,7 @@ from qtoolkit.products._lines import warn
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import HISTORY, PROBE, STEP
 from qtoolkit.scaling import QArray
-from qtoolkit.scaling.internal import amax_of
+from qtoolkit.scaling.internal import BUCKETS, amax_of, histogram
 
 Array = jax.Array
 
@@ -75,9 +75,9 @@ _observed_p.multiple_results = True
 def observed(
     kept: Mapping[str, Array], lhs: Any, rhs: Any, recipe: Recipe, *, moves: bool, name: str = ""
 ) -> tuple[dict[str, Array], Array]:
-    """The state by which a matmul is computed, and what a training step sees of it: float32[4].
+    """The state by which a matmul is computed, and what a training step sees of it.
 
-    Seen are the amaxes of lhs and rhs, whether an element was not finite, and 1: it ran.
+    Seen are the histograms of the amaxes of lhs and rhs, as a probe gets them: float32[3, buckets].
     In evaluation that is `kept`, and zeros. If somebody differentiates, cotangents have current
     scales; where the state does not move, all scales are current ones, and a warm-up has ended.
 
@@ -91,7 +91,7 @@ def observed(
         warning = COTANGENTS if recipe.delayed[2] and HISTORY in kept else ""
     matmul = _Matmul(names, PROBE in kept, moves, warning)
     state = [kept[part] for part in (*names, *([PROBE] if PROBE in kept else []))]
-    zeros, *_ = varying_alike(jnp.zeros(4, jnp.float32), *kept.values())
+    zeros, *_ = varying_alike(jnp.zeros((3, BUCKETS), jnp.float32), *kept.values())
     arrays = [jnp.zeros(()) if isinstance(x, QArray) else x for x in (lhs, rhs)]
     *used, seen = _observed_p.bind(*state, zeros, *arrays, matmul=matmul, lead=0)
     return {**kept, **dict(zip(names, used, strict=True))}, seen
@@ -122,16 +122,19 @@ def _differentiated(*operands: Any, matmul: _Matmul, lead: int) -> list[Array]:
         kept[HISTORY] = kept[HISTORY].at[..., first:, :].set(0)
     if STEP in kept and not matmul.moves:  # the last step: else a warm-up would never end
         kept[STEP] = jnp.full_like(kept[STEP], np.uint32(2**32 - 1))
-    measure = amax_of
+    measure = _histogram_of
     for _ in range(lead):
         measure = jax.vmap(measure)
-    (first_amax, bad), (second_amax, worse) = (measure(lax.stop_gradient(x)) for x in (lhs, rhs))
-    is_bad = (bad | worse).astype(jnp.float32)
-    seen = jnp.stack([first_amax, second_amax, is_bad, jnp.ones_like(is_bad)], axis=-1)
+    seen = jnp.stack([measure(lax.stop_gradient(x)) for x in (lhs, rhs)], axis=-2)
+    seen = jnp.concatenate([seen, jnp.zeros_like(seen[..., :1, :])], axis=-2)
     here, there = (jax.typeof(x).manual_axis_type.varying for x in (seen, zeros))
     if axes := tuple(sorted(here - there)):  # shards that are given one state share it
-        seen = lax.pmax(seen, axes)
+        seen = lax.psum(seen, axes)
     return [*kept.values(), seen]
+
+
+def _histogram_of(x: Array) -> Array:
+    return histogram(*amax_of(x))
 
 
 def _batched(operands: Any, dims: Any, *, matmul: _Matmul, lead: int) -> tuple[Any, Any]:

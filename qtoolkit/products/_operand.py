@@ -227,6 +227,13 @@ class Operand:
       projection: Rounding and saturation.
       scaling: Where the scales come from. `Delayed` and `Static` need a format with one scale.
       transform: A `Hadamard` transform before the rounding, for both operands of a matmul.
+      gather: The name of a mesh axis along which a kernel is sharded (FSDP). It is rounded shard by
+        shard, and its codes of 8 bits are gathered for the matmul, again for its derivative, where
+        XLA would gather the kernel. The mesh is that of `jax.set_mesh`. `policies.gather_codes`
+        sets it.
+      gather_axis: The axis of the kernel that is cut into shards, as the matmul gets it; None: the
+        longest one that can be cut, the first of equals. Not needed where the mesh axis has the
+        type Explicit. If the kernel lies otherwise, XLA moves it first: `native_calls` says so.
 
     Raises:
       ValueError: The format is unknown, or cannot have this scaling.
@@ -245,6 +252,8 @@ class Operand:
     projection: Projection = NEAREST
     scaling: Scaling = Current()
     transform: Hadamard | None = None
+    gather: str | None = None
+    gather_axis: int | None = None
 
     if TYPE_CHECKING:  # `__init__` takes more types than the attributes have: see `__post_init__`
 
@@ -254,6 +263,8 @@ class Operand:
             projection: Projection = NEAREST,
             scaling: Scaling = Current(),
             transform: Hadamard | None = None,
+            gather: str | None = None,
+            gather_axis: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -264,6 +275,8 @@ class Operand:
             ("projection", (Projection,)),
             ("scaling", (Current, Delayed, Static, Learned)),
             ("transform", (Hadamard, type(None))),
+            ("gather", (str, type(None))),
+            ("gather_axis", (int, type(None))),
         ):
             value = getattr(self, name)
             if not isinstance(value, kinds):
@@ -275,6 +288,12 @@ class Operand:
             raise ValueError(
                 "Operand: the projection has random bits of its own, expected none: matmuls get a "
                 "key; write Projection('stochastic')"
+            )
+        is_coded = fmt.element.bits <= 8 and not (self.transform or self.is_learned)
+        if self.gather and (not is_coded or fmt.zero_point):
+            raise ValueError(
+                f"Operand: gather={self.gather!r} for {self}, expected elements of at most 8 bits, "
+                "no transform, no learned scale and no zero points: codes are gathered"
             )
         self._check_scaling()
 
@@ -373,6 +392,7 @@ class Operand:
         notes += ["powers of two"] if self.has_power_of_two else []
         notes += [] if self.projection == NEAREST else [str(self.projection.rounding)]
         notes += ["Hadamard"] if self.transform else []
+        notes += [f"codes gathered over {self.gather}"] if self.gather else []
         return ", ".join([self.spec.name, *notes])
 
 

@@ -1,4 +1,4 @@
-"""Policies: which layers a recipe quantizes, and from which step on, as publications do it."""
+"""Policies: which layers a recipe quantizes, from which step on, and what devices send for it."""
 
 import dataclasses
 import re
@@ -7,9 +7,10 @@ from typing import Any
 
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
+from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe, check_recipe
 
-__all__ = ["first_last_high_precision", "warm_up"]
+__all__ = ["first_last_high_precision", "gather_codes", "warm_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,3 +93,29 @@ def warm_up(recipe: Recipe, steps: int) -> Recipe:
       [448.29998779296875, 448.3125]
     """
     return dataclasses.replace(check_recipe("warm_up", recipe), warm_up=steps)
+
+
+def gather_codes(recipe: Recipe, axis_name: str, axis: int | None = None) -> Recipe:
+    """A recipe for kernels that are sharded along a mesh axis (FSDP): devices send their codes.
+
+    Each device rounds its shard; the codes, of 8 bits, are gathered for the matmul, and again for
+    its derivative, where XLA would gather the kernel. Operands of more than 8 bits move as they
+    are. The mesh is that of `jax.set_mesh`.
+
+    Args:
+      axis_name: The mesh axis.
+      axis: The axis of the kernels that is cut, as `Operand.gather_axis`.
+
+    Examples:
+      >>> print(qt.policies.gather_codes(qt.recipes.te_current, "fsdp").forward[1])
+      e4m3fn by tensor, current, codes gathered over fsdp
+    """
+
+    def sent(operand: Operand | None) -> Operand | None:
+        if operand is None or operand.spec.element.bits > 8:
+            return operand
+        return dataclasses.replace(operand, gather=axis_name, gather_axis=axis)
+
+    lhs, rhs = check_recipe("gather_codes", recipe).forward
+    cotangent, of_dgrad = recipe.dgrad
+    return dataclasses.replace(recipe, forward=(lhs, sent(rhs)), dgrad=(cotangent, sent(of_dgrad)))

@@ -250,7 +250,11 @@ class _Finder:
 
     def _matmul(self, eqn: Any, inputs: Sequence[Origin], around: _Around) -> Matmul:
         parameters = [x.parameter for x in inputs[:2]]
-        kernel = 1 if parameters[1] is not None else 0 if parameters[0] is not None else None
+        sides = [side for side in (1, 0) if parameters[side] is not None]
+        # Of two parameters the kernel is the one that was only transposed: the other may be rows of
+        # an embedding that tokens select which the function closes over.
+        plain = (side for side in sides if inputs[side].order is not None)
+        kernel = next(plain, sides[0] if sides else None)
         for side, x in enumerate(inputs[:2]):  # a product of two parameters is no matmul of a layer
             if x.parameter is not None and parameters[1 - side] is not None:
                 self.other_uses.add(x.parameter)

@@ -145,7 +145,8 @@ class Quantizing:
         self, matmul: Matmul, call: Call, planted: Planted | None
     ) -> tuple[Any, Seen | None]:
         recipe = self.recipe_of(matmul)
-        if recipe is None:
+        is_stored = matmul.kernel is not None and bool(matmul.origins[matmul.kernel].stored)
+        if recipe is None or not (any(recipe.operands) or self.tap or is_stored):
             return None, None
         return self.product(matmul, call, recipe, planted)
 
@@ -167,8 +168,8 @@ class Quantizing:
                 observed({}, *operands, recipe, moves=False, name=shown)
             recipe = recipe.without_state()
         elif self.observes and any(part in kept for part in (HISTORY, KEY, STEP)):
-            kept, magnitudes = observed(kept, *operands, recipe, moves=self.moves)
-            seen = Seen(largest=magnitudes)
+            kept, histograms = observed(kept, *operands, recipe, moves=self.moves)
+            seen = Seen(total=histograms)
         state = state_of(recipe, f"{matmul.path}:{matmul.name}", kept, self.rng)
         tap = None
         if self.tap is not None and planted is not None and planted.shared is not None:
@@ -204,7 +205,7 @@ class Quantizing:
         for key, one in seen.items():
             recipe = recipes[key]
             if key in known and self.moves and recipe is not None:
-                new[known[key]] = moved(planted[known[key]].arrays, one.largest, recipe.delayed)
+                new[known[key]] = moved(planted[known[key]].arrays, one.total, recipe.delayed)
         return outs, new
 
 

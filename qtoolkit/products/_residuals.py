@@ -29,6 +29,7 @@ from qtoolkit.formats import (
     Overflow,
 )
 from qtoolkit.products._rounded import Rounded, Rounding
+from qtoolkit.products._wire import gathered
 from qtoolkit.products._zero_points import of_differences
 from qtoolkit.scaling.internal import (
     Blocks,
@@ -121,10 +122,13 @@ def from_residual(saved: SavedCodes | Rounded) -> Rounded:
         return saved
     how = saved.how
     assert how.operand is not None
-    codes = in_place(saved.codes, saved.order)
-    q = _restored(codes, saved.scales, saved.carrier, how, saved.container)
+    codes, scales = in_place(saved.codes, saved.order), saved.scales
+    if (axis_name := how.operand.gather) is not None:
+        axis = how.operand.gather_axis
+        codes, scales = gathered((codes, scales), codes.shape, axis_name, axis)
+    q = _restored(codes, scales, saved.carrier, how, saved.container)
     spec = of_differences(how.operand.spec)
-    return Rounded(q, saved.scales, spec, codes if how.makes_codes else None)
+    return Rounded(q, scales, spec, codes if how.makes_codes else None)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))

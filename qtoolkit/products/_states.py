@@ -30,7 +30,7 @@ from jax import lax
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.scaling.internal import BUCKETS, rolled, rolled_by
+from qtoolkit.scaling.internal import BAD_BUCKET, BUCKETS, rolled
 
 HISTORY, BAD, PROBE, AMAX, KEY, STEP = "history", "bad", "probe", "amax", "key", "step"
 MOVING = (HISTORY, BAD, KEY, STEP)  # what each step changes
@@ -188,10 +188,7 @@ def observe(kept: Kept, histograms: Array | None) -> dict[str, Any]:
     """
     if histograms is None:
         return dict(kept)
-    axes = untracked_axes()
-    if axes:  # the shards share one history
-        histograms = lax.pmax(histograms, axes)
-    history, bad = rolled(kept[HISTORY], kept[BAD], histograms)
+    history, bad = rolled(kept[HISTORY], kept[BAD], _of_all_shards(histograms))
     return {**kept, HISTORY: history, BAD: bad}
 
 
@@ -199,29 +196,31 @@ def moved(kept: Kept, seen: Array, delayed: tuple[bool, bool, bool]) -> dict[str
     """The state after a training step that nobody differentiates by probes.
 
     Args:
-      seen: float32[..., 4]: the amaxes of lhs and rhs, whether an element was not finite, and
-        whether the matmul ran. Leading axes are those of a stack; without them it saw it all.
+      seen: float32[..., 3, buckets], the sum of the histograms of all runs, see `observed`: zeros
+        if it did not run. Leading axes are those of a stack; without them it saw it all.
       delayed: See `Recipe.delayed`.
     """
-    if axes := untracked_axes():  # the shards share one state
-        seen = lax.pmax(seen, axes)
-    new, ran = advance(kept), seen[..., 3] > 0
+    seen = _of_all_shards(seen)
+    new, ran = advance(kept), jnp.any(seen != 0, axis=(-2, -1))
     for name in (KEY, STEP):
         if name in kept:
             now = ran if ran.ndim <= kept[name].ndim else jnp.any(ran)
             now = now.reshape(now.shape + (1,) * (kept[name].ndim - now.ndim))
             new[name] = jnp.where(now, new[name], kept[name])
     if HISTORY in kept:
-        shape = (*kept[HISTORY].shape[:-2], 3)
-        between = (1,) * (len(shape) - seen.ndim)
-        amaxes = jnp.concatenate([seen[..., :2], jnp.zeros_like(seen[..., :1])], axis=-1)
-        amaxes = amaxes * np.array(delayed, np.float32)
-        is_bad = jnp.broadcast_to(seen[..., 2:3] > 0, amaxes.shape)
-        amaxes, is_bad = (
-            jnp.broadcast_to(x.reshape(*x.shape[:-1], *between, 3), shape) for x in (amaxes, is_bad)
-        )
-        new[HISTORY], new[BAD] = rolled_by(kept[HISTORY], kept[BAD], amaxes, is_bad)
+        lead = kept[HISTORY].shape[:-2]
+        seen = seen.reshape(*ran.shape, *(1,) * (len(lead) - ran.ndim), *seen.shape[-2:])
+        # An infinity in an operand that is not delayed counts, its magnitude does not.
+        counts = np.array(delayed)[:, None] | (np.arange(BUCKETS) == BAD_BUCKET)
+        seen = jnp.broadcast_to(seen * counts.astype(np.float32), (*lead, *seen.shape[-2:]))
+        new[HISTORY], new[BAD] = rolled(kept[HISTORY], kept[BAD], seen)
     return new
+
+
+def _of_all_shards(histograms: Array) -> Array:
+    """The sum over the shards of a mesh, which share one state, where JAX does not take it."""
+    axes = untracked_axes()
+    return lax.psum(histograms, axes) if axes else histograms
 
 
 def untracked_axes() -> tuple[str, ...]:

@@ -6,16 +6,20 @@ from qtoolkit.products import _flow as flow
 from qtoolkit.products._bilinear import Axes, Einsum
 from qtoolkit.products._cache import KVCacheLike, cache_format
 from qtoolkit.products._calls import (
-    LATER,
+    MeasuredStep,
     NoMatmulsError,
+    RunsLaterError,
+    check_result,
     hashes,
     in_module,
     is_eager,
     is_in_program,
+    is_step_by_step,
     needs_numbers,
     own_traces,
+    refusing_kept_arrays,
     remembering_no_matmuls,
-    runs_later,
+    runs_step_by_step,
     step_of,
     tracing_function,
 )
@@ -23,10 +27,12 @@ from qtoolkit.products._flow import Kept
 from qtoolkit.products._inputs import (
     NEEDS_NUMBERS,
     Batch,
+    Contents,
     is_traced_numpy,
     is_whole,
     naming_missing_inputs,
     with_numbers,
+    write_back,
 )
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUses

@@ -29,16 +29,16 @@ Array = jax.Array
 
 _BITS = 3  # the upper edge of a bucket is at most 12.5 % above amax
 BUCKETS = 256 << _BITS
-_BAD = BUCKETS - 1  # the bucket of arrays with an infinity or a NaN
+BAD_BUCKET = BUCKETS - 1  # the bucket of arrays with an infinity or a NaN
 _LARGEST = np.uint32(0x7F7FFFFF)
 FAR = np.float32(2)  # a magnitude counts as bad if it is beyond what saturates by this factor
 
 
 def histogram(amax: Array, is_bad: Array) -> Array:
-    """float32[BUCKETS]: 1 in the bucket of `amax`; if the array `is_bad`, also in `_BAD`."""
+    """float32[BUCKETS]: 1 in the bucket of `amax`; if the array `is_bad`, also in `BAD_BUCKET`."""
     at = bucket(amax, _BITS).astype(jnp.int32)
     places = lax.broadcasted_iota(jnp.int32, (BUCKETS,), 0)
-    marks = (places == at) | (is_bad & (places == _BAD))
+    marks = (places == at) | (is_bad & (places == BAD_BUCKET))
     return marks.astype(jnp.float32)
 
 
@@ -67,19 +67,9 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
       The new `history` and `bad`. A step with an infinity or a NaN in any of the arrays changes no
       history. Nor does one in which an array was not seen, or held only zeros.
     """
-    is_bad = jnp.any(counts[..., _BAD] != 0, axis=-1)
+    is_bad = jnp.any(counts[..., BAD_BUCKET] != 0, axis=-1)
     buckets = lax.broadcasted_iota(jnp.uint32, counts.shape, counts.ndim - 1)
-    top = jnp.max(jnp.where((counts != 0) & (buckets < _BAD), buckets, 0), axis=-1)
-    return _updated(history, bad, top, is_bad)
-
-
-def rolled_by(history: Array, bad: Array, amax: Array, is_bad: Array) -> tuple[Array, Array]:
-    """As `rolled`, from amaxes float32[..., arrays] (0: not seen) and whether arrays were bad."""
-    top = bucket(amax, _BITS)
-    return _updated(history, bad, top, jnp.any(is_bad, axis=-1))
-
-
-def _updated(history: Array, bad: Array, top: Array, is_bad: Array) -> tuple[Array, Array]:
+    top = jnp.max(jnp.where((counts != 0) & (buckets < BAD_BUCKET), buckets, 0), axis=-1)
     edge = jnp.minimum(bucket_edge(top + np.uint32(1), _BITS), _LARGEST)
     amax = jnp.where(top > 0, from_magnitude_ordinal(edge, jnp.float32), 0)
     longer = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)

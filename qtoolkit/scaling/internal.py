@@ -28,19 +28,20 @@ from qtoolkit.scaling._error_sums import ErrorSums, error_sums
 from qtoolkit.scaling._find_scales import find_scales
 from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import (
+    BAD_BUCKET,
     BUCKETS,
     FAR,
     amax_of,
     amax_to_keep,
     histogram,
     rolled,
-    rolled_by,
 )
 from qtoolkit.scaling._input_transform import InputTransform
 from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import observed_summary
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import (
+    asymmetric,
     effective,
     power_above,
     scale_from,

@@ -30,8 +30,7 @@ def codes(dtype, shape=(64, 64)):
 # What programs wrote whose layouts are not read here, and whom the message names.
 UNREAD = {
     "EETQ": {"a.weight": codes(np.int8), "a.weight_scales": SCALE},
-    "ComfyUI": {"a.weight": codes(E4M3), "a.scale_weight": SCALE[:1]},
-    "bitsandbytes": {"a.weight": codes(np.int8), "a.SCB": SCALE},
+    "bitsandbytes": {"a.weight": codes(np.uint8, (2048, 1)), "a.weight.absmax": SCALE},
     "AQLM": {"a.codes": codes(np.int8, (4, 4, 2)), "a.codebooks": SCALE[:4]},
     "HQQ": {"a.W_q": codes(np.uint8), "a.scale": SCALE},
     "optimum-quanto": {"a.weight._data": codes(np.int8), "a.weight._scale": SCALE},
@@ -68,7 +67,8 @@ def test_convert_refuses_codes_of_layouts_that_are_not_read(tmp_path, program):
     assert "--skip PATTERN or --allow-codes" in message
     assert "fetch" not in message  # all bytes are there
     if program[:1].isupper():
-        assert f"of {program}, which is not read; dequantize it with {program}" in message
+        assert f"by the names of its entries it is of {program}, which is not read" in message
+        assert f"dequantize it with {program}" in message
     with pytest.raises(CheckpointError, match="may be codes"):
         dequantize_checkpoint(tmp_path / "f", tmp_path / "out")
     assert not (tmp_path / "out").exists()

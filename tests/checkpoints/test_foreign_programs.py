@@ -51,7 +51,7 @@ def comfy(tensors, about):
     return tensors | {f"{MODULE}.comfy_quant": np.frombuffer(json.dumps(about).encode(), np.uint8)}
 
 
-ROTATED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
+ROTATED = {"format": "convrot_w4a4", "convrot": True, "convrot_groupsize": 256}
 LOOK_ALIKES = {
     # Scales in tiles of 128 x 4, and the first of two codes is the high one: comfy/float.py.
     "nvfp4": (
@@ -62,7 +62,7 @@ LOOK_ALIKES = {
         },
         {"format": "nvfp4"},
     ),
-    # Weights times a matrix of Hadamard's.
+    # Weights times a matrix of Hadamard's, with two codes a byte.
     "convrot": ({WEIGHT: INT8, f"{WEIGHT}_scale": SCALE[:, 0]}, ROTATED),
     "unknown": ({WEIGHT: FP8, f"{WEIGHT}_scale": ONE[0]}, {"format": "float8_e4m3fn", "new": 1}),
     "no JSON": ({WEIGHT: FP8, f"{WEIGHT}_scale": ONE[0]}, "nvfp4"),
@@ -319,7 +319,7 @@ def test_fused_experts_of_modelopt_may_be_wider_than_a_block(tmp_path, axis, met
 )
 def test_programs_are_named(tmp_path, program, tensors, more):
     src = folder(tmp_path / "src", tensors, **more)
-    message = f"of {program}, which is not read; dequantize it with {program}"
+    message = f"of {program}, which is not read(; | without .*, or )dequantize it with {program}"
     for act in (
         lambda: convert(src, tmp_path / "out"),
         lambda: dequantize_checkpoint(src, tmp_path / "out"),

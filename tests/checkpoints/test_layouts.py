@@ -512,7 +512,11 @@ def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
     experts = {"experts.up_proj": U8.reshape(4, 16, 32), "experts.up_proj_weight_scale": f32([1])}
     refused(r"experts.up_proj: U8 .4, 16, 32., without the scales", "NVFP4", experts)
     scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
-    refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
+    refused(
+        "multiplied .AWQ., expected one for each input",
+        "FP8",
+        scaled | {"a.pre_quant_scale": f32([1])},
+    )
 
 
 PRODUCER = {"producer": {"name": "modelopt", "version": "0.15.0"}}

@@ -107,9 +107,9 @@ def test_what_names_and_skip_need(source):
         load(source, dtype="int8")
     with pytest.raises(CheckpointError, match=r"kernel, which the file has not"):
         load(source, structs(), dtype="bfloat16", names={})
+    like = {"a": jax.ShapeDtypeStruct((1, 3), jnp.bfloat16)}
+    table = {"a": "model.layers.0.up_proj.weight"}
     with pytest.raises(CheckpointError, match=r"shape \(256, 128\), expected \(1, 3\)"):
-        like = {"a": jax.ShapeDtypeStruct((1, 3), jnp.bfloat16)}
-        table = {"a": "model.layers.0.up_proj.weight"}
         load(source, like, dtype="bfloat16", names=table)
 
 

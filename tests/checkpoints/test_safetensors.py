@@ -76,6 +76,12 @@ def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
+def test_metadata_that_is_null_is_none(tmp_path):
+    """As MLX's save_safetensors writes it; the package safetensors accepts it, too."""
+    (tmp_path / "f").write_bytes(raw_file({"__metadata__": None, "a": entry()}, b"1234"))
+    np.testing.assert_array_equal(stored(tmp_path / "f")["a"], np.frombuffer(b"1234", np.uint8))
+
+
 @pytest.mark.quick
 def test_every_dtype_and_rank_survives_a_round_trip_bit_for_bit(tmp_path):
     tensors = every_dtype()

@@ -293,7 +293,9 @@ def test_paths_never_reach_the_terminal_raw(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     odd, other = "o\x07\x1b[2J", "p\x07\x1b[2J"
     save(odd, {"w": np.ones((2, 2), np.float32), "more": np.ones((2, 2), np.float32)})
-    save("q" + odd, {"a.SCB": np.ones(2, np.float32), "a.weight": np.ones((2, 2), np.int8)})
+    save(
+        "q" + odd, {"a.weight_scales": np.ones(2, np.float32), "a.weight": np.ones((2, 2), np.int8)}
+    )
     save("wide", {"w": np.full((2, 2), 3, np.float32)})
     for code, *arguments in (
         (0, "convert", odd, other, "--dry-run"),
@@ -434,7 +436,8 @@ def test_layouts_in_json_say_what_convert_takes(source, tmp_path):
     """Oracle: `convert`, which takes format and scaling as they stand there."""
     data = json.loads(run("layouts", "--json").stdout)
     written = ["plain", "compressed-tensors", "finegrained-fp8", "modelopt", "gpt-oss"]
-    assert list(data) == [*written, "gptq", "awq"]
+    read = ["gptq", "awq", "auto-round", "mlx", "bitsandbytes", "hqq", "torchao", "comfyui"]
+    assert list(data) == [*written, *read]
     assert [name for name, about in data.items() if about["schemes"]] == written
     assert "is only read" in run("layouts", "gptq").stdout
     assert json.loads(run("layouts", "modelopt", "--json").stdout) == {"modelopt": data["modelopt"]}

@@ -114,3 +114,40 @@ def test_linen_gives_the_same():
     for operand, numbers in theirs.items():
         for name, number in numbers.items():
             np.testing.assert_allclose(mine[operand][name], number, rtol=1e-5)
+
+
+class Two(nnx.Module):
+    def __init__(self, size, rngs):
+        self.a = nnx.Linear(16, 16, rngs=rngs)
+        self.b = nnx.Linear(16, size, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.a(x)))
+
+
+@pytest.mark.parametrize("recipe", ["te_current", "te_delayed_hybrid"])
+def test_models_that_were_wrapped_each_by_itself_are_told_apart(recipe):
+    """Their layers have the same names. Oracle: each model's own kernels and rules."""
+    rules = qt.Rules([("^b$", None)], default=qt.recipes.te_current)
+    actor = qt.nnx.wrap(Two(16, nnx.Rngs(0)), getattr(qt.recipes, recipe))
+    critic = qt.nnx.wrap(Two(1, nnx.Rngs(1)), rules)
+    models = nnx.Dict(actor=actor, critic=critic)
+
+    def both(models, x):
+        return jnp.mean(models.critic(models.actor(x)) ** 2)
+
+    *_, found = nnx.jit(qt.nnx.value_and_grad(both, metrics=True))(models, X)
+    kernels = {"actor/a": actor.a, "actor/b": actor.b, "critic/a": critic.a}
+    assert set(found) == {f"{path}:kernel" for path in kernels}
+    for path, layer in kernels.items():
+        operands = found[f"{path}:kernel"]
+        np.testing.assert_allclose(operands["rhs"]["amax"], np.abs(layer.kernel[...]).max())
+        assert np.isfinite(operands["cotangent"]["amax"])
+    report = qt.nnx.report(both, models, X)
+    assert {x.path for x in report.quantized} == set(kernels)
+    assert {x.path for x in report.left} == {"critic/b"}
+    rows = qt.nnx.numerics(models, X, both).rows
+    assert {row.path for row in rows} == set(kernels)
+    assert all(float(row.tally.uses) for row in rows)
+    with pytest.raises(ValueError, match="different recipes"):
+        qt.nnx.freeze(models, qt.nnx.calibrate(actor, [X]))

@@ -29,7 +29,8 @@ class Packing:
       order: The place in its word of each of the codes, in the order of the weight; () for 0, 1, 2
         and so on. AWQ has (0, 4, 1, 5, 2, 6, 3, 7).
       biased: Whether a signed integer is stored as its value + 2**(bits - 1).
-      axis: -1, or -2 for words that run along the rows: those of GPTQ.
+      axis: -1, or -2 for words that run along the rows: those of GPTQ. 0 for the words of HQQ: of n
+        words, word k has elements k, k + n, k + 2n ... of the whole weight.
     """
 
     word: int
@@ -72,6 +73,12 @@ class Encoding:
         matrix, lies (g_idx of GPTQ); None: in that of its place.
       transposed: Whether entries hold the last two axes of the weight in the other order.
       constants: Further entries, with their bytes.
+      others: Further entries, which `scale_of` and `finish` read.
+      scale_of: (how it is stored, the reader of entries) -> the scales in the order of blocks, for
+        programs that quantize scales or store them in another order; None: as `scale` has them.
+      finish: (how it is stored, q * scale as float32, the reader of entries) -> the weight, for
+        programs that do more to it than a `QArray` can hold: MLX adds biases. None: nothing is
+        done. Of a stack of matrices one after the other is finished, with its part of each entry.
     """
 
     name: str
@@ -90,12 +97,15 @@ class Encoding:
     group_index: Entry | None = None
     transposed: bool = False
     constants: tuple[tuple[Entry, bytes], ...] = ()
+    others: tuple[Entry, ...] = ()
+    scale_of: "Callable[[Encoding, ReadEntry], np.ndarray] | None" = None
+    finish: "Callable[[Encoding, np.ndarray, ReadEntry], np.ndarray] | None" = None
 
     @property
     def parts(self) -> tuple[Entry, ...]:
         """The entries that numbers are made of."""
         parts = (self.codes, self.scale, self.tensor_scale, self.zero_point, self.group_index)
-        return tuple(entry for entry in parts if entry is not None)
+        return tuple(entry for entry in (*parts, *self.others) if entry is not None)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -121,14 +131,24 @@ class Encoding:
         return (*self.shape[:-2], self.shape[-1], self.shape[-2])
 
     @property
+    def is_array(self) -> bool:
+        """Whether a `QArray` can hold the weight."""
+        return self.group_index is None and self.finish is None
+
+    @property
     def is_sliceable(self) -> bool:
         """Whether some of its rows can be read on their own."""
-        return self.is_written and not self.transposed
+        return self._has_plain_codes and not (self.transposed or self.zero_point)
 
     @property
     def is_written(self) -> bool:
         """Whether weights can be quantized to it."""
-        if self.group_index or self.zero_point:
+        return self._has_plain_codes and self.scale_of is None
+
+    @property
+    def _has_plain_codes(self) -> bool:
+        has_words = self.zero_packing == dataclasses.replace(WORDS, axis=-2)
+        if not self.is_array or (self.zero_point and not has_words):
             return False
         packing = self.packing
         return packing is None or (
@@ -147,6 +167,8 @@ def same_numbers(old: Encoding, new: Encoding) -> bool:
     one element, with scales of a dtype that has those of the other.
     """
     if not (old.is_sliceable and new.is_sliceable and old.scale and new.scale):
+        return False
+    if old.scale_of is not None:  # `old.scale` is what they are made of
         return False
     grids = [tuple(map(min, one.lengths, one.shape)) for one in (old, new)]
     is_same = old.shape == new.shape and grids[0] == grids[1]
@@ -206,6 +228,9 @@ def unpacked_entry(
     if packing is None:
         return data.reshape(shape)
     rows, columns = math.prod(shape[:-1]), shape[-1]
+    if packing.axis == 0:
+        words = unpacked(data.reshape(-1, packing.word // 8), packing, bits, packing.word // bits)
+        return np.ascontiguousarray(words.T).reshape(-1)[: math.prod(shape)].reshape(shape)
     if packing.axis == -1:
         return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
     # Elements of the entry that run along the rows: as rows of the transposed matrix.
@@ -214,6 +239,12 @@ def unpacked_entry(
     turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
     codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
     return np.ascontiguousarray(codes.swapaxes(1, 2)).reshape(shape)
+
+
+def floats(entry: Entry, read: ReadEntry) -> np.ndarray:
+    """The numbers of an entry, float32."""
+    values = read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.float32)
+    return values.reshape(entry.shape)
 
 
 def zero_points(encoding: Encoding, read: ReadEntry) -> np.ndarray:
@@ -230,6 +261,26 @@ def zero_points(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
     half = 1 << (bits - 1)  # codes of signed integers are two's complement
     return (codes ^ half) - half if element.signed else codes
+
+
+def untiled(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Bytes of scales [rows, columns] that lie as tensor cores read them.
+
+    A tile has 128 rows and 4 columns; its row 32 i + j is at [j, i]. The last tiles are padded.
+    Source: cuBLAS, "1D block scaling factors layout".
+    """
+    across = -(-columns // 4)
+    tiles = data.reshape(-1, across, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    return np.ascontiguousarray(tiles.reshape(-1, 4 * across)[:rows, :columns])
+
+
+def packed_zero_points(encoding: Any, zeros: np.ndarray) -> tuple[str, np.ndarray]:
+    """The entry of the zero points of a matrix, packed along its rows: its name, its bytes."""
+    columns = np.ascontiguousarray(zeros.reshape(encoding.matrix_shape[0], -1).T)
+    codes = columns.astype(np.int8).view(np.uint8)
+    words = packed(codes, encoding.zero_packing, encoding.spec.element.bits)
+    of_words = words.reshape(len(columns), -1, 4).swapaxes(0, 1)
+    return encoding.zero_point.name, np.ascontiguousarray(of_words).reshape(-1)
 
 
 def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
-from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, ReadEntry, floats
 from qtoolkit.formats import (
     BFLOAT16,
     E4M3FN,
@@ -26,6 +28,26 @@ from qtoolkit.formats import (
 )
 
 Headers = Mapping[str, Entry]  # the tensors of a checkpoint by name, as headers announce them
+
+
+class Stored(dict[str, Entry]):
+    """`Headers` of an open checkpoint, with the metadata and a function that reads a tensor.
+
+    For layouts that write down in small tensors, or in the metadata, what others have in
+    config.json: shapes, lengths of blocks, the order of codes.
+    """
+
+    def __init__(
+        self, headers: Headers, metadata: Mapping[str, str], read: Callable[[str], np.ndarray]
+    ) -> None:
+        super().__init__(headers)
+        self.metadata, self.read = metadata, read
+
+    def without(self, names: Collection[str]) -> "Stored":
+        others = {name: entry for name, entry in self.items() if name not in names}
+        return Stored(others, self.metadata, self.read)
+
+
 BLOCK = (128, 128)
 SCALINGS = ("tensor", "channel", "block")
 # Formats of codes that are a byte each, by the dtype in files.
@@ -51,16 +73,24 @@ class Scheme:
       spec: The block format of a weight [outputs, inputs].
       about: What else a reader should know.
       needs_input_scale: Whether loaders ask for static activation scales.
+      is_named: Whether its name alone tells it from another scheme with weights of this format.
     """
 
     name: str
     spec: BlockFormat
     about: str = ""
     needs_input_scale: bool = False
+    is_named: bool = False
+
+    @property
+    def needs_scale(self) -> bool:
+        return self.spec.scale is not None
 
     @property
     def format(self) -> str:
         """The value of `--format` for this scheme."""
+        if self.is_named or self.spec.zero_point:  # that has no published name
+            return self.name
         return self.spec.name if scaling_of(self.spec) is None else self.spec.element.name
 
     @property
@@ -122,6 +152,12 @@ class Layout:
       gpt-oss - gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales
       gptq - that of GPTQ: qweight, qzeros, scales, g_idx
       awq - that of AutoAWQ (GEMM): qweight, qzeros, scales
+      auto-round - that of AutoRound: entries of GPTQ or AutoAWQ
+      mlx - that of MLX: weight in words of 32 bits, scales, biases
+      bitsandbytes - that of bitsandbytes: absmax and quant_state (NF4, FP4), or SCB (int8)
+      hqq - that of HQQ: W_q, scale, zero
+      torchao - torchao's tensor subclasses: _weight_qdata, _weight_scale, classes in the metadata
+      comfyui - that of ComfyUI: scale_weight beside FP8 weights, comfy_quant of rotated int8
     """
 
     name: str
@@ -143,14 +179,17 @@ class Layout:
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
+    def scheme(self, of: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
         """The scheme for a format and a value of `--scaling`; None: the first that fits.
 
         Raises:
           CheckpointError: The layout has none.
         """
         for scheme in self.schemes:
-            if isinstance(of, BlockFormat):
+            if isinstance(of, Scheme) or scheme.is_named:
+                if scheme == of:
+                    return scheme
+            elif isinstance(of, BlockFormat):
                 if scheme.spec == of and scaling is None:
                     return scheme
             elif scheme.spec.element == of and scaling in (None, scaling_of(scheme.spec)):
@@ -253,6 +292,11 @@ def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
     ):
         raise unread_config(where, key, block, "two lengths, [128, 128]")
     return block
+
+
+def times_factors(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:
+    """The weight of a matmul whose inputs are multiplied by factors, the last of `others`."""
+    return values * floats(encoding.others[-1], read)
 
 
 def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ A weight has o outputs and i inputs, and there may be e experts.
 * NVFP4: `weight` is U8, two codes in a byte; `weight_scale` is F8_E4M3 [o, i / 16];
   `weight_scale_2`, F32, multiplies; and there is an `input_scale`.
 * MXFP8, which is only read: `weight_scale` is U8 [o, i / 32].
+* NVFP4_AWQ, which is only read: there is a `pre_quant_scale` [i], by which inputs are multiplied
+  before they are quantized. So the weight is code * scales * pre_quant_scale of its input.
 
 If all experts of a layer are in one tensor, its first axis is that of experts, and the scales are
 named `NAME_weight_scale` and `NAME_weight_scale_2`. In Llama 4 and gpt-oss this tensor is
@@ -37,6 +39,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     decode_groups,
     entry_beside,
     microscaled,
+    times_factors,
     unread,
 )
 from qtoolkit.formats import E4M3FN, NVFP4
@@ -89,7 +92,10 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
 
 
 # The values of `quant_algo` that `decode` reads.
-_READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "MIXED_PRECISION")
+_READ = (
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "NVFP4_AWQ"),
+    *("W4A16_NVFP4", "MIXED_PRECISION"),
+)
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
@@ -99,11 +105,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             f"{where}: quant_algo {shown(str(algorithm))} in its config, expected "
             f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
         )
-    encodings = {}
+    encodings: dict[str, Encoding] = {}
     for name, info in headers.items():
-        if name.rpartition(".")[2] == "pre_quant_scale":
-            what = "activations are multiplied by it (AWQ, SmoothQuant), which is not read"
-            raise unread(where, name, f"{what}, expected none")
         scale_name, tensor_scale_name = _beside(name, "weight_scale"), _beside(name, _TENSOR_SCALE)
         scale = headers.get(scale_name)
         if info.dtype == "U8" and tensor_scale_name in headers:
@@ -117,7 +120,20 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         elif info.dtype in BYTE_ELEMENTS and scale is not None and config:
             encoding = microscaled(headers, name, scale_name, where)
             encodings |= {} if encoding is None else {name: encoding}
+    for factors in headers.values():
+        if factors.name.rpartition(".")[2] == "pre_quant_scale":
+            name = entry_beside(factors.name, "weight")
+            encodings[name] = _with_factors(encodings.get(name), factors, where)
     return encodings
+
+
+def _with_factors(encoding: Encoding | None, factors: Entry, where: str) -> Encoding:
+    """The encoding of a weight whose inputs are multiplied by factors (AWQ)."""
+    is_floats = factors.dtype in FLOAT_SCALES
+    if encoding is None or not is_floats or factors.shape != encoding.shape[1:]:
+        what = f"{factors}, by which inputs are multiplied (AWQ), expected one for each input of a"
+        raise unread(where, factors.name, f"{what} quantized matrix in the same module")
+    return dataclasses.replace(encoding, others=(factors,), finish=times_factors)
 
 
 def _beside(name: str, suffix: str) -> str:
