@@ -234,6 +234,9 @@ def _written(
     yield encoding.codes.name, codes.reshape(encoding.codes.shape)
     if encoding.scale is not None:
         yield encoding.scale.name, scale.reshape(encoding.scale.shape)
+    if encoding.zero_point is not None:
+        zeros = _zero_points(q, encoding.zero_packing, encoding.zero_point.dtype)
+        yield encoding.zero_point.name, zeros.reshape(encoding.zero_point.shape)
 
 
 def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:
@@ -243,7 +246,7 @@ def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> Q
         (q.spec.element, q.spec.scale, q.spec.tensor_scale, q.spec.tensor_scale_divides)
         == (spec.element, spec.scale, spec.tensor_scale, spec.tensor_scale_divides)
         and lengths == tuple(map(min, encoding.lengths, q.shape))
-        and q.zero_point is None
+        and q.spec.zero_point == spec.zero_point
         and not q.transform
     )
     if not is_same:
@@ -290,6 +293,14 @@ def _entries(
     return codes, scale.astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("packing", "dtype"))
+def _zero_points(q: QArray, packing: Packing, dtype: str) -> jax.Array:
+    """The zero points of a matrix, packed along its rows."""
+    assert packing.axis == -2
+    codes = q.zero_point.astype(jnp.uint8)
+    return _packed(codes.T, packing, q.spec.element.bits).T.astype(NUMPY_DTYPES[dtype])
+
+
 def _in_dtype(codes: jax.Array, dtype: str, element: Any) -> jax.Array:
     array = dtype_from_codes(codes, element)
     assert array.dtype == NUMPY_DTYPES[dtype]
@@ -297,8 +308,7 @@ def _in_dtype(codes: jax.Array, dtype: str, element: Any) -> jax.Array:
 
 
 def _packed(codes: jax.Array, packing: Packing, bits: int) -> jax.Array:
-    """Words of codes along the last axis, unsigned; see `layouts._encoding.packed`."""
-    assert packing.axis == -1
+    """Words of codes along the last axis of an array, unsigned; see `layouts._encoding.packed`."""
     count = packing.word // bits
     word = np.dtype(f"uint{packing.word}")
     if packing.biased:
