@@ -234,7 +234,7 @@ def _written(
     yield encoding.codes.name, codes.reshape(encoding.codes.shape)
     if encoding.scale is not None:
         yield encoding.scale.name, scale.reshape(encoding.scale.shape)
-    if encoding.zero_point is not None:
+    if encoding.zero_point is not None and encoding.zero_packing is not None:
         zeros = _zero_points(q, encoding.zero_packing, encoding.zero_point.dtype)
         yield encoding.zero_point.name, zeros.reshape(encoding.zero_point.shape)
 
@@ -297,6 +297,7 @@ def _entries(
 def _zero_points(q: QArray, packing: Packing, dtype: str) -> jax.Array:
     """The zero points of a matrix, packed along its rows."""
     assert packing.axis == -2
+    assert q.zero_point is not None
     codes = q.zero_point.astype(jnp.uint8)
     return _packed(codes.T, packing, q.spec.element.bits).T.astype(NUMPY_DTYPES[dtype])
 
