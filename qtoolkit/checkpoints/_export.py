@@ -117,8 +117,10 @@ def export(
         another rank. `axes` are those by which `load` transposes.
       only: Regular expressions; only weights with such a name in the checkpoint are sent. Scales
         that several weights share are those of the whole.
-      format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_split,
-        keep_unfitting: As in `make_plan`.
+      input_scales: As in `make_plan`; by names in the tree, too, as `qtoolkit.nnx.input_scales`
+        gives those that training used.
+      format, scaling, layout, skip, keep_dtype, channel_axis, allow_split, keep_unfitting: As in
+        `make_plan`.
 
     Returns:
       An iterable of (name, array); its `plan` has the quantization config.
@@ -136,6 +138,7 @@ def export(
       up.weight_scale float32 (64, 1)
     """
     leaves: dict[str, Leaf] = {}
+    targets: dict[str, str] = {}
     for name, array in named_arrays(_WHERE, tree):
         place: Place = name
         if names is not None:
@@ -145,11 +148,13 @@ def export(
             raise CheckpointError(
                 f"{_WHERE}: {shown(target)}: two arrays have this name, expected one; correct names"
             )
-        leaves[target] = leaf
+        leaves[target], targets[name] = leaf, target
     tensors = {
         name: Tensor(name, DTYPE_OF[np.dtype(leaf.array.dtype).name], leaf.shape, _unread)
         for name, leaf in sorted(leaves.items())
     }
+    if isinstance(input_scales, Mapping):  # by the name in the tree, or in the checkpoint
+        input_scales = {targets.get(name, name): scale for name, scale in input_scales.items()}
     plan = make_plan(
         Checkpoint(_WHERE, tensors, config=config or {}),
         format=format,

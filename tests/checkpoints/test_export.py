@@ -115,20 +115,40 @@ def test_sharded_in_another_order_and_a_part(tmp_path):
 def test_scales_of_a_served_model_are_sent(tmp_path):
     """Those that training used: of a history of 3 steps in which weights were larger."""
     wrapped = qt.nnx.wrap(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
-    x = jnp.ones((2, 64))
-    for _ in range(2):
-        _, gradient = qt.nnx.value_and_grad(lambda model: (model(x) ** 2).sum())(wrapped)
-        del gradient
+    loss = qt.nnx.value_and_grad(lambda model, x: (model(x) ** 2).sum())
+    for factor in (3.0, 1.0):
+        loss(wrapped, factor * jnp.ones((2, 64)))
+    largest = np.abs(wrapped.kernel.get_value()).max()
     wrapped.kernel.set_value(wrapped.kernel.get_value() / 4)
     served = qt.nnx.quantize(wrapped)
     kernel = served.kernel.get_value()
     names = {"kernel": ("up.weight", (1, 0)), "bias": "up.bias"}
     options = {"layout": "compressed-tensors", "scaling": "tensor", "names": names}
+    options["input_scales"] = qt.nnx.input_scales(wrapped)
     found = dict(export(nnx.state(served, nnx.Param), **options))
     assert found["up.weight"].tobytes() == np.asarray(kernel.codes).T.tobytes()
     np.testing.assert_array_equal(found["up.weight_scale"], np.asarray(kernel.scale).reshape(1))
+    # A history holds the bounds of an eighth of an octave or less.
+    for name, amax in (("up.weight_scale", largest), ("up.input_scale", 3)):
+        assert amax / 448 <= float(found[name][0]) <= 1.125 * amax / 448
+    values = load_values(tmp_path, found)
+    np.testing.assert_array_equal(values, np.asarray(kernel.dequantize()).T)
+    del options["input_scales"]
     with pytest.raises(CheckpointError, match=r"up\.weight: e4m3fn by .*, expected e4m3fn by chan"):
         dict(export(nnx.state(served, nnx.Param), **options | {"scaling": "channel"}))
+
+
+def load_values(tmp_path, entries):
+    save(tmp_path / "sent.safetensors", {name: np.asarray(x) for name, x in entries.items()})
+    return load(tmp_path / "sent.safetensors", dtype="float32")["up.weight"]
+
+
+def test_calibrated_scales_are_input_scales():
+    model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+    wrapped = qt.nnx.wrap(model, qt.recipes.te_current)
+    assert qt.nnx.input_scales(wrapped) == {}
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, [7 * jnp.ones((2, 64))]))
+    assert qt.nnx.input_scales(frozen) == {"layers.0.kernel": np.float32(7) / np.float32(448)}
 
 
 def test_what_cannot_be_sent():
