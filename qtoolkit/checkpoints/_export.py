@@ -260,13 +260,13 @@ def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> Q
             f"expected {spec.name}, in blocks of {encoding.lengths}, as the layout stores it; give "
             "its format and scaling, or the model before it was quantized"
         )
-    if tensor_scale is not None and q.tensor_scale is not None:
-        if not bool(q.tensor_scale == tensor_scale):
-            raise CheckpointError(
-                f"{_WHERE}: tensor {shown(encoding.name)}: its tensor scale is {q.tensor_scale}, "
-                f"and {tensor_scale} that of the weights with which engines join it, expected one "
-                "scale; give the model before it was quantized"
-            )
+    second = q.tensor_scale
+    if second is not None and tensor_scale is not None and bool(second != tensor_scale):
+        raise CheckpointError(
+            f"{_WHERE}: tensor {shown(encoding.name)}: its tensor scale is {second}, and "
+            f"{tensor_scale} that of the weights with which engines join it, expected one scale; "
+            "give the model before it was quantized"
+        )
     return q.unpack()
 
 

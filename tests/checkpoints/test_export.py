@@ -162,6 +162,6 @@ def test_what_cannot_be_sent():
     with pytest.raises(CheckpointError, match=r"cannot hold nvfp4"):
         export(weights, layout="finegrained-fp8", format="nvfp4")
     stack = {"model.layers.0.mlp.experts.down_proj": jnp.ones((4, 256, 128))}
+    config = {"model_type": "llama4", "hidden_size": 128}
     with pytest.raises(CheckpointError, match="has a weight for each expert"):
-        config = {"model_type": "llama4", "hidden_size": 128}
         export(stack | weights, config, layout="compressed-tensors")
