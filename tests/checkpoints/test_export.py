@@ -35,6 +35,7 @@ CASES = [
     ({"layout": "finegrained-fp8", "format": "deepseek_128x128"}),
     ({"layout": "modelopt", "format": "nvfp4", "input_scales": 0.37}),
     ({"layout": "compressed-tensors", "format": "W4A16_ASYM"}),
+    ({"layout": "compressed-tensors", "format": Rules({"mlp": "W8A8_ASYM"})}),
     ({"layout": "plain", "format": "e5m2", "scaling": "block"}),
     ({"layout": "plain", "format": "bfloat16"}),
 ]
