@@ -103,7 +103,7 @@ def page_of(file: str) -> str | None:
 BY_USE = {
     "nnx": ("wrap", "value_and_grad", "report", "numerics", "calibrate", "freeze", "quantize"),
     "linen": ("wrap", "value_and_grad", "report", "numerics", "calibrate", "freeze", "quantize"),
-    "checkpoints": ("convert", "load", "dequantize", "save", "verify", "compare"),
+    "checkpoints": ("convert", "load", "export", "dequantize", "save", "verify", "compare"),
     "casts": ("cast", "encode", "decode", "round_to_format"),
     "scaling": ("quantize", "QArray", "metrics"),
     "gradients": ("fake_cast", "fake_quantize", "fake_convert"),

@@ -436,7 +436,7 @@ EXCLUDED = {
         ),
         OF_MODELS,
     ),
-    "nnx.roll": OF_MODELS,
+    **dict.fromkeys(("nnx.roll", "nnx.input_scales"), OF_MODELS),
     **dict.fromkeys(
         (f"nnx.{name}" for name in ("LsqOffset", "LsqScale", "Probe", "ScalingState")), HELD
     ),

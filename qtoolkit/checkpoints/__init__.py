@@ -26,8 +26,9 @@ The files, along the arrow:
             (`_writing`) and renames it when it is whole, `_shards` the files of a folder
 
 `convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` takes them
-again with the stored arguments and compares bytes; `compare` opens two and compares numbers; `load`
-and `save` (`_load`, `_pytrees`) go between files and pytrees.
+again with the stored arguments and compares bytes; `compare` opens two and compares numbers.
+`load` and `save` (`_load`, `_pytrees`) go between files and pytrees; `export` (`_export`) plans and
+encodes without a file.
 """
 
 import importlib
@@ -60,6 +61,7 @@ from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._compare import compare
     from qtoolkit.checkpoints._convert import convert, dequantize_checkpoint
+    from qtoolkit.checkpoints._export import Export, export
     from qtoolkit.checkpoints._verify import Verification, verify
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "LAYOUTS",
     "CheckpointError",
     "Comparison",
+    "Export",
     "Layout",
     "Plan",
     "Report",
@@ -80,6 +83,7 @@ __all__ = [
     "convert",
     "dequantize",
     "dequantize_checkpoint",
+    "export",
     "finalize",
     "layout",
     "load",
@@ -97,6 +101,8 @@ _COMPUTING = {
     "compare": "_compare",
     "convert": "_convert",
     "dequantize_checkpoint": "_convert",
+    "Export": "_export",
+    "export": "_export",
     "verify": "_verify",
     "Verification": "_verify",
 }

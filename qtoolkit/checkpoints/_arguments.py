@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qtoolkit.checkpoints.layouts import Scheme
 from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules
 
 _PUBLISHED = {fmt.name: fmt for fmt in BLOCK_FORMATS}
@@ -11,7 +12,9 @@ _FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, 
 
 
 def recorded(
-    format: Format | BlockFormat | Rules[Any], skip: Sequence[re.Pattern[str]], **others: Any
+    format: Format | BlockFormat | Scheme | Rules[Any],
+    skip: Sequence[re.Pattern[str]],
+    **others: Any,
 ) -> dict[str, Any]:
     """JSON data of the arguments of `make_plan`; those that are None or False are omitted."""
     if isinstance(format, Rules):
@@ -42,11 +45,11 @@ def recalled(record: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _format_data(fmt: Format | BlockFormat | None) -> Any:
-    """The name of a format; of a block format that is not published, its fields."""
+def _format_data(fmt: Format | BlockFormat | Scheme | None) -> Any:
+    """The name of a format or scheme; of a block format that is not published, its fields."""
     if fmt is None:
         return None
-    if isinstance(fmt, Format) or _PUBLISHED.get(fmt.name) == fmt:
+    if isinstance(fmt, Format | Scheme) or _PUBLISHED.get(fmt.name) == fmt:
         return fmt.name
     from qtoolkit.products.internal import spec_to_json  # loads JAX
 

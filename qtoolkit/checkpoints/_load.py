@@ -36,8 +36,8 @@ from qtoolkit.checkpoints.layouts._qarrays import (
 )
 from qtoolkit.formats import FormatLike
 
-# For a name in `like` its name in the checkpoint, or (name, order of axes).
-Place = str | tuple[str, Sequence[int]]
+# For a name in a tree its name in the checkpoint, with an order of axes, with the shape there.
+Place = str | tuple[str, Sequence[int]] | tuple[str, Sequence[int], Sequence[int]]
 Names = Mapping[str, Place] | Callable[[str], Place]
 Reader = Callable[[Any], Any]
 
@@ -192,7 +192,7 @@ def _placed_readers(
         name, axes = leaf, None
         if names is not None:
             found = names(leaf) if callable(names) else names.get(leaf, leaf)
-            name, axes = (found, None) if isinstance(found, str) else found
+            name, axes = (found, None) if isinstance(found, str) else found[:2]
         elif leaf not in readers and leaf.endswith(".value"):
             name = leaf.removesuffix(".value")  # orbax's last key of variables was dropped
         if name in readers:

@@ -244,7 +244,7 @@ def qarray_of(
     array = QArray(
         jnp.asarray(codes.view(spec.element.code_dtype).reshape(shape)),
         None if scale is None else jnp.asarray(scale.reshape(counts)),
-        _spec_of_rank(spec, shape, encoding.lengths),
+        spec_of_rank(spec, shape, encoding.lengths),
         tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
         zero_point=zero,
         dtype=dtype,
@@ -272,7 +272,7 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
     return scale, tensor_scale
 
 
-def _spec_of_rank(
+def spec_of_rank(
     spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]
 ) -> BlockFormat:
     """The format with blocks that say what `lengths` are, for arrays of any rank."""

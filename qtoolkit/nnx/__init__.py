@@ -6,6 +6,7 @@ from qtoolkit.nnx._flow import calibrate, freeze, numerics, sensitivity, start_s
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
 from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._report import report
+from qtoolkit.nnx._scales import input_scales
 from qtoolkit.nnx._state import LsqOffset, LsqScale, Probe, ScalingState
 from qtoolkit.nnx._training import roll, value_and_grad
 from qtoolkit.nnx._wrap import wrap
@@ -22,6 +23,7 @@ __all__ = [
     "allocate",
     "calibrate",
     "freeze",
+    "input_scales",
     "numerics",
     "quantize",
     "report",

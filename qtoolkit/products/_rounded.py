@@ -325,6 +325,23 @@ def rounding_of(
     return dataclasses.replace(how, order=_turned_order(axes, len(shape)))
 
 
+def fixed_scale(operand: Operand | None, amax: Array | None) -> Array | None:
+    """The scale of an operand that does not follow from its array: static, calibrated, delayed.
+
+    `amax` is that of calibration or of a history, None without one. Of formats with a second scale
+    it is that of the tensor. None: there is no such scale, or the array is rotated first.
+    """
+    if operand is None or operand.transform is not None:
+        return None
+    scaling = operand.scaling
+    is_static = isinstance(scaling, Static) and scaling.scale is not None
+    if not is_static and (amax is None or not isinstance(scaling, Static | Delayed)):
+        return None
+    rounding = rounding_of(operand, Axes((), ()), (), ())
+    scales = rounding._known_scales(jnp.zeros(()), amax)
+    return scales.scale if scales.tensor_scale is None else scales.tensor_scale
+
+
 def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
     """`fmt` with one block along each axis that is known to be shorter than its block length."""
     assert fmt.axes is not None

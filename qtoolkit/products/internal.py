@@ -64,7 +64,7 @@ from qtoolkit.products._report import (
     traced_with_axes,
 )
 from qtoolkit.products._residuals import code_values, poisoned
-from qtoolkit.products._rounded import rounding_of
+from qtoolkit.products._rounded import fixed_scale, rounding_of
 from qtoolkit.products._sensitivity import exactly
 from qtoolkit.products._states import (
     AMAX,
@@ -80,6 +80,7 @@ from qtoolkit.products._states import (
     of_kernel,
     probe_of,
     started,
+    state_of,
     taken_over,
     uncalibrated,
     unstarted,

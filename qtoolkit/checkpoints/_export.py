@@ -1,0 +1,326 @@
+"""`export`: arrays in memory as the files of a layout have them, weight by weight on its devices.
+
+The plan is that of `convert`, made from names, dtypes and shapes alone. A weight is quantized by
+`qtoolkit.quantize`, or is a `QArray` already; `_entries` makes of a `QArray` what the `Encoding` of
+the layout says. All of this is compiled once for each shape and format.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.casts.internal import codes_from_dtype, dtype_from_codes
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
+from qtoolkit.checkpoints._checks import compiled
+from qtoolkit.checkpoints._formats import InputScales
+from qtoolkit.checkpoints._load import Names, Place
+from qtoolkit.checkpoints._plan import make_plan
+from qtoolkit.checkpoints._pytrees import is_qarray, named_arrays
+from qtoolkit.checkpoints._quantize import tensor_scales_from
+from qtoolkit.checkpoints._reader import spec_of_rank
+from qtoolkit.checkpoints._report import Plan, TensorPlan
+from qtoolkit.checkpoints._roles import AxisChoice
+from qtoolkit.checkpoints._tensors import DTYPE_OF, NUMPY_DTYPES, CheckpointError, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
+from qtoolkit.formats import E8M0FNU, FormatLike, Rules, SpecLike
+from qtoolkit.scaling import QArray, amax, quantize
+
+_WHERE = "export"
+
+
+class Leaf(NamedTuple):
+    """An array of a tree, and how the checkpoint has it: its shape, and the order of its axes.
+
+    `axes` are those by which the tensor of the checkpoint is transposed to the array in the tree;
+    None: it is not.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] | None
+
+    def oriented(self) -> Any:
+        """The array as the checkpoint has it."""
+        if self.axes is None:
+            return self.array.reshape(self.shape)
+        turned = self.array.reshape(tuple(self.shape[axis] for axis in self.axes))
+        return turned.transpose(*np.argsort(self.axes).tolist())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Export:
+    """What `export` returns: iterate over it for (name, array) pairs.
+
+    Attributes:
+      plan: What is done to each tensor; `plan.quantization_config` is for config.json.
+    """
+
+    plan: Plan
+    _leaves: Mapping[str, Leaf]
+    _tensors: Sequence[TensorPlan]
+
+    def __iter__(self) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+        groups: dict[str, list[str]] = {}
+        for tensor in self.plan.tensors:
+            if tensor.group:
+                groups.setdefault(tensor.group, []).append(tensor.name)
+        scales: dict[str, jax.Array] = {}
+        for tensor in self._tensors:
+            second = None
+            if tensor.encoding is not None and tensor.encoding.tensor_scale is not None:
+                group = tensor.group or tensor.name
+                if group not in scales:
+                    members = [self._leaves[name].array for name in groups.get(group, [group])]
+                    scales[group] = _tensor_scale(members, tensor.encoding)
+                second = scales[group]
+            yield from _written(tensor, self._leaves[tensor.name], second)
+
+
+def export(
+    tree: Any,
+    config: Mapping[str, Any] | None = None,
+    *,
+    names: Names | None = None,
+    only: Sequence[str] = (),
+    format: SpecLike | Rules[Any] = "e4m3fn",
+    scaling: str | None = None,
+    layout: str | None = None,
+    skip: Sequence[str] = (),
+    keep_dtype: FormatLike | None = None,
+    channel_axis: AxisChoice = "auto",
+    input_scales: InputScales | None = None,
+    allow_split: bool = False,
+    keep_unfitting: bool = False,
+) -> Export:
+    """Quantize the arrays of a model as `convert` does, without a file: for an engine at work.
+
+        for name, array in qtoolkit.checkpoints.export(nnx.state(model, nnx.Param), config, ...):
+            engine.load_weights([(name, array)])
+
+    Names, dtypes, shapes and bytes are those of the files that `convert` makes of the saved model.
+    Arrays stay on their devices, sharded as they are; at most one weight is held besides the model.
+    A second call with the same shapes compiles nothing.
+
+    Args:
+      tree: Arrays of JAX by name, nested as in `save`: `nnx.state(model, nnx.Param)`, linen's
+        params. A `QArray`, as in a model of `nnx.quantize`, keeps its codes and scales, such as
+        those that training used; its format must be the one that is written.
+      config: The content of the model's config.json, as the planner needs it; None: none.
+      names: For a name in the tree its name in the checkpoint, as in `load`, by a table or a
+        function: a name, (name, axes), or (name, axes, shape) where the checkpoint's tensor has
+        another rank. `axes` are those by which `load` transposes.
+      only: Regular expressions; only weights with such a name in the checkpoint are sent. Scales
+        that several weights share are those of the whole.
+      input_scales: As in `make_plan`; by names in the tree, too, as `qtoolkit.nnx.input_scales`
+        gives those that training used.
+      format, scaling, layout, skip, keep_dtype, channel_axis, allow_split, keep_unfitting: As in
+        `make_plan`.
+
+    Returns:
+      An iterable of (name, array); its `plan` has the quantization config.
+
+    Raises:
+      CheckpointError: As `make_plan`; a name is given twice; or a `QArray` is not stored as the
+        layout says.
+
+    Examples:
+      >>> weights = {"up": {"weight": jnp.ones((64, 32))}, "norm": {"weight": jnp.ones(32)}}
+      >>> for name, array in qt.checkpoints.export(weights, layout="compressed-tensors"):
+      ...     print(name, array.dtype, array.shape)
+      norm.weight float32 (32,)
+      up.weight float8_e4m3fn (64, 32)
+      up.weight_scale float32 (64, 1)
+    """
+    leaves: dict[str, Leaf] = {}
+    targets: dict[str, str] = {}
+    for name, array in named_arrays(_WHERE, tree):
+        place: Place = name
+        if names is not None:
+            place = names(name) if callable(names) else names.get(name, name)
+        target, leaf = _leaf(name, array, place)
+        if target in leaves:
+            raise CheckpointError(
+                f"{_WHERE}: {shown(target)}: two arrays have this name, expected one; correct names"
+            )
+        leaves[target], targets[name] = leaf, target
+    tensors = {
+        name: Tensor(name, DTYPE_OF[np.dtype(leaf.array.dtype).name], leaf.shape, _unread)
+        for name, leaf in sorted(leaves.items())
+    }
+    if isinstance(input_scales, Mapping):  # by the name in the tree, or in the checkpoint
+        input_scales = {targets.get(name, name): scale for name, scale in input_scales.items()}
+    plan = make_plan(
+        Checkpoint(_WHERE, tensors, config=config or {}),
+        format=format,
+        scaling=scaling,
+        layout=layout,
+        skip=skip,
+        keep_dtype=keep_dtype,
+        channel_axis=channel_axis,
+        input_scales=input_scales,
+        allow_split=allow_split,
+        keep_unfitting=keep_unfitting,
+    )
+    if split := [tensor.name for tensor in plan.tensors if tensor.name not in leaves]:
+        raise CheckpointError(
+            f"{_WHERE}: {shown(split[0])}: layout {plan.layout} has a weight for each expert, "
+            "expected arrays of them; split the stack, or use another layout"
+        )
+    patterns = [compiled(pattern) for pattern in only]
+    chosen = [t for t in plan.tensors if not only or any(p.search(t.name) for p in patterns)]
+    return Export(plan, leaves, chosen)
+
+
+def _leaf(name: str, array: Any, place: Place) -> tuple[str, Leaf]:
+    """The name in the checkpoint, and how the checkpoint has the array."""
+    if not hasattr(array, "shape") or str(array.dtype) not in DTYPE_OF:
+        raise CheckpointError(
+            f"{_WHERE}: {shown(name)} has {getattr(array, 'dtype', type(array).__name__)}, "
+            "expected an array; give parameters alone, e.g. nnx.state(model, nnx.Param)"
+        )
+    array = array if is_qarray(array) else jnp.asarray(array)
+    if isinstance(place, str):
+        return place, Leaf(array, tuple(array.shape), None)
+    target, axes, *rest = place
+    shape = tuple(rest[0]) if rest else tuple(array.shape[i] for i in np.argsort(axes))
+    is_order = sorted(axes) == [*range(len(shape))] and math.prod(shape) == math.prod(array.shape)
+    if not is_order:
+        raise CheckpointError(
+            f"{_WHERE}: {shown(name)}, {list(array.shape)}: axes {tuple(axes)} and shape "
+            f"{list(shape)} of {shown(target)}, expected an order of the axes of a tensor of that "
+            "size; correct names"
+        )
+    return target, Leaf(array, shape, tuple(axes))
+
+
+def _unread(start: int, buffer: memoryview) -> None:
+    raise AssertionError("a plan reads no weights")
+
+
+def _written(
+    tensor: TensorPlan, leaf: Leaf, tensor_scale: jax.Array | None
+) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+    """The entries of a tensor: (name, array). NumPy's for what JAX has no dtype for: int64."""
+    x, encoding = leaf.oriented(), tensor.encoding
+    if encoding is None:
+        if is_qarray(x):
+            x = x.dequantize()
+        if tensor.spec is not None:  # a cast, in which infinities stay
+            codes = quantize(x, tensor.spec, saturation="propagate").codes
+            x = _in_dtype(codes, tensor.dtype, tensor.spec.element)
+        yield tensor.name, x
+        return
+    for entry, data in encoding.constants:
+        array = np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
+        yield entry.name, array if entry.dtype == "I64" else jnp.asarray(array)
+    if not x.size:
+        yield encoding.codes.name, jnp.zeros(encoding.codes.shape, NUMPY_DTYPES[tensor.dtype])
+        if encoding.scale is not None:
+            yield encoding.scale.name, jnp.ones(encoding.scale.shape, np.float32)
+        return
+    spec = spec_of_rank(encoding.spec, encoding.matrix_shape, encoding.lengths)
+    if encoding.transposed:
+        x = x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+    if is_qarray(x):
+        q = _checked(x, encoding, tensor_scale)
+    else:
+        q = quantize(x, spec, tensor_scale=tensor_scale)
+    if encoding.tensor_scale is not None:
+        assert q.tensor_scale is not None
+        yield encoding.tensor_scale.name, q.tensor_scale.reshape(encoding.tensor_scale.shape)
+    dtypes = encoding.codes.dtype, "" if encoding.scale is None else encoding.scale.dtype
+    codes, scale = _entries(q, encoding.packing, dtypes)
+    yield encoding.codes.name, codes.reshape(encoding.codes.shape)
+    if encoding.scale is not None:
+        yield encoding.scale.name, scale.reshape(encoding.scale.shape)
+    if encoding.zero_point is not None and encoding.zero_packing is not None:
+        zeros = _zero_points(q, encoding.zero_packing, encoding.zero_point.dtype)
+        yield encoding.zero_point.name, zeros.reshape(encoding.zero_point.shape)
+
+
+def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:
+    """A quantized array that the layout stores as it is; raises for another."""
+    spec, lengths = encoding.spec, q.blocks.lengths
+    is_same = (
+        (q.spec.element, q.spec.scale, q.spec.tensor_scale, q.spec.tensor_scale_divides)
+        == (spec.element, spec.scale, spec.tensor_scale, spec.tensor_scale_divides)
+        and lengths == tuple(map(min, encoding.lengths, q.shape))
+        and q.spec.zero_point == spec.zero_point
+        and not q.transform
+    )
+    if not is_same:
+        raise CheckpointError(
+            f"{_WHERE}: tensor {shown(encoding.name)}: {q.spec.name}, in blocks of {lengths}, "
+            f"expected {spec.name}, in blocks of {encoding.lengths}, as the layout stores it; give "
+            "its format and scaling, or the model before it was quantized"
+        )
+    second = q.tensor_scale
+    if second is not None and tensor_scale is not None and bool(second != tensor_scale):
+        raise CheckpointError(
+            f"{_WHERE}: tensor {shown(encoding.name)}: its tensor scale is {second}, and "
+            f"{tensor_scale} that of the weights with which engines join it, expected one scale; "
+            "give the model before it was quantized"
+        )
+    return q.unpack()
+
+
+def _tensor_scale(members: Sequence[Any], encoding: Encoding) -> jax.Array:
+    """The tensor scale that some weights share: that of the largest magnitude of all."""
+    stored = [array.tensor_scale for array in members if is_qarray(array)]
+    if stored and len(stored) == len(members):
+        return stored[0]
+    arrays = (array.dequantize() if is_qarray(array) else array for array in members)
+    largest = functools.reduce(jnp.maximum, (amax(array) for array in arrays))
+    return tensor_scales_from(largest, encoding.spec)
+
+
+@functools.partial(jax.jit, static_argnames=("packing", "dtypes"))
+def _entries(
+    q: QArray, packing: Packing | None, dtypes: tuple[str, str]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Codes and scales of a quantized array as a file has them."""
+    element, scale = q.spec.element, q.scale
+    if packing is None:
+        codes = _in_dtype(q.codes, dtypes[0], element)
+    else:
+        codes = _packed(q.codes, packing, element.bits).astype(NUMPY_DTYPES[dtypes[0]])
+    if scale is None:
+        return codes, None
+    dtype = NUMPY_DTYPES[dtypes[1]]
+    if q.spec.scale == E8M0FNU and dtype == np.uint8:
+        return codes, codes_from_dtype(scale, E8M0FNU)
+    return codes, scale.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("packing", "dtype"))
+def _zero_points(q: QArray, packing: Packing, dtype: str) -> jax.Array:
+    """The zero points of a matrix, packed along its rows."""
+    assert packing.axis == -2
+    assert q.zero_point is not None
+    codes = q.zero_point.astype(jnp.uint8)
+    return _packed(codes.T, packing, q.spec.element.bits).T.astype(NUMPY_DTYPES[dtype])
+
+
+def _in_dtype(codes: jax.Array, dtype: str, element: Any) -> jax.Array:
+    array = dtype_from_codes(codes, element)
+    assert array.dtype == NUMPY_DTYPES[dtype]
+    return array
+
+
+def _packed(codes: jax.Array, packing: Packing, bits: int) -> jax.Array:
+    """Words of codes along the last axis of an array, unsigned; see `layouts._encoding.packed`."""
+    count = packing.word // bits
+    word = np.dtype(f"uint{packing.word}")
+    if packing.biased:
+        codes = (codes ^ np.uint8(1 << (bits - 1))) & np.uint8((1 << bits) - 1)
+    missing = -codes.shape[-1] % count
+    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)]).astype(word)
+    places = packing.order or range(count)
+    parts = (codes[..., p::count] << word.type(at * bits) for p, at in enumerate(places))
+    return functools.reduce(jnp.bitwise_or, parts)
