@@ -423,6 +423,7 @@ EXCLUDED = {
     **dict.fromkeys(("Gain", "NativeCalls"), HELD),
     "Gpu": DATA,
     **dict.fromkeys(("expected_gain", "native_calls"), OF_MODELS),
+    "all_to_all": "of a mesh; quantizes as `quantize` does, which is here",
     **dict.fromkeys(("gptq", "awq_factors"), "run once, over a trained kernel; sums decide"),
     **dict.fromkeys(
         (

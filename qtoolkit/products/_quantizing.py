@@ -145,7 +145,8 @@ class Quantizing:
         self, matmul: Matmul, call: Call, planted: Planted | None
     ) -> tuple[Any, Seen | None]:
         recipe = self.recipe_of(matmul)
-        if recipe is None:
+        is_stored = matmul.kernel is not None and bool(matmul.origins[matmul.kernel].stored)
+        if recipe is None or not (any(recipe.operands) or self.tap or is_stored):
             return None, None
         return self.product(matmul, call, recipe, planted)
 

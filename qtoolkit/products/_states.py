@@ -212,7 +212,7 @@ def moved(kept: Kept, seen: Array, delayed: tuple[bool, bool, bool]) -> dict[str
         seen = seen.reshape(*ran.shape, *(1,) * (len(lead) - ran.ndim), *seen.shape[-2:])
         # An infinity in an operand that is not delayed counts, its magnitude does not.
         counts = np.array(delayed)[:, None] | (np.arange(BUCKETS) == BAD_BUCKET)
-        seen = jnp.broadcast_to(seen * counts, (*lead, *seen.shape[-2:]))
+        seen = jnp.broadcast_to(seen * counts.astype(np.float32), (*lead, *seen.shape[-2:]))
         new[HISTORY], new[BAD] = rolled(kept[HISTORY], kept[BAD], seen)
     return new
 

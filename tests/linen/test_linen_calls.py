@@ -196,3 +196,27 @@ def test_a_loss_gives_each_module_its_part_of_the_variables(recipe, cast):
     found = qt.linen.numerics(first, variables, X, loss)
     assert {f"{row.path}:{row.product}" for row in found.rows} == expected
     assert all(float(row.tally.uses) for row in found.rows)
+
+
+class Half(nn.Module):
+    """In bfloat16, with a convolution and attention, whose sums XLA rounds where they stand."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(8, (3,), dtype=jnp.bfloat16)(x)
+        x = nn.MultiHeadDotProductAttention(num_heads=2, dtype=jnp.bfloat16)(x, x)
+        return nn.Dense(8, dtype=jnp.bfloat16)(nn.gelu(x))
+
+
+def test_what_is_not_rounded_has_the_bits_of_the_plain_module():
+    x = jnp.float32(np.random.default_rng(1).normal(size=(2, 16, 8)))
+    params = Half().init(jax.random.key(0), x)
+
+    def step(module):
+        def loss(params):
+            return jnp.mean(module.apply(params, x).astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    wrapped = qt.linen.wrap(Half(), PLAIN)
+    jax.tree.map(np.testing.assert_array_equal, step(wrapped), step(Half()))

@@ -475,3 +475,28 @@ def test_a_method_may_write_to_what_it_is_given(x):
         out = model(x, outs, named=named)
         assert outs == [out]
         assert named == {"last": out}
+
+
+class EmbedFirst(nnx.Module):
+    """Multiplies rows of an embedding, kernel first, as einsums do."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 4)))
+
+    def __call__(self, tokens):
+        return jax.lax.dot_general(self.kernel[...], self.embed(tokens), (((0,), (1,)), ((), ())))
+
+
+def test_rows_that_known_tokens_select_are_no_kernel():
+    """A loss that closes over its batch gives the same matmuls as one that is given it."""
+    tokens = jnp.arange(6)
+    names = []
+    for inputs in ((tokens,), lambda model: model(tokens).sum()):
+        wrapped = qt.nnx.wrap(EmbedFirst(nnx.Rngs(0)), qt.recipes.te_delayed_hybrid, inputs=inputs)
+        nnx.jit(qt.nnx.value_and_grad(lambda model, t: model(t).sum()))(wrapped, tokens)
+        states = nnx.to_flat_state(nnx.state(wrapped, qt.nnx.ScalingState))
+        moved = [path for path, x in states if path[-1] == "history" and x.get_value().any()]
+        names.append([path for path in moved if "embed" not in path])
+    assert names[0] == names[1]
+    assert [path[-2] for path in names[0]] == ["kernel"]
