@@ -197,8 +197,8 @@ def _check_layers(items: list[_Item], model: Model) -> None:
     """Raises where layers of config.json are missing, or lack what other layers have."""
     parts = (item.name.split(".", 2) for item in items if item.name.startswith("blk."))
     found: dict[int, set[str]] = {layer: set() for layer in range(model.layers)}
-    for _, layer, name in parts:
-        found.setdefault(int(layer), set()).add(name)
+    for _, number, name in parts:
+        found.setdefault(int(number), set()).add(name)
     names = set().union(*found.values())
     for layer, own in found.items():
         if missing := sorted(names - own):
