@@ -47,7 +47,8 @@ def _matrices(params: Any) -> Any:
     """How Muon sees each parameter as a matrix; None: by AdamW."""
     numbers = optax.contrib.MuonDimensionNumbers
     axes = {2: numbers(), 3: numbers(0, (1, 2))}
-    return {name: axes.get(x.ndim) for name, x in params.items()}
+    # optax also asks for the tree in which masks stand for the parameters of AdamW.
+    return {name: axes.get(getattr(x, "ndim", 0)) for name, x in params.items()}
 
 
 class Update:

@@ -15,8 +15,8 @@ def recorded(
 ) -> dict[str, Any]:
     """JSON data of the arguments of `make_plan`; those that are None or False are omitted."""
     if isinstance(format, Rules):
-        values = format.map(_format_data)
-        others["format"] = {"rules": values.rules, "default": values.default}
+        rules = [[key, _format_data(fmt)] for key, fmt in format.rules]
+        others["format"] = {"rules": rules, "default": _format_data(format.default)}
     else:
         others["format"] = _format_data(format)
     if isinstance(scales := others.get("input_scales"), Mapping):
@@ -42,8 +42,10 @@ def recalled(record: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _format_data(fmt: Format | BlockFormat) -> Any:
+def _format_data(fmt: Format | BlockFormat | None) -> Any:
     """The name of a format; of a block format that is not published, its fields."""
+    if fmt is None:
+        return None
     if isinstance(fmt, Format) or _PUBLISHED.get(fmt.name) == fmt:
         return fmt.name
     from qtoolkit.products.internal import spec_to_json  # loads JAX

@@ -23,6 +23,7 @@ from qtoolkit.checkpoints.layouts._compressed_tensors import (
     MX4,
     NV4,
     PACKED,
+    W4A16_ASYM,
 )
 from qtoolkit.formats import E4M3FN
 
@@ -208,6 +209,10 @@ def _unquantized_stacks(target: Target) -> Iterable[str]:
     return [t.name for t in stacks if re.search(r"experts\.\w*_proj$", t.name)]
 
 
+def _zero_points(target: Target) -> Iterable[str]:
+    return [t.name for t in target.quantized if t.scheme == W4A16_ASYM]
+
+
 def _tables(target: Target) -> Iterable[str]:
     return [t.name for t in target.quantized if EMBEDDING.search(t.name)]
 
@@ -268,6 +273,15 @@ CAUTIONS = (
         "and computes NaN or wrong numbers or fails",
         remedy="for it, exclude them with --skip shared_transf, or use --layout finegrained-fp8",
         names=_shared_modules,
+        **_OF_TRANSFORMERS,
+    ),
+    Caution(
+        key="zero points of weights",
+        layout="compressed-tensors",
+        models="all",
+        fault="does not load zero points of packed weights: it makes room of another size",
+        remedy="for it, load them by " + PACKED_OPTION,
+        names=_zero_points,
         **_OF_TRANSFORMERS,
     ),
     Caution(

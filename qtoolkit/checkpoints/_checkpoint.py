@@ -64,7 +64,7 @@ class Tensor:
 
     @property
     def is_dequantized(self) -> bool:
-        return self.stored_dtype != self.dtype
+        return self.encoding is not None or self.stored_dtype != self.dtype
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Elements `start` to `stop` in C order: a new array of one dimension."""

@@ -12,10 +12,10 @@ from typing import Any
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
 from qtoolkit.checkpoints._report import Plan, TensorPlan
-from qtoolkit.checkpoints._roles import engine_group, experts_of, module_of
+from qtoolkit.checkpoints._roles import Roles, engine_group, experts_of, module_of
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import CheckpointError, listed, over_layers, shown
-from qtoolkit.checkpoints.layouts import Scheme
+from qtoolkit.checkpoints.layouts import Layout, Scheme
 
 DIFFUSERS = "_class_name"  # a config.json with this key belongs to a model of diffusers
 _OF_GGUF = re.compile(r"^(v\.|a\.|enc\.|dec\.)?blk\.\d+\.")  # "blk.0.", a layer in llama.cpp
@@ -83,6 +83,25 @@ def check_fit(
         f"{source.path}: write --keep-unfitting to exclude what does not fit, --skip for what you "
         f"name{channel}: {listed(problems, 4, '; ')}"
     )
+
+
+def check_table(info: Tensor, scheme: Scheme, layout: Layout, roles: Roles) -> None:
+    """Raises if no loader of the layout looks up codes of this scheme in a table of embeddings."""
+    remedy = "exclude it by a rule or with --skip"
+    if scheme not in layout.tables:
+        held = " or ".join(sorted({one.name for one in layout.tables}))
+        others = f", and tables in {held}" if held else ""
+        raise CheckpointError(
+            f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of layout "
+            f"{layout.name} take {scheme.name} for linear layers only{others}; {remedy}, or use "
+            "--layout plain"
+        )
+    if roles.has_tied_head():
+        raise CheckpointError(
+            f"tensor {shown(info.name)}: the head is tied to this table, by config.json or because "
+            f"it has no weight, and loaders look for one; {remedy}, or save the model with "
+            "tie_word_embeddings=false and a head"
+        )
 
 
 def check_split(source: Checkpoint, plan: Plan) -> None:

@@ -34,7 +34,8 @@ _CODEBOOK = re.compile(r"(codebooks?|lut|centroids|palettes?|tables?)$")
 _TABLE = re.compile(r"(indices|tables?|buckets)$")  # of 64 bits; narrower ones may be codes
 # Of which weight an entry is the scale, or the zero point.
 _SCALE = re.compile(
-    r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros)$"
+    r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros"
+    r"|(?<![a-z])scale_weight)$"
 )
 # The same of a weight in high precision, which is there and whose values may be codes all the same.
 _UNUSED_SCALE = re.compile(

@@ -31,6 +31,7 @@ from qtoolkit.formats import format as resolve
 from qtoolkit.formats.internal import values_of_rules
 
 InputScales = float | Mapping[str, float]  # one for all modules, or by module
+TargetFormat = Format | BlockFormat | Scheme  # what weights are quantized to
 # By the names that their publishers give them; of several of a name, the first in its layout.
 _SCHEMES = {
     scheme.name: scheme
@@ -43,7 +44,7 @@ _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
 
 
-def scheme_of(layout: Layout, fmt: Format | BlockFormat, scaling: str | None) -> Scheme:
+def scheme_of(layout: Layout, fmt: TargetFormat, scaling: str | None) -> Scheme:
     """The scheme of a layout for a format and a value of `--scaling`; raises where it has none."""
     if isinstance(fmt, BlockFormat) and scaling is not None:
         raise MisuseError(
@@ -58,7 +59,7 @@ def scheme_of(layout: Layout, fmt: Format | BlockFormat, scaling: str | None) ->
             other.name
             for other in LAYOUTS.values()
             if other is not layout and not other.experts_of
-            if any(fmt in (scheme.spec, scheme.spec.element) for scheme in other.schemes)
+            if any(fmt in (one, one.spec, one.spec.element) for one in other.schemes)
         ]
         if not others and layout.name == "plain" and isinstance(fmt, Format):
             safetensors_dtype(fmt)  # raises with the reason
@@ -75,14 +76,18 @@ def scheme_of(layout: Layout, fmt: Format | BlockFormat, scaling: str | None) ->
         ) from error
 
 
-def resolve_target(fmt: SpecLike) -> Format | BlockFormat:
-    """The format or published block format that `fmt` spells, or that of the scheme it names."""
-    if isinstance(fmt, BlockFormat):
+def resolve_target(fmt: SpecLike | Scheme) -> TargetFormat:
+    """The format or published block format that `fmt` spells, or that of the scheme it names; the
+    scheme itself, if another one has weights of this format.
+    """
+    if isinstance(fmt, BlockFormat | Scheme):
         return fmt
     if isinstance(fmt, str) and fmt.lower() in _BLOCKS:
         return _BLOCKS[fmt.lower()]
     scheme = scheme_named(fmt)
-    return resolve(fmt) if scheme is None else scheme.spec
+    if scheme is None:
+        return resolve(fmt)
+    return scheme if scheme.is_named else scheme.spec
 
 
 def scheme_named(fmt: Any) -> Scheme | None:
@@ -184,9 +189,9 @@ def high_precision_dtype(fmt: FormatLike) -> str:
     )
 
 
-def dtype_of(fmt: Format | BlockFormat) -> str | None:
+def dtype_of(fmt: TargetFormat) -> str | None:
     """The dtype of an element format as safetensors spells it; None if it has none."""
-    dtype = None if isinstance(fmt, BlockFormat) else fmt.dtype
+    dtype = None if isinstance(fmt, BlockFormat | Scheme) else fmt.dtype
     return None if dtype is None else DTYPE_OF.get(dtype.name)
 
 

@@ -16,6 +16,7 @@ from qtoolkit.checkpoints._checks import (
     check_loads,
     check_names,
     check_split,
+    check_table,
     skip_patterns,
     unquantized_modules,
     used_schemes,
@@ -25,6 +26,7 @@ from qtoolkit.checkpoints._decode import unused_entries
 from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
     InputScales,
+    TargetFormat,
     by_scheme,
     check_used,
     default_layout,
@@ -264,7 +266,7 @@ class _Planner:
 
     def _rules(
         self, format: SpecLike | Rules[Any] | None
-    ) -> tuple[Format | BlockFormat | Rules[Any] | None, Rules[Any]]:
+    ) -> tuple[TargetFormat | Rules[Any] | None, Rules[Any]]:
         if not isinstance(format, Rules):
             one = None if format is None else self._target(format)
             return one, Rules((), default=one)
@@ -281,7 +283,7 @@ class _Planner:
             raise CheckpointError(shown(str(error))) from error
         return rules, rules
 
-    def _target(self, of: SpecLike) -> Format | BlockFormat:
+    def _target(self, of: SpecLike) -> TargetFormat:
         """The format of this spelling; raises where the layout cannot hold it."""
         target = resolve_target(of)
         scheme_of(self.layout, target, self.scaling)
@@ -289,7 +291,7 @@ class _Planner:
 
     def _choice(
         self, info: Tensor, rules: Rules[Any], is_one_format: bool, skip: list[re.Pattern[str]]
-    ) -> tuple[Format | BlockFormat | None, str]:
+    ) -> tuple[TargetFormat | None, str]:
         """The format of a tensor, or None and the reason not to quantize it."""
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
         if info.name in self.copied and (is_one_format or fmt is None):
@@ -325,7 +327,7 @@ class _Planner:
         hint = f"; --layout {other} holds experts" if other and is_stack_of_experts(info) else ""
         return f"{len(info.shape)} dimensions, {self.layout.name} holds matrices{hint}"
 
-    def _tensor(self, info: Tensor, fmt: Format | BlockFormat | None, reason: str) -> TensorPlan:
+    def _tensor(self, info: Tensor, fmt: TargetFormat | None, reason: str) -> TensorPlan:
         if fmt is None:
             return self._unquantized(info, reason)
         if info.name in self.copied:
@@ -380,20 +382,8 @@ class _Planner:
                 f"NAME.weight, as layout {self.layout.name} holds them; exclude it with --skip, or "
                 "use --layout plain"
             )
-        if EMBEDDING.search(info.name) and scheme not in self.layout.tables:
-            held = " or ".join(dict.fromkeys(one.name for one in self.layout.tables))
-            takes = f"; loaders read tables in {held}" if held else ""
-            raise CheckpointError(
-                f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of "
-                f"layout {self.layout.name} take {scheme.name} for linear layers only{takes}; "
-                "exclude it by a rule or with --skip, or use --layout plain"
-            )
-        if EMBEDDING.search(info.name) and self.roles.has_tied_head():
-            raise CheckpointError(
-                f"tensor {shown(info.name)}: the head is tied to this table, by config.json or "
-                "because there is no weight for it, and loaders look for its own; exclude it by a "
-                "rule or with --skip, or save the model with tie_word_embeddings=false and a head"
-            )
+        if EMBEDDING.search(info.name):
+            check_table(info, scheme, self.layout, self.roles)
         if self.roles.outputs_last(info):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "

@@ -24,7 +24,7 @@ from qtoolkit.checkpoints._reader import WeightReader, grid_of
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Slab
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, shown
-from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
+from qtoolkit.checkpoints.layouts._encoding import packed, packed_zero_points, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 Item = TypeVar("Item")
@@ -145,6 +145,7 @@ class Production:
     def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (name of an entry, the next bytes of it) for some tensors, one after the other."""
         sums = ErrorSums()  # of the tensor that is being made
+        zeros: list[np.ndarray] = []  # its zero points, which are packed along all rows
         parts = (part for tensor in tensors for part in self._parts(tensor))
         for part, output in self._workers.map(_output, parts):
             tensor = part.tensor
@@ -154,6 +155,11 @@ class Production:
                 if self._progress is not None:
                     self._progress(shown(tensor.name), self._done, self.total)
             sums.add(output.sums)
+            if output.zero_point is not None:
+                zeros.append(output.zero_point)
+            if part.is_last and zeros:
+                yield packed_zero_points(tensor.encoding, np.concatenate(zeros))
+                zeros = []
             if part.is_last:
                 self.reports.append(
                     tensor.report(

@@ -78,11 +78,13 @@ class QuantizedSlab(NamedTuple):
       scale: The scales, flat, as stored, of the blocks that begin in the slab; None if the format
         has none.
       sums: The rounding error.
+      zero_point: The zero points of these blocks, int32, flat; None if the format has none.
     """
 
     codes: np.ndarray
     scale: np.ndarray | None
     sums: ErrorSums
+    zero_point: np.ndarray | None = None
 
 
 def quantize_slab(weight: Weight, slab: Slab) -> QuantizedSlab:
@@ -106,7 +108,10 @@ def quantize_slab(weight: Weight, slab: Slab) -> QuantizedSlab:
     scale = np.asarray(result.scale).reshape(counts)[: shape[0], : shape[1]]
     rates = multipliers(scale, tensor_scale, weight.spec)
     found.max_scale = float(np.fmax.reduce(rates, axis=None, initial=0))
-    if may_be_subnormal(rates, weight.spec):  # XLA counted such values as 0: compute them again
+    zero_point = result.zero_point
+    if zero_point is not None:
+        zero_point = np.asarray(zero_point).reshape(counts)[: shape[0], : shape[1]].reshape(-1)
+    elif may_be_subnormal(rates, weight.spec):  # XLA counted such values as 0: compute them again
         values = exact_values(codes, rates, grid.lengths(slab), weight.spec)
         wide = x[: slab.rows, : slab.columns].astype(np.float32)
         with np.errstate(invalid="ignore"):
@@ -114,7 +119,7 @@ def quantize_slab(weight: Weight, slab: Slab) -> QuantizedSlab:
         found.signal, found.noise = exact.signal, exact.noise
     if slab.row % grid.rows % grid.height or slab.column % grid.width:
         return QuantizedSlab(codes, scale[:0].reshape(-1), found)  # written with another slab
-    return QuantizedSlab(codes, scale.reshape(-1), found)
+    return QuantizedSlab(codes, scale.reshape(-1), found, zero_point)
 
 
 def padded(x: np.ndarray, shape: tuple[int, ...], value: Any = 0) -> np.ndarray:
@@ -211,7 +216,7 @@ def prepared(weight: Weight, map_: Map = map) -> Weight:
 
 
 class _Encoded(NamedTuple):
-    """The codes and scales of a slab, and its sums.
+    """The codes, scales and zero points of a slab, and its sums.
 
     Attributes:
       sums: [4, ...]: sums of (factor * x)^2 and of (factor * (x - value))^2, where `value` is what
@@ -222,6 +227,7 @@ class _Encoded(NamedTuple):
 
     codes: jax.Array
     scale: jax.Array | None
+    zero_point: jax.Array | None
     sums: jax.Array
     factor: jax.Array
 
@@ -259,7 +265,7 @@ def _encoded(
     parts.append(exceeds)
     rows = (x.shape[0], -1) if x.shape[1] % _SUMMED else (-1, _SUMMED)
     sums = jnp.stack([jnp.sum(part.reshape(rows), axis=1) for part in parts])
-    return _Encoded(codes, scales.scale, sums, factor)
+    return _Encoded(codes, scales.scale, scales.zero_point, sums, factor)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "nan_wins"))

@@ -119,7 +119,7 @@ class Plan:
     """
 
     layout: str
-    format: Format | BlockFormat | Rules[Any] | None
+    format: Format | BlockFormat | Scheme | Rules[Any] | None
     scaling: str
     tensors: tuple[TensorPlan, ...]
     metadata: Mapping[str, str]
@@ -166,7 +166,7 @@ class Plan:
             (spec if has_scheme and spec.name in _PUBLISHED else spec.element).name
             for spec, has_scheme in specs
         )
-        if not used and isinstance(self.format, Format | BlockFormat):
+        if not used and isinstance(self.format, Format | BlockFormat | Scheme):
             return self.format.name
         return ", ".join(used) or "nothing"
 

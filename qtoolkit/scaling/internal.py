@@ -41,6 +41,7 @@ from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import observed_summary
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import (
+    asymmetric,
     effective,
     power_above,
     scale_from,

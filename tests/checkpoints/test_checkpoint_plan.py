@@ -83,7 +83,7 @@ def test_metadata_is_copied_and_says_what_was_done(tmp_path):
     assert (about["format"], about["scaling"], list(about)) == (
         "e5m2",
         "channel",
-        ["format", "scaling", "version"],
+        ["arguments", "format", "scaling", "version"],
     )
 
 
@@ -206,7 +206,7 @@ def test_metadata_records_the_rules(tmp_path):
     plan = plan_of(tmp_path, MODEL, {"format": "pt"}, format=rules)
     about = json.loads(plan.metadata["qtoolkit"])
     assert plan.metadata["format"] == "pt"
-    assert list(about) == ["rules", "scaling", "version"]
+    assert list(about) == ["arguments", "rules", "scaling", "version"]
     assert Rules.from_json(json.dumps(about["rules"])) == rules.map(format)
 
 

@@ -281,7 +281,7 @@ def comfyui_rotated(mark):
     return {}, metadata, entries, {WEIGHT: values.reshape(ROWS, COLUMNS).astype(np.float32)}
 
 
-def modelopt_awq():
+def modelopt_awq(algorithm="NVFP4_AWQ"):
     """torch/export/quant_utils.py: inputs times pre_quant_scale, weights NVFP4."""
     packed = rng().integers(0, 256, (ROWS, COLUMNS // 2), np.uint8)
     scale = np.abs(rng().normal(size=(ROWS, COLUMNS // 16))).astype(E4M3)
@@ -295,11 +295,20 @@ def modelopt_awq():
         f"{MODULE}.input_scale": np.float32(0.1),
         f"{MODULE}.pre_quant_scale": factors,
     }
-    config = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "group_size": 16}
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16}
     return {"quantization_config": config}, {}, entries, {WEIGHT: values}
 
 
+def in_floats(make, entry):
+    """The same folder with codes stored as float32 (bnb_4bit_quant_storage, view_as_float)."""
+    config, metadata, entries, expected = make()
+    entries[entry] = entries[entry].reshape(-1).view(np.float32)[:, None]
+    return config, metadata, entries, expected
+
+
 CASES = {
+    "nf4_floats": lambda: in_floats(lambda: bitsandbytes("nf4", (ROWS, 90), False), WEIGHT),
+    "hqq_floats": lambda: in_floats(lambda: hqq(4, 1), f"{MODULE}.W_q"),
     **{f"auto_round_{b}": lambda b=b: auto_round("auto_round:auto_gptq", b, 1) for b in (2, 4, 8)},
     "auto_round_default": lambda: auto_round(None, 4, 1),
     "auto_round_gptqmodel": lambda: auto_round("auto_round:gptqmodel", 4, 0),
@@ -343,6 +352,7 @@ CASES = {
     "comfyui_rotated": lambda: comfyui_rotated("tensor"),
     "comfyui_rotated_metadata": lambda: comfyui_rotated("metadata"),
     "modelopt_awq": modelopt_awq,
+    "modelopt_w4a16": lambda: modelopt_awq("W4A16_NVFP4"),
 }
 # What no QArray can hold is loaded as float32.
 IS_ARRAY = ("auto_round", "mlx_mx", "mlx_nv", "nf4_128", "nf4_experts", "bitsandbytes_int8")
@@ -428,6 +438,15 @@ REFUSED = {
     "hqq": ("hqq_4_1", {}, {"packing": text("4bit_32")}, "expected 8bit_u8"),
     "shape": ("hqq_4_1", {}, {"shape": np.int64([ROWS, 2 * COLUMNS])}, "W_q: .*in groups"),
     "class": ("torchao_int8", {}, {"_weight_scale": None}, "expected Float8Tensor"),
+    "bits as text": ("mlx_4", {"bits": "4"}, {}, "quantization .*'bits': '4'"),
+    # mlx-lm#1214: loaders rename modules, and then miss what the config says of them.
+    "other module": ("mlx_8", {"model.q": {"bits": 4, "group_size": 64}}, {}, "model.q .*a quant"),
+    "two types": (
+        *("nf4_128", {}),
+        {"weight.quant_state.bitsandbytes__nf4": text('{"quant_type": "fp4", "shape": [64, 128]}')},
+        "two codes of nf4 or fp4",
+    ),
+    "axis": ("hqq_4_1", {}, {"axis": np.int32(0)}, "axis: other groups than those of scale"),
     "factors": ("modelopt_awq", {}, {"pre_quant_scale": np.ones(3, np.float32)}, "each input"),
 }
 
@@ -442,6 +461,39 @@ def test_what_contradicts_itself_is_refused_by_name(tmp_path, case):
     source = folder(tmp_path / "source", about, metadata, entries)
     with pytest.raises(CheckpointError, match=message):
         dequantize_checkpoint(source, tmp_path / "values")
+
+
+@pytest.mark.parametrize("module", ["self_attn.q_proj", "vision_tower.q_proj"])
+def test_bits_and_groups_of_mlx_that_do_not_fit_the_hidden_size_are_refused(tmp_path, module):
+    """4 bits in groups of 64 have the shapes of 8 in groups of 32 of half as many inputs."""
+    _, _, entries, _ = mlx(8, 32)
+    entries = {name.replace(MODULE, module): part for name, part in entries.items()}
+    about = {"quantization": {"bits": 4, "group_size": 64}, "hidden_size": COLUMNS}
+    source = folder(tmp_path / "source", about, {}, entries)
+    if module.startswith("vision"):  # which has a size of its own
+        assert load(source)[f"{module}.weight"].shape == (ROWS, 2 * COLUMNS)
+        return
+    with pytest.raises(CheckpointError, match=f"256 inputs as 4 bits .*hidden_size {COLUMNS}"):
+        load(source)
+
+
+def test_a_scale_weight_of_a_weight_in_high_precision_is_refused(tmp_path):
+    """It was copied beside the new codes, and the file could not be read any more."""
+    save(tmp_path / "f", {WEIGHT: np.ones((64, 64), BF16), f"{MODULE}.scale_weight": np.ones(1)})
+    with pytest.raises(CheckpointError, match=r"scale_weight: .*a scale by its name, of a weight"):
+        convert(tmp_path / "f", tmp_path / "out")
+
+
+def test_a_scale_for_each_input_is_none_of_compressed_tensors(tmp_path):
+    """A transposed scale of a square weight was read as one for each column, without an error."""
+    codes = np.ones((ROWS, ROWS), E4M3)
+    entries = {WEIGHT: codes, f"{WEIGHT}_scale": np.ones((1, ROWS), np.float32)}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    source = folder(tmp_path / "source", {"quantization_config": config}, {}, entries)
+    with pytest.raises(CheckpointError, match="a scale for each input, expected outputs"):
+        load(source)
 
 
 @pytest.mark.parametrize("kind", ["Int4TilePackedTo4dTensor", "Float6Tensor"])

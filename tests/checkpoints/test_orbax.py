@@ -9,6 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from stored import stored
 
 import qtoolkit as qt
 from qtoolkit.checkpoints import CheckpointError, convert, load, open_source, save
@@ -66,7 +67,7 @@ def test_converted_it_is_what_the_same_numbers_give(folder, tmp_path):
     assert {t.name for t in report.tensors if t.action == "quantize"} == {
         "params.dense.kernel", "params.layers.0.kernel", "params.layers.1.kernel"
     }  # fmt: skip
-    a, b = (load(tmp_path / f"{name}.safetensors") for name in "ab")
+    a, b = (stored(tmp_path / f"{name}.safetensors") for name in "ab")
     assert a.keys() == b.keys()
     for name in a:
         assert np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes()

@@ -148,6 +148,10 @@ CASES: dict[str, tuple[list[Case], list[Case]]] = {
             Case(zamba2, {**BLOCKS, **MAMBA}),
         ],
     ),
+    "zero points of weights": (
+        [Case(lambda: llama(256), {"format": "W4A16_ASYM"})],
+        [Case(lambda: llama(256), PACKED), Case(lambda: llama(256), {"format": "W8A8_ASYM"})],
+    ),
     "tables of embeddings": (
         [Case(lambda: llama(256), {"format": Rules({"embed_tokens|_proj": "W8A16"})})],
         [Case(lambda: llama(256), {"format": Rules({"_proj": "W8A16"})})],

@@ -23,8 +23,11 @@ COMPRESSED = [
     ("int4_group128", None),
     ("int4_group32", None),
     ("int8_group128", None),
+    ("W4A16_ASYM", None),
+    ("W8A8_ASYM", None),
 ]
-WEIGHTS_ONLY = {"mxfp4", "nvfp4", "int4_group128", "int4_group32", "int8_group128"}
+WEIGHTS_ONLY = {"mxfp4", "nvfp4"}
+WEIGHTS_ONLY |= {"int4_group128", "int4_group32", "int8_group128"}
 
 
 def llama():
@@ -144,6 +147,8 @@ def test_llama_in_compressed_tensors(folders, tmp_path, fmt, scaling):
     np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol * np.abs(expected).max())
     # With nothing said, as users load it. What has block scales is decompressed in bfloat16, which
     # float32 activations cannot be multiplied with.
+    if fmt == "W4A16_ASYM":  # of which it says so: a row of `CAUTIONS`
+        return
     dtype = torch.bfloat16 if fmt in ("mxfp8_e4m3", "mxfp4", "nvfp4") else torch.float32
     compressed = logits(tmp_path / "out", dtype)
     error = np.abs(compressed - expected).max() / np.abs(expected).max()

@@ -81,6 +81,7 @@ def _of_table(headers: Stored, name: str, table: str, where: str) -> Encoding:
     scale = check_entry(headers, f"{name}.absmax", ("F32", "U8"), where)
     count = math.prod(shape)
     is_whole = length and count and shape[-1] % 2 == 0
+    is_whole = is_whole and state.get("quant_type") == table
     fits = is_whole and codes.nbytes == count // 2 and scale.shape == (-(-count // length),)
     if not fits or table not in _TABLES or (codes.shape[0] == 1 < codes.shape[-1]):
         what = f"{codes} and absmax {scale} of {state}, expected two codes of nf4 or fp4 a byte"

@@ -74,6 +74,9 @@ FP8_TENSOR = Scheme(
 FP8_STATIC = dataclasses.replace(FP8_TENSOR, about="static activations", needs_input_scale=True)
 FP8_BLOCK = Scheme(name="FP8_BLOCK", spec=by_block(E4M3FN), about="activations per 128 of a token")
 W8A8 = Scheme(name="W8A8", spec=by_channel(INT8), about="activations per token")
+W8A8_ASYM = dataclasses.replace(
+    W8A8, name="W8A8_ASYM", about="activations per token, with zero points", is_named=True
+)
 MX8 = Scheme(name="MXFP8", spec=MXFP8_E4M3, about="activations in blocks of 32")
 MX4 = Scheme(name="MXFP4A16", spec=MXFP4, about="weights only")
 NV4 = Scheme(
@@ -82,8 +85,13 @@ NV4 = Scheme(
 W4A16 = Scheme(name="W4A16", spec=INT4_GROUP128, about="weights only, groups of 128")
 W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, about="weights only, groups of 32")
 W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 128")
+W4A16_ASYM = Scheme(
+    name="W4A16_ASYM",
+    spec=INT4_GROUP128.with_(zero_point=True),
+    about="weights only, groups of 128 with zero points",
+)
 
-PACKED = {W4A16, W4A16_32, W8A16}
+PACKED = {W4A16, W4A16_32, W8A16, W4A16_ASYM}
 _BYTES = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
 # In a group of the config the format of each scheme, and its activations.
@@ -93,6 +101,7 @@ _CONFIG: dict[Scheme, tuple[str, dict[str, Any] | None]] = {
     FP8_STATIC: ("float-quantized", _TOKEN | {"dynamic": False, "strategy": "tensor"}),
     FP8_BLOCK: ("float-quantized", _TOKEN | {"strategy": "group", "group_size": 128}),
     W8A8: ("int-quantized", _TOKEN | {"type": "int"}),
+    W8A8_ASYM: ("int-quantized", _TOKEN | {"type": "int", "symmetric": False}),
     MX8: ("mxfp8-quantized", _TOKEN | {"strategy": "group", "group_size": 32} | _BYTES),
     MX4: ("mxfp4-pack-quantized", None),
     NV4: ("nvfp4-pack-quantized", None),
@@ -118,6 +127,11 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     if scheme == FP8_STATIC:
         assert input_scale is not None
         constants.append(constant(entry_beside(name, "input_scale"), "F32", input_scale, (1,)))
+    zero_point = zero_packing = None
+    if spec.zero_point:
+        zero_packing = dataclasses.replace(WORDS, axis=-2)
+        shape = -(-rows * element.bits // 32), -(-columns // lengths[1])
+        zero_point = Entry(entry_beside(name, "weight_zero_point"), "I32", shape)
     dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
     is_single = scheme in (FP8_TENSOR, FP8_STATIC)
     counts = (1,) if is_single else block_counts(info.shape, lengths)
@@ -131,6 +145,8 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         tensor_scale=Entry(entry_beside(name, _DIVIDED), "F32", (1,)) if scheme == NV4 else None,
         tensor_scale_divides=scheme == NV4,
         packing=packing,
+        zero_point=zero_point,
+        zero_packing=zero_packing,
         constants=tuple(constants),
     )
 
@@ -188,7 +204,11 @@ def _decode_bytes(
     if scale.dtype != "U8":
         fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
         block = next(fitting, None)
-        return decode_bytes(headers, name, f"{name}_scale", where, block, are_floats=are_floats)
+        of = decode_bytes(headers, name, f"{name}_scale", where, block, are_floats=are_floats)
+        if len(shape) == 2 and of.lengths == (shape[0], 1) and block is None and shape[1] > 1:
+            what = f"{list(scale.shape)} of {list(shape)}, a scale for each input, expected outputs"
+            raise unread(where, scale.name, what, METHOD)
+        return of
     codes = check_entry(headers, name, ("F8_E4M3",), where)
     entry = check_entry(headers, f"{name}_scale", ("U8",), where)
     return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
@@ -298,7 +318,7 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     args: dict[str, Any] = {
         "num_bits": spec.element.bits,
         "type": "int" if is_int else "float",
-        "symmetric": True,
+        "symmetric": not spec.zero_point,
         "dynamic": False,
     }
     word = scaling_of(spec) if scheme not in PACKED else None
@@ -319,15 +339,15 @@ LAYOUT = Layout(
     "127.5 or 7.5. Codes are what its own quantize makes of a weight and its scale, byte for byte.",
     loaders="transformers with compressed-tensors; by their documentation (untested): vLLM, SGLang",
     schemes=(
-        *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),
-        *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16),
+        *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8, W8A8_ASYM),
+        *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16, W4A16_ASYM),
     ),
     decode=decode,
     encode=encode,
     config=config,
     methods=(METHOD,),
     is_mixed=True,
-    tables=frozenset(PACKED),
+    tables=frozenset(PACKED - {W4A16_ASYM}),
     static={FP8_TENSOR: FP8_STATIC},
     computed=computed,
     refused={

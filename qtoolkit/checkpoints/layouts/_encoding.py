@@ -138,7 +138,7 @@ class Encoding:
     @property
     def is_sliceable(self) -> bool:
         """Whether some of its rows can be read on their own."""
-        return self._has_plain_codes and not self.transposed
+        return self._has_plain_codes and not (self.transposed or self.zero_point)
 
     @property
     def is_written(self) -> bool:
@@ -147,7 +147,8 @@ class Encoding:
 
     @property
     def _has_plain_codes(self) -> bool:
-        if not self.is_array or self.zero_point:
+        has_words = self.zero_packing == dataclasses.replace(WORDS, axis=-2)
+        if not self.is_array or (self.zero_point and not has_words):
             return False
         packing = self.packing
         return packing is None or (
@@ -271,6 +272,15 @@ def untiled(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
     across = -(-columns // 4)
     tiles = data.reshape(-1, across, 32, 4, 4).transpose(0, 3, 2, 1, 4)
     return np.ascontiguousarray(tiles.reshape(-1, 4 * across)[:rows, :columns])
+
+
+def packed_zero_points(encoding: Any, zeros: np.ndarray) -> tuple[str, np.ndarray]:
+    """The entry of the zero points of a matrix, packed along its rows: its name, its bytes."""
+    columns = np.ascontiguousarray(zeros.reshape(encoding.matrix_shape[0], -1).T)
+    codes = columns.astype(np.int8).view(np.uint8)
+    words = packed(codes, encoding.zero_packing, encoding.spec.element.bits)
+    of_words = words.reshape(len(columns), -1, 4).swapaxes(0, 1)
+    return encoding.zero_point.name, np.ascontiguousarray(of_words).reshape(-1)
 
 
 def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:

@@ -63,6 +63,10 @@ def _decoded(headers: Stored, name: str, where: str) -> Encoding:
     size, groups = math.prod(shape), max(math.prod(scale.shape), 1)
     held = bits and codes.nbytes * 8 // (32 if bits == 3 else 8) * (10 if bits == 3 else 8 // bits)
     fits = held == size or (bits == 3 and size <= held < size + 10 * max(codes.shape[-1:]))
+    in_rows = scale.shape[-1:] in ((), (1,))
+    axis = headers.get(entry_beside(name, "axis"))
+    if axis is not None and groups > 1 and bool(headers.read(axis.name).item()) != in_rows:
+        raise unread(where, axis.name, f"other groups than those of scale {scale}", "HQQ")
     is_by_group = scale.shape == zero.shape and sorted(scale.shape)[:-1] in ([], [1])
     if not (size and bits and fits and is_by_group) or size % groups:
         what = f"{codes} packed as {words!r}, scale {scale}, zero {zero}, shape {list(shape)}"
@@ -71,7 +75,6 @@ def _decoded(headers: Stored, name: str, where: str) -> Encoding:
 
     def finish(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:
         scales, zeros = floats(scale, read), floats(zero, read)
-        in_rows = scale.shape[-1:] in ((), (1,))
         matrix = values.reshape((groups, -1) if in_rows else (-1, groups))
         return ((matrix - zeros) * scales).reshape(shape)
 

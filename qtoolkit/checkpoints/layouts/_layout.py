@@ -73,16 +73,24 @@ class Scheme:
       spec: The block format of a weight [outputs, inputs].
       about: What else a reader should know.
       needs_input_scale: Whether loaders ask for static activation scales.
+      is_named: Whether its name alone tells it from another scheme with weights of this format.
     """
 
     name: str
     spec: BlockFormat
     about: str = ""
     needs_input_scale: bool = False
+    is_named: bool = False
+
+    @property
+    def needs_scale(self) -> bool:
+        return self.spec.scale is not None
 
     @property
     def format(self) -> str:
         """The value of `--format` for this scheme."""
+        if self.is_named or self.spec.zero_point:  # that has no published name
+            return self.name
         return self.spec.name if scaling_of(self.spec) is None else self.spec.element.name
 
     @property
@@ -171,14 +179,17 @@ class Layout:
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
+    def scheme(self, of: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
         """The scheme for a format and a value of `--scaling`; None: the first that fits.
 
         Raises:
           CheckpointError: The layout has none.
         """
         for scheme in self.schemes:
-            if isinstance(of, BlockFormat):
+            if isinstance(of, Scheme) or scheme.is_named:
+                if scheme == of:
+                    return scheme
+            elif isinstance(of, BlockFormat):
                 if scheme.spec == of and scaling is None:
                     return scheme
             elif scheme.spec.element == of and scaling in (None, scaling_of(scheme.spec)):

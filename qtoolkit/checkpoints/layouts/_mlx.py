@@ -8,6 +8,7 @@ Source: github.com/ml-explore/mlx, python/src/ops.cpp, dequantize; mlx-lm, utils
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,23 +35,34 @@ METHOD, KEY = "mlx", "quantization"
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _MODES = {"mxfp4": MXFP4, "mxfp8": MXFP8_E4M3}
 _MODES["nvfp4"] = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)
+# Modules of language models with as many inputs as hidden_size. Entries of 4 bits in groups of 64
+# have the same shapes as those of 8 bits in groups of 32 of half as many inputs.
+_INPUTS = re.compile(
+    r"^(?!.*(vis|audio|encoder)).*\b(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj)\.weight$"
+)
 
 
 def config_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The quantization config that MLX writes to config.json; {} if there is none."""
     for part in configs_in(config):
         found = part.get(KEY)
-        if (
-            isinstance(found, dict)
-            and type(found.get("bits")) is type(found.get("group_size")) is int
-        ):
-            return {"quant_method": METHOD, **found}
+        if isinstance(found, dict) and {"bits", "group_size"} <= found.keys():
+            sizes = [one.get("hidden_size") for one in configs_in(config)]
+            return {
+                "quant_method": METHOD,
+                "hidden_size": max(filter(None, sizes), default=0),
+                **found,
+            }
     return {}
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     """Without a config nothing is read: 16 words may be 128 codes of 4 bits, or 64 of 8."""
     names = [name for name in headers if config and entry_beside(name, "scales") in headers]
+    for module, settings in config.items():
+        if isinstance(settings, Mapping) and f"{module}.weight" not in names:
+            # Loaders rename modules; then another module would be read with wrong bits.
+            raise unread_config(where, module, settings, "the name of a quantized module", "MLX")
     return {
         name: _decoded(config, headers, name, where)
         for name in names
@@ -71,7 +83,7 @@ def _decoded(config: Mapping[str, Any], headers: Headers, name: str, where: str)
     scales = ("U8",) if mode in _MODES else FLOAT_SCALES
     scale = check_entry(headers, entry_beside(name, "scales"), scales, where)
     spec = _MODES.get(mode)
-    if spec is None and bits in _BITS and length > 0:
+    if spec is None and bits in _BITS and type(length) is int and length > 0:
         element = resolve(f"uint{bits}")
         spec = block_format(element=element, block=(length,), scale=HIGH_PRECISION[scale.dtype])
     if spec is None or (spec.element.bits, spec.block) != (bits, (length,)):
@@ -82,6 +94,10 @@ def _decoded(config: Mapping[str, Any], headers: Headers, name: str, where: str)
     shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits) if codes.shape else ()
     if mode == "nvfp4":  # its bytes are those of E4M3
         scale = scale._replace(dtype="F8_E4M3")
+    hidden = config.get("hidden_size") or 0
+    if shape and shape[-1] != hidden and _is_multiple(shape[-1], hidden) and _INPUTS.search(name):
+        what = f"{shape[-1]} inputs as {bits} bits in groups of {length}, expected the hidden_size "
+        raise unread(where, name, f"{what}{hidden}, as with other bits and groups", "MLX")
     packing = None if mode == "mxfp8" else NIBBLES if bits == 4 else dense(bits)
     encoding = decode_groups(name, shape, spec, codes, scale, where, packing=packing)
     if mode != "affine":
@@ -91,6 +107,10 @@ def _decoded(config: Mapping[str, Any], headers: Headers, name: str, where: str)
         what = f"{list(bias.shape)}, expected one for each scale {list(scale.shape)}"
         raise unread(where, bias.name, f"{what} of whole groups of {length}", "MLX")
     return dataclasses.replace(encoding, others=(bias,), finish=_biased)
+
+
+def _is_multiple(inputs: int, hidden: int) -> bool:
+    return bool(hidden) and inputs in (hidden * 2, hidden * 4, hidden // 2, hidden // 4)
 
 
 def _biased(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:

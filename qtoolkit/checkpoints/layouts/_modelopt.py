@@ -94,7 +94,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
 # The values of `quant_algo` that `decode` reads.
 _READ = (
     *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "NVFP4_AWQ"),
-    "MIXED_PRECISION",
+    *("W4A16_NVFP4", "MIXED_PRECISION"),
 )
 
 
