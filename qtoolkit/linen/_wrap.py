@@ -53,7 +53,9 @@ def wrap(
     `jnp.einsum`). A call of the module is traced once, as under `jax.jit`, and its matmuls are
     computed by the recipe: also those in `scan`, `cond`, `remat` and `jax.shard_map`, but not those
     in a `custom_vjp` or `custom_jvp`. An eager `apply` is compiled, too, for each shape of its
-    inputs. What needs the numbers of an array in Python raises, as under `jax.jit`. NumPy arrays
+    inputs. What needs the numbers of an array in Python raises, as under `jax.jit`, and so does a
+    method that returns a generator or a function of its arrays; under `jax.disable_jit()` both run,
+    layer by layer. Lists and dictionaries that a method fills are filled. NumPy arrays
     that the module is called with become JAX arrays; those of integers and booleans do not where
     Python needs the numbers in them, for a shape or a mask. `report` lists every matmul and whether
     it is quantized.

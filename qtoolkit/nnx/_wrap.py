@@ -72,6 +72,7 @@ def wrap(
     An eager call is compiled once for each shape. So `__call__` cannot branch on the numbers of
     arrays, and raises where it does; another method then runs step by step, and only the modules
     that it calls are quantized. A method must not return a generator or a function of its arrays.
+    Under `jax.disable_jit()`, to debug, all of these run module by module.
 
     Kernels keep histories for delayed scales, keys for stochastic rounding, and learned scales.
     Which matmuls of two activations there are only a trace can tell, and which kernels are used
