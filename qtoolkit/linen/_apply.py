@@ -9,7 +9,7 @@ import flax
 import jax
 from flax import linen as nn
 
-from qtoolkit.linen._call import OURS, entered, start_states
+from qtoolkit.linen._call import OURS, entered, start_states, starting
 from qtoolkit.linen._function import Bound, Tree, has_whole
 from qtoolkit.linen._state import SCALES, check_started, has_nan, planted_in
 from qtoolkit.products.internal import (
@@ -135,8 +135,11 @@ def first_states(
         bound = dataclasses.replace(call, inputs=tree)
         return (_jitted_start if hashes(bound) else _start)(bound, arrays)
 
-    found: dict[str, Any] = with_numbers(compiled, lambda: has_whole((args, kwargs)))
-    return found
+    # No error: NaN says that a scale is not started.
+    with starting(method, module), jax.debug_nans(False):
+        states: dict[str, Any] = with_numbers(compiled, lambda: has_whole((args, kwargs)))
+        return states
+    return {}
 
 
 def _start(call: Applied, arrays: list[Any]) -> Any:
@@ -150,7 +153,7 @@ _jitted_start = jax.jit(_start, static_argnums=0)
 
 
 def _with_parameters(
-    module: nn.Module, variables: Any, *args: Any, rngs: Any, method: Any, **options: Any
+    module: nn.Module, variables: Any, /, *args: Any, rngs: Any, method: Any, **options: Any
 ) -> Any:
     """`apply` as a part of `init`, which has made the parameters."""
 

@@ -83,7 +83,8 @@ def entered(method: Callable[..., Any], *, is_compiled: bool = False) -> Callabl
         if self.is_initializing():
             out = made(method, self, *args, **kwargs)
             if keeps_state(rules):
-                start_states(method, self, *args, **kwargs)
+                with starting(method, self):
+                    start_states(method, self, *args, **kwargs)
             return out
         try:
             return _called(method, self, args, kwargs, self)
@@ -287,7 +288,7 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any, wrapped: nn.
     return out
 
 
-def made(method: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def made(method: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """A call of a method in `init`: nothing is quantized."""
     is_plain = getattr(type(module), "qtoolkit_cache", None) is None
     with contextlib.nullcontext() if is_plain else Layers().noting():  # attention makes its cache
@@ -298,16 +299,21 @@ def keeps_state(rules: Rules[Recipe]) -> bool:
     return any(needs_state(recipe) for recipe in values_of_rules(rules))
 
 
-def start_states(method: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Gives the matmuls of a method their first states, in `init`, after its parameters."""
+@contextlib.contextmanager
+def starting(method: Any, module: nn.Module) -> Iterator[None]:
+    """Says that a method has no first states if it needs numbers."""
     try:
-        program, multiply = _program_of_init(method, module, args, kwargs)
+        yield
     except NEEDS_NUMBERS as error:
         what = f"{type(module).__name__}.{method.__name__} needs the numbers of an array"
         if not is_step_by_step():
             raise needs_numbers(f"{what} in init", error) from error
         warn(f"{what}: its matmuls have no state, so delayed scales are current ones")
-        return
+
+
+def start_states(method: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> None:
+    """Gives the matmuls of a method their first states, in `init`, after its parameters."""
+    program, multiply = _program_of_init(method, module, args, kwargs)
     root = tuple(module.path)
     for collection, first in ((COLLECTION, started), (SCALES, _unstarted)):
         if not module.is_mutable_collection(collection):
