@@ -108,8 +108,8 @@ def convert(
       ...     print(tensor.name, tensor.dtype, tensor.bytes_before, tensor.bytes_after)
       bias F32 128 128
       w F8_E4M3 8192 2052
-      >>> {name: x.dtype.name for name, x in qt.checkpoints.load("fp8.safetensors").items()}
-      {'bias': 'float32', 'w_scale': 'float32', 'w': 'float8_e4m3fn'}
+      >>> qt.checkpoints.load("fp8.safetensors")["w"].spec.name
+      'e4m3fn by tensor'
     """
     if format is None:  # of `make_plan` it asks to quantize nothing: a copy would look converted
         raise TypeError(

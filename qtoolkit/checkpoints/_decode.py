@@ -51,11 +51,10 @@ _SCALES = re.compile(r"\.(q?scales|qscale|zeros|zero_points?|absmax)$")
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
 _COMPRESSED_TENSORS_KEYS = ("config_groups", "sparsity_config", "format")
-# The formats of ComfyUI in which a value is a code multiplied by its scale, and keys of its JSON
-# that do not change this, or are read by its layout.
+# The formats of ComfyUI in which a value is a code multiplied by its scale, so that it is the same
+# in another program's layout, and keys of its JSON that do not change this.
 _COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
-_COMFY_HARMLESS_KEYS = {"format", "per_row", "full_precision_matrix_mult"}
-_COMFY_HARMLESS_KEYS |= {"convrot", "convrot_groupsize"}
+_COMFY_KEYS = _comfyui.KEYS - {"convrot", "convrot_groupsize"}
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
@@ -112,6 +111,9 @@ def _decoded_without_config(
     for name in sorted(LAYOUTS, key=lambda name: first.index(name) if name in first else 2):
         decoded = LAYOUTS[name].decode({}, others, where)
         layouts += [name] if any(weight not in encodings for weight in decoded) else []
+        if name == "comfyui":
+            marked = (entry for encoding in decoded.values() for entry in encoding.entries)
+            others = others.without({entry.name for entry in marked})
         encodings = decoded | encodings
     return layouts[0] if layouts else "", encodings
 
@@ -331,18 +333,22 @@ def _beside(names: Collection[str], weights: Container[str]) -> list[str]:
 def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     """The names of the tensors in which ComfyUI describes how it quantized layers.
 
-    Raises if ComfyUI stored one of `weights` in a way that looks like another program's, but has
-    other values: ComfyUI can rotate weights, and its NVFP4 has scales in tiles and the first code
-    of each byte in the high bits.
+    Raises if ComfyUI stored one of `weights` in a way that is not read, or that looks like that of
+    the layout in the config, but has other values: ComfyUI can rotate weights, and its NVFP4 has
+    scales in tiles and the first code of each byte in the high bits.
     """
     entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
     layers = _comfyui.marks_of(Stored(entries, checkpoint.metadata, checkpoint.read))
+    # Without a config its own layout has read the marks.
+    is_other = bool(quantization_config(checkpoint))
+    formats = _COMFY_FORMATS if is_other else _comfyui.FORMATS
+    known = _COMFY_KEYS if is_other else _comfyui.KEYS
     for module, layer in layers.items():
         weight, settings = f"{module}.weight", layer if isinstance(layer, dict) else {}
-        others = {key for key, value in settings.items() if value} - _COMFY_HARMLESS_KEYS
-        if weight in weights and (others or settings.get("format") not in _COMFY_FORMATS):
-            formats = ", ".join(_COMFY_FORMATS)
-            what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only {formats}"
+        others = {key for key, value in settings.items() if value} - known
+        if weight in weights and (others or settings.get("format") not in formats):
+            what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only "
+            what += ", ".join(formats)
             raise unread(str(checkpoint.path), weight, what, "ComfyUI")
     return {name for name, entry in entries.items() if _comfyui.is_mark(entry)}
 

@@ -123,6 +123,11 @@ class Model:
             heads = self.config["num_attention_heads"]
             if module.endswith("k_proj"):
                 heads = self.config.get("num_key_value_heads") or heads
+            if len(x) % (2 * heads):
+                raise CheckpointError(
+                    f"{self.path}: tensor {shown(name)}: {len(x)} rows, expected those of the "
+                    f"{heads} heads in config.json; fetch the folder again"
+                )
             halves = x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:])
             return halves.swapaxes(1, 2).reshape(x.shape)
         return x

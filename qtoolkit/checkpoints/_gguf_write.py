@@ -116,12 +116,13 @@ def write_gguf(
         check_explained(source, lambda name: False)
         model = model_of(src, source.config)
         items = list(_items(source, model, TYPES[name][0], gguf))
+        _check_layers(items, model)
         arch = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[model.architecture.name]]
         writer = gguf.GGUFWriter(None, arch)
         _announce(writer, items, gguf)
         writer.add_type(gguf.GGUFType.MODEL)
         count, *others = writer.get_total_parameter_count()
-        about = gguf.Metadata.load(None, LocalPath(src), None, count)
+        about = _metadata(src, count, gguf)
         about.name = about.name or os.path.basename(os.path.realpath(src))
         about.size_label = about.size_label or gguf.size_label(count, *others)
         about.set_gguf_meta_model(writer)
@@ -190,6 +191,33 @@ def _items(source: Checkpoint, model: Model, kind: str, gguf: Any) -> Iterator[_
         if tensor.shape and tensor.shape[-1] % length:
             type_, reason = "F16", f"rows are no multiple of {length}"
         yield _Item(name, type_, tensor.shape, tensor, reason=reason)
+
+
+def _check_layers(items: list[_Item], model: Model) -> None:
+    """Raises where layers of config.json are missing, or lack what other layers have."""
+    parts = (item.name.split(".", 2) for item in items if item.name.startswith("blk."))
+    found: dict[int, set[str]] = {layer: set() for layer in range(model.layers)}
+    for _, number, name in parts:
+        found.setdefault(int(number), set()).add(name)
+    names = set().union(*found.values())
+    for layer, own in found.items():
+        if missing := sorted(names - own):
+            raise CheckpointError(
+                f"{model.path}: layer {layer} of {model.layers} has no {missing[0]}, as llama.cpp "
+                "calls it, expected what other layers have; fetch the folder again"
+            )
+
+
+def _metadata(src: Path, count: int, gguf: Any) -> Any:
+    """What README.md says of the model: name, license and so on."""
+    try:
+        return gguf.Metadata.load(None, LocalPath(src), None, count)
+    except Exception as error:  # PyYAML's, which gguf imports
+        what = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{src}: its README.md or config.json: {type(error).__name__}: {shown(what)}; mend the "
+            "head of README.md, or remove it"
+        ) from error
 
 
 def _announce(writer: Any, items: list[_Item], gguf: Any) -> None:

@@ -149,17 +149,18 @@ class Production:
         parts = (part for tensor in tensors for part in self._parts(tensor))
         for part, output in self._workers.map(_output, parts):
             tensor = part.tensor
-            for name, data in _entries(part, output):
+            entries = [*_entries(part, output)]
+            if output.zero_point is not None:
+                zeros.append(output.zero_point)
+            if part.is_last and zeros:
+                entries.append(packed_zero_points(tensor.encoding, np.concatenate(zeros)))
+                zeros = []
+            for name, data in entries:
                 yield name, data
                 self._done += data.nbytes
                 if self._progress is not None:
                     self._progress(shown(tensor.name), self._done, self.total)
             sums.add(output.sums)
-            if output.zero_point is not None:
-                zeros.append(output.zero_point)
-            if part.is_last and zeros:
-                yield packed_zero_points(tensor.encoding, np.concatenate(zeros))
-                zeros = []
             if part.is_last:
                 self.reports.append(
                     tensor.report(

@@ -13,9 +13,7 @@ from qtoolkit.checkpoints._safetensors import layout as placed
 from qtoolkit.checkpoints._tensors import Entry, shown
 from qtoolkit.checkpoints.layouts import Encoding, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
-from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules
-
-_PUBLISHED = {fmt.name for fmt in BLOCK_FORMATS}
+from qtoolkit.formats import BlockFormat, Format, Rules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,15 +154,14 @@ class Plan:
     @property
     def format_names(self) -> str:
         """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
-        specs = dict.fromkeys(
+        found = dict.fromkeys(
             # Unique ones first: there are few, and finding the name of a format takes long.
-            (tensor.scheme.spec if tensor.scheme else tensor.spec, tensor.scheme is not None)
+            tensor.scheme or tensor.spec
             for tensor in self.tensors
             if tensor.spec is not None and tensor.action == "quantize"
         )
         used = dict.fromkeys(
-            (spec if has_scheme and spec.name in _PUBLISHED else spec.element).name
-            for spec, has_scheme in specs
+            x.format if isinstance(x, Scheme) else x.element.name for x in found if x is not None
         )
         if not used and isinstance(self.format, Format | BlockFormat | Scheme):
             return self.format.name

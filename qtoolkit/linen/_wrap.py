@@ -53,17 +53,20 @@ def wrap(
     `jnp.einsum`). A call of the module is traced once, as under `jax.jit`, and its matmuls are
     computed by the recipe: also those in `scan`, `cond`, `remat` and `jax.shard_map`, but not those
     in a `custom_vjp` or `custom_jvp`. An eager `apply` is compiled, too, for each shape of its
-    inputs. What needs the numbers of an array in Python raises, as under `jax.jit`. NumPy arrays
+    inputs. What needs the numbers of an array in Python raises, as under `jax.jit`, and so does a
+    method that returns a generator or a function of its arrays; under `jax.disable_jit()` both run,
+    layer by layer. Lists and dictionaries that a method fills are filled. NumPy arrays
     that the module is called with become JAX arrays; those of integers and booleans do not where
     Python needs the numbers in them, for a shape or a mask. `report` lists every matmul and whether
     it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. A parameter that one
     module passes to another is a kernel there, too: rules and state name it by its path where it is
-    made. Normalization, softmax, look-up of embeddings and everything else stays as it is. Recipes
-    with `Delayed` scaling or stochastic rounding keep state in the collection "qtoolkit", which
-    `init` makes and `value_and_grad` updates. `Learned` scales are in the collection
-    "qtoolkit_scales"; their first values come from `start_scales`. Each layer of an `nn.scan` has
+    made. Look-ups of embeddings are rounded where a recipe has `lookups=True`. Normalization,
+    softmax and everything else stays as it is. Recipes with `Delayed` scaling or stochastic
+    rounding keep state in the collection "qtoolkit", which `init` makes and `value_and_grad`
+    updates. `Learned` scales are in the collection "qtoolkit_scales"; their first values come from
+    `start_scales`. Each layer of an `nn.scan` has
     its own, along whatever axis its parameters are stacked. Random keys come from the rng
     collection "qtoolkit" if `apply` is given one, else from the state; without both they follow
     from the values that are rounded. Layers under `nn.jit`, `nn.vjp`, `nn.jvp` and

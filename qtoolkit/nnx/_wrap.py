@@ -65,12 +65,14 @@ def wrap(
 
     A matmul belongs to the module that owns its kernel, whichever module computes it. Two
     activations, such as queries and keys, belong to the module that runs, and both are rounded as
-    an input is. Normalization, softmax, look-up of embeddings and everything else stays as it is.
+    an input is. Look-ups of embeddings are rounded where a recipe has `lookups=True`.
+    Normalization, softmax and everything else stays as it is.
     Under `nnx.vmap` inside of the model the examples share a scale, as in one matmul of them all.
 
     An eager call is compiled once for each shape. So `__call__` cannot branch on the numbers of
     arrays, and raises where it does; another method then runs step by step, and only the modules
     that it calls are quantized. A method must not return a generator or a function of its arrays.
+    Under `jax.disable_jit()`, to debug, all of these run module by module.
 
     Kernels keep histories for delayed scales, keys for stochastic rounding, and learned scales.
     Which matmuls of two activations there are only a trace can tell, and which kernels are used

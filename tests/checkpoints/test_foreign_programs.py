@@ -51,16 +51,16 @@ def comfy(tensors, about):
     return tensors | {f"{MODULE}.comfy_quant": np.frombuffer(json.dumps(about).encode(), np.uint8)}
 
 
-ROTATED = {"format": "convrot_w4a4", "convrot": True, "convrot_groupsize": 256}
+ROTATED = {"format": "asym_w4a8_int8", "convrot": True, "convrot_groupsize": 256}
 LOOK_ALIKES = {
-    # Scales in tiles of 128 x 4, and the first of two codes is the high one: comfy/float.py.
+    # A part of low rank belongs to it.
     "nvfp4": (
         {
             WEIGHT: INT8[:, :128].view(np.uint8),
             f"{WEIGHT}_scale": FP8[:, :16],
             f"{WEIGHT}_scale_2": ONE[0],
         },
-        {"format": "nvfp4"},
+        {"format": "svdquant_w4a4"},
     ),
     # Weights times a matrix of Hadamard's, with two codes a byte.
     "convrot": ({WEIGHT: INT8, f"{WEIGHT}_scale": SCALE[:, 0]}, ROTATED),
@@ -89,6 +89,15 @@ def test_what_comfyui_marks_as_another_format_is_refused(tmp_path, case, mark):
         with pytest.raises(CheckpointError, match=message):
             act()
     assert not (tmp_path / "out").exists()
+
+
+def test_marks_that_contradict_a_config_are_refused(tmp_path):
+    """Its NVFP4 has scales in tiles, and the first of two codes in the high bits."""
+    tensors, _ = LOOK_ALIKES["nvfp4"]
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    src = folder(tmp_path / "src", comfy(tensors, {"format": "nvfp4"}), config)
+    with pytest.raises(CheckpointError, match=r"by \{'format': 'nvfp4'\}, expected only float8"):
+        convert(src, tmp_path / "out")
 
 
 @pytest.mark.parametrize("mark", ["tensor", "metadata"])

@@ -265,20 +265,47 @@ def comfyui():
     return {}, {}, entries, {WEIGHT: codes.astype(np.float32) * np.float32(0.3)}
 
 
-def comfyui_rotated(mark):
-    """comfy-kitchen, dequantize_int8_convrot_weight: (q * scale) @ H by groups; here n = 16."""
-    codes = rng().integers(-127, 128, (ROWS, COLUMNS)).astype(np.int8)
-    scale = rng().uniform(0.001, 0.01, (ROWS, 1)).astype(np.float32)
-    four = np.ones((4, 4)) - 2 * np.eye(4)[::-1]
-    matrix = np.einsum("ik,jl->ijkl", four, four).reshape(16, 16) / 4
-    values = (codes * scale).reshape(ROWS, -1, 16) @ matrix
-    about = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
-    entries, metadata = {WEIGHT: codes, f"{WEIGHT}_scale": scale}, {}
+def comfyui_marked(tensors, about, mark, values):
+    entries, metadata = dict(tensors), {}
     if mark == "tensor":
         entries[f"{MODULE}.comfy_quant"] = text(json.dumps(about))
     else:
         metadata["_quantization_metadata"] = json.dumps({"layers": {MODULE: about}})
-    return {}, metadata, entries, {WEIGHT: values.reshape(ROWS, COLUMNS).astype(np.float32)}
+    return {}, metadata, entries, {WEIGHT: values.astype(np.float32)}
+
+
+def comfyui_rotated(mark, bits=8):
+    """comfy-kitchen, dequantize_int8_convrot_weight: (q * scale) @ H by groups; here n = 16."""
+    codes = rng().integers(1 - 2 ** (bits - 1), 2 ** (bits - 1), (ROWS, COLUMNS)).astype(np.int8)
+    scale = rng().uniform(0.001, 0.01, (ROWS, 1)).astype(np.float32)
+    four = np.ones((4, 4)) - 2 * np.eye(4)[::-1]
+    matrix = np.einsum("ik,jl->ijkl", four, four).reshape(16, 16) / 4
+    values = ((codes * scale).reshape(ROWS, -1, 16) @ matrix).reshape(ROWS, COLUMNS)
+    about = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
+    if bits == 4:
+        about = {"format": "convrot_w4a4", "convrot_groupsize": 16}
+        codes, scale = codes[:, ::2] & 15 | codes[:, 1::2] << 4, scale[:, 0]
+    return comfyui_marked({WEIGHT: codes, f"{WEIGHT}_scale": scale}, about, mark, values)
+
+
+def comfyui_nvfp4(mark):
+    """comfy-kitchen, dequantize_nvfp4: the first of two codes high, scales in tiles."""
+    packed = rng().integers(0, 256, (160, 96), np.uint8)
+    scale = np.abs(rng().normal(size=(160, 12))).astype(E4M3)
+    values = np.stack([E2M1[packed >> 4], E2M1[packed & 15]], -1).reshape(160, -1)
+    values = values * (repeated(scale, 16) * np.float32(0.3))
+    parts = {f"{WEIGHT}_scale": tiled(scale.view(np.uint8)).view(E4M3)}
+    parts |= {WEIGHT: packed, f"{WEIGHT}_scale_2": np.float32(0.3)}
+    return comfyui_marked(parts, {"format": "nvfp4"}, mark, values)
+
+
+def comfyui_mxfp8(mark):
+    """sglang#38028: scales lie in tiles, and have the shape that they would have in rows."""
+    codes = rng().normal(size=(128, 256)).astype(E4M3)
+    scale = rng().integers(118, 130, (128, 8), np.uint8)
+    values = codes.astype(np.float32) * repeated(2.0 ** (scale - 127.0), 32)
+    parts = {WEIGHT: codes, f"{WEIGHT}_scale": tiled(scale).reshape(128, 8)}
+    return comfyui_marked(parts, {"format": "mxfp8"}, mark, values)
 
 
 def modelopt_awq(algorithm="NVFP4_AWQ"):
@@ -349,13 +376,20 @@ CASES = {
         for is_tiled in (False, True)
     },
     "comfyui": comfyui,
-    "comfyui_rotated": lambda: comfyui_rotated("tensor"),
-    "comfyui_rotated_metadata": lambda: comfyui_rotated("metadata"),
+    **{
+        f"comfyui_{name}_{mark}": lambda make=make, mark=mark: make(mark)
+        for mark in ("tensor", "metadata")
+        for name, make in (
+            *(("rotated", comfyui_rotated), ("nvfp4", comfyui_nvfp4), ("mxfp8", comfyui_mxfp8)),
+            ("rotated_4", lambda mark: comfyui_rotated(mark, 4)),
+        )
+    },
     "modelopt_awq": modelopt_awq,
     "modelopt_w4a16": lambda: modelopt_awq("W4A16_NVFP4"),
 }
 # What no QArray can hold is loaded as float32.
 IS_ARRAY = ("auto_round", "mlx_mx", "mlx_nv", "nf4_128", "nf4_experts", "bitsandbytes_int8")
+IS_ARRAY += ("comfyui_nvfp4", "comfyui_mxfp8")
 IS_ARRAY += ("torchao_float8", "torchao_int8", "torchao_intx", "NVFP4", "MXTensor")
 
 

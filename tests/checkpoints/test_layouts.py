@@ -149,6 +149,27 @@ def packed(x, columns, bits):
     }
 
 
+def packed_asymmetric(x):
+    """int4 in groups of 128 with zero points; a group of zeros has the scale 1, and codes of -8."""
+    groups = f32(x).reshape(len(x), -1, 128)
+    low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+    scale = (high - low) / np.float32(15)
+    scale = np.where(scale > 0, scale, np.float32(1))
+    zero = np.clip(-8 - np.rint(low / scale), -8, 7)
+    q = np.clip(np.rint(groups / scale[..., None]) + zero[..., None], -8, 7)
+
+    def words(codes):
+        codes = (codes + 8).astype(np.uint32)
+        return sum(codes[:, i::8] << np.uint32(4 * i) for i in range(8)).view(np.int32)
+
+    return {
+        "weight_packed": words(q.reshape(x.shape)),
+        "weight_scale": scale,
+        "weight_shape": np.array(x.shape, np.int64),
+        "weight_zero_point": np.ascontiguousarray(words(zero.T).T),
+    }
+
+
 def finegrained(x):
     codes, scale = fp8_oracle(x, 128, 128)
     return {"weight": codes, "weight_scale_inv": scale}
@@ -179,6 +200,8 @@ CASES = {
     (COMPRESSED, "mxfp8_e4m3", None): compressed_mxfp8,
     (COMPRESSED, "mxfp4", None): compressed_mxfp4,
     (COMPRESSED, "nvfp4", None): compressed_nvfp4,
+    (COMPRESSED, "W8A8_ASYM", None): compressed_int8,
+    (COMPRESSED, "W4A16_ASYM", None): packed_asymmetric,
     (COMPRESSED, "int4_group128", None): lambda x: packed(x, 128, 4),
     (COMPRESSED, "int4_group32", None): lambda x: packed(x, 32, 4),
     (COMPRESSED, "int8_group128", None): lambda x: packed(x, 128, 8),
@@ -251,6 +274,7 @@ def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling, 
         (COMPRESSED, "mxfp4", None),
         (COMPRESSED, "nvfp4", None),
         (COMPRESSED, "int4_group32", None),
+        (COMPRESSED, "W4A16_ASYM", None),
         ("modelopt", "nvfp4", None),
         ("finegrained-fp8", "e4m3fn", None),
         ("plain", "e4m3fn", "channel"),

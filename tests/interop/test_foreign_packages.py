@@ -147,6 +147,34 @@ def test_torchao(tmp_path, kind):
     np.testing.assert_allclose(found, expected, 2e-7 if kind == "nvfp4" else 0)
 
 
+@pytest.mark.parametrize("mark", ["nvfp4", "mxfp8", "convrot_w4a4"])
+def test_comfyui(tmp_path, mark):
+    kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization")
+    from comfy_kitchen.backends.eager import convrot_w4a4 as four_bits
+
+    x = weight((256, 512))
+    entries, about = {}, {"format": mark}
+    if mark == "nvfp4":
+        second = x.abs().max() / (448 * 6)
+        codes, scale = kitchen.quantize_nvfp4(x, second)
+        entries[f"{WEIGHT}_scale_2"] = second
+        expected = kitchen.dequantize_nvfp4(codes, second, scale, torch.float32)
+    elif mark == "mxfp8":
+        codes, scale = kitchen.quantize_mxfp8(x)
+        expected = kitchen.dequantize_mxfp8(codes, scale, torch.float32)
+    else:
+        about["convrot_groupsize"] = 64
+        codes, scale = four_bits.quantize_convrot_w4a4_weight(x, 64)
+        expected = four_bits.dequantize_convrot_w4a4_weight(codes, scale, 64)
+    entries |= {WEIGHT: codes, f"{WEIGHT}_scale": scale}
+    entries[f"{MODULE}.comfy_quant"] = torch.frombuffer(
+        bytearray(json.dumps(about).encode()), dtype=torch.uint8
+    )
+    found = read(tmp_path, entries, {})
+    bounds = {"mxfp8": (0, 0), "nvfp4": (2e-7, 0), "convrot_w4a4": (1e-5, 1e-6)}
+    np.testing.assert_allclose(found, expected.numpy(), *bounds[mark])
+
+
 def test_comfyui_rotation(tmp_path):
     kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization")
     codes, scale = kitchen.quantize_int8_convrot_weight(weight(), 64)

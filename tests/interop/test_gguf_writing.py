@@ -266,6 +266,8 @@ def changed(folder, **changes):
     [
         ("llama", {"architectures": ["MixtralForCausalLM"]}, {}, "Mixtral.* expected one of Llama"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, {}, "rope_type longrope"),
+        ("llama", {"num_hidden_layers": 3}, {}, "layer 2 of 3 has no attn_k.weight"),
+        ("llama", {"num_attention_heads": 5}, {}, "128 rows, expected those of the 5 heads"),
         ("llama", {}, {"format": "q4_k"}, "q4_k for GGUF, expected one of q8_0"),
         ("llama", {}, {"format": "q8_0", "layout": "plain"}, "--layout has no effect"),
         (
@@ -293,6 +295,10 @@ def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused(tmp_path, folders
     byte_pairs(tmp_path / "m", r"\w+")
     with pytest.raises(CheckpointError, match=r"expected one of the regular .*llama-bpe, qwen2"):
         convert(tmp_path / "m", tmp_path / "m.gguf", format="q8_0")
+    (tmp_path / "m" / "README.md").write_text("---\nlicense: [mit\n---\n")
+    with pytest.raises(CheckpointError, match=r"README.md .*ParserError: .*mend the head of"):
+        convert(tmp_path / "m", tmp_path / "m.gguf", format="q8_0")
+    (tmp_path / "m" / "README.md").unlink()
     (tmp_path / "m" / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="its tokenizer: JSONDecodeError"):
         convert(tmp_path / "m", tmp_path / "m.gguf", format="q8_0")

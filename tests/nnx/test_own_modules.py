@@ -500,3 +500,24 @@ def test_rows_that_known_tokens_select_are_no_kernel():
         names.append([path for path in moved if "embed" not in path])
     assert names[0] == names[1]
     assert [path[-2] for path in names[0]] == ["kernel"]
+
+
+class Branch(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.b = (nnx.Linear(4, 4, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        h = self.a(x)
+        return self.b(h if h.sum() > 0 else -h)
+
+
+def test_without_jit_a_branch_on_numbers_runs_module_by_module():
+    plain, x = Branch(nnx.Rngs(0)), jnp.arange(8.0).reshape(2, 4) / 3
+    wrapped = qt.nnx.wrap(plain, qt.recipes.te_current)
+    with pytest.raises(TypeError, match="disable_jit"):
+        wrapped(x)
+    with jax.disable_jit():
+        found = wrapped(x)
+    first, second = (qt.nnx.wrap(layer, qt.recipes.te_current) for layer in (plain.a, plain.b))
+    h = first(x)
+    np.testing.assert_allclose(found, second(h if h.sum() > 0 else -h), rtol=1e-6)

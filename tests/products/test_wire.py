@@ -147,6 +147,54 @@ def test_an_explicit_mesh_says_where_the_shards_lie():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+class Stack(nnx.Module):
+    """Three residual blocks, in a scan with remat."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(Net)(rngs.split(3))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def run(x, layer):
+            return x + layer(x)
+
+        return run(x, self.layers)
+
+
+def test_a_scan_over_layers_on_a_mesh_with_tensor_parallel_kernels():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    recipe = qt.recipes.te_delayed_hybrid
+    rules = {f"layers/{name}": qt.policies.gather_codes(recipe, "fsdp", axis)
+             for axis, name in enumerate(("up", "down"))}  # fmt: skip
+
+    def place(x):
+        names = (None, "fsdp", "tp") if x.shape[1:] == (64, 256) else (None, "tp", "fsdp")
+        return NamedSharding(mesh, P(*names) if x.ndim == 3 else P())
+
+    def stepping(recipe):
+        graph, *state = nnx.split(qt.nnx.wrap(Stack(nnx.Rngs(0)), recipe), nnx.Param, ...)
+
+        def step(params, rest, x):
+            model = nnx.merge(graph, params, rest, copy=True)
+            return qt.nnx.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))(model, x)
+
+        return jax.jit(step), state
+
+    step, (params, rest) = stepping(recipe)
+    expected = step(params, rest, X)
+    step, (params, rest) = stepping(qt.Rules(rules))
+    params = jax.device_put(params, jax.tree.map(place, params))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("fsdp")))
+        compiled = step.lower(params, rest, x).compile()
+        found = compiled(params, rest, x)
+    close(found, expected)
+    moved = {(t.op, t.dtype): t.bytes for t in qt.products.native_calls(compiled).transfers}
+    assert moved["all-gather", "u8"] >= 3 * 5 * KERNELS // 2  # forward twice, by remat, and dgrad
+    assert moved.get(("all-gather", "f32"), 0) < KERNELS
+
+
 def test_gather_needs_codes():
     with pytest.raises(ValueError, match="at most 8 bits"):
         qt.Operand("bfloat16", gather="fsdp")

@@ -1,11 +1,15 @@
-"""ComfyUI: FP8 with `scale_weight`, and int8 that is rotated (ConvRot).
+"""ComfyUI: FP8 with `scale_weight`, and what JSON beside a weight says of its format.
 
 `weight` F8_E4M3 or F8_E5M2 has `scale_weight`, F32, one in all, and may have `scale_input`. An
-empty tensor `scaled_fp8` marks such files. JSON of a weight, in `comfy_quant` or the metadata, that
-says "convrot" means int8 codes with a scale for each row, and each `convrot_groupsize` inputs
-multiplied by a Hadamard matrix: the Kronecker product of 4x4 ones, which is its own inverse.
-Source: github.com/comfyanonymous/ComfyUI, comfy/ops.py; comfy-kitchen, tensor/int8_utils.py,
-_build_hadamard, _rotate_weight.
+empty tensor `scaled_fp8` marks such files. The JSON is in `comfy_quant` or in the metadata:
+
+* "int8_tensorwise" with "convrot", and "convrot_w4a4", two codes to a byte: a scale for each row,
+  and each `convrot_groupsize` inputs are multiplied by a Hadamard matrix: the Kronecker product of
+  4x4 ones, which is its own inverse.
+* "nvfp4": the first of two codes is in the high bits; "mxfp8". Scales lie in tiles.
+
+Source: github.com/comfyanonymous/ComfyUI, comfy/ops.py and quant_ops.py; comfy-kitchen,
+tensor/int8_utils.py, _build_hadamard, _rotate_weight; backends/eager/quantization.py.
 """
 
 import dataclasses
@@ -16,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
-from qtoolkit.checkpoints.layouts._encoding import Encoding, ReadEntry
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, ReadEntry
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     Headers,
@@ -24,10 +28,18 @@ from qtoolkit.checkpoints.layouts._layout import (
     Stored,
     check_entry,
     decode_bytes,
+    decode_groups,
     entry_beside,
+    scales_in_order,
     unread,
 )
+from qtoolkit.formats import INT4, MXFP8_E4M3, NVFP4
 
+_FOUR_BITS = ("convrot_w4a4", "int4_tensorwise")
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "nvfp4", "mxfp8", *_FOUR_BITS)
+# Keys of the JSON that change no weight, or that are read.
+KEYS = {"format", "per_row", "full_precision_matrix_mult", "linear_dtype"}
+KEYS |= {"convrot", "convrot_groupsize"}
 MARK, METADATA = ".comfy_quant", "_quantization_metadata"
 _SCALE = "scale_weight"
 _FOUR = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
@@ -64,21 +76,55 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             one = {name: info, scale_name: scale._replace(shape=())}
             encodings[name] = decode_bytes(one, name, scale_name, where)
     for module, mark in marks_of(headers).items():
-        name = f"{module}.weight"
-        settings = mark if isinstance(mark, Mapping) else {}
-        is_rotated = settings.get("convrot") and settings.get("format") == "int8_tensorwise"
-        if is_rotated and name in headers:
-            encodings[name] = _rotated(headers, name, settings.get("convrot_groupsize", 256), where)
+        name, settings = f"{module}.weight", mark if isinstance(mark, Mapping) else {}
+        if name not in headers:
+            continue
+        if settings.get("format") in ("nvfp4", "mxfp8"):
+            encodings[name] = _tiled(headers, name, settings["format"], where)
+        elif settings.get("format") in _FOUR_BITS or settings.get("convrot"):
+            encodings[name] = _rotated(headers, name, settings, where)
     return encodings
 
 
-def _rotated(headers: Headers, name: str, size: Any, where: str) -> Encoding:
+def _tiled(headers: Headers, name: str, kind: str, where: str) -> Encoding:
+    is_fp4 = kind == "nvfp4"
+    codes = check_entry(headers, name, ("U8",) if is_fp4 else ("F8_E4M3",), where)
+    scales = ("F8_E4M3",) if is_fp4 else ("U8", "F8_E8M0")
+    scale = check_entry(headers, f"{name}_scale", scales, where)
+    second = check_entry(headers, f"{name}_scale_2", ("F32",), where) if is_fp4 else None
+    spec = NVFP4 if is_fp4 else MXFP8_E4M3
+    rows, columns = codes.shape if len(codes.shape) == 2 else (0, 0)
+    shape = (rows, columns * (1 + is_fp4))
+    across = -(-shape[1] // (16 if is_fp4 else 32))
+    if not rows or scale.nbytes != -(-rows // 128) * 512 * -(-across // 4):
+        what = f"{scale} of {codes}, expected tiles of 128 rows and 4 scales"
+        raise unread(where, scale.name, what, "ComfyUI")
+    encoding = decode_groups(
+        *(name, shape, spec, codes, scale._replace(shape=(rows, across)), where),
+        packing=Packing(8, order=(1, 0)) if is_fp4 else None,
+        tensor_scale=second,
+    )
+    return dataclasses.replace(encoding, scale=scale, scale_of=scales_in_order)
+
+
+def _rotated(headers: Headers, name: str, settings: Mapping[str, Any], where: str) -> Encoding:
+    size, scale_name = settings.get("convrot_groupsize", 256), f"{name}_scale"
     codes = check_entry(headers, name, ("I8",), where)
-    encoding = decode_bytes(headers, name, f"{name}_scale", where)
+    encoding = decode_bytes(headers, name, scale_name, where)
+    if settings.get("format") in _FOUR_BITS and len(codes.shape) == 2:
+        shape = (codes.shape[0], 2 * codes.shape[1])
+        encoding = dataclasses.replace(
+            encoding,
+            shape=shape,
+            spec=dataclasses.replace(encoding.spec, element=INT4),
+            lengths=(encoding.lengths[0], shape[1]),
+            packing=NIBBLES,
+        )
+    is_by_rows = len(codes.shape) == 2 and encoding.lengths[-1] == encoding.shape[-1]
     powers = [4**k for k in range(1, 9)]
-    if size not in powers or len(codes.shape) != 2 or codes.shape[1] % size:
-        what = f"{codes} rotated by {size}, expected a matrix and a power of 4 that divides rows"
-        raise unread(where, name, what, "ComfyUI")
+    if size not in powers or not is_by_rows or encoding.shape[1] % size:
+        what = f"{codes} rotated by {size}, expected a power of 4 that divides rows, and a scale"
+        raise unread(where, name, f"{what} for each row", "ComfyUI")
 
     def finish(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:
         return (values.reshape(-1, size) @ _hadamard(size)).reshape(values.shape)

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
-from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, ReadEntry, floats
+from qtoolkit.checkpoints.layouts._encoding import (
+    NIBBLES,
+    Encoding,
+    Packing,
+    ReadEntry,
+    floats,
+    untiled,
+)
 from qtoolkit.formats import (
     BFLOAT16,
     E4M3FN,
@@ -292,6 +299,16 @@ def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
     ):
         raise unread_config(where, key, block, "two lengths, [128, 128]")
     return block
+
+
+def scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    """The scales of a matrix that lie in tiles, as numbers of their format."""
+    assert encoding.scale is not None
+    assert encoding.spec.scale is not None
+    assert encoding.spec.scale.dtype is not None
+    rows, columns = encoding.shape
+    scales = untiled(read(encoding.scale), rows, -(-columns // encoding.lengths[-1]))
+    return scales.view(encoding.spec.scale.dtype).reshape(-1)
 
 
 def times_factors(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:

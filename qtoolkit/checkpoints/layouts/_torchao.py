@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry, json_object, shown
-from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, floats, untiled
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, floats
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
@@ -26,6 +26,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     check_entry,
     decode_bytes,
     decode_groups,
+    scales_in_order,
     times_factors,
     unread,
 )
@@ -148,20 +149,14 @@ def _of_groups(
         packing=NIBBLES if is_packed else None,
         tensor_scale=tensor_scale,
     )
-    return dataclasses.replace(encoding, scale=scale, scale_of=_in_order) if is_tiled else encoding
+    return (
+        dataclasses.replace(encoding, scale=scale, scale_of=scales_in_order)
+        if is_tiled
+        else encoding
+    )
 
 
 _NVFP4_ALONE = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)
-
-
-def _in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
-    assert encoding.scale is not None
-    assert encoding.spec.scale is not None
-    rows, columns = encoding.shape
-    scales = untiled(read(encoding.scale), rows, columns // encoding.lengths[-1])
-    dtype = encoding.spec.scale.dtype
-    assert dtype is not None
-    return scales.view(dtype).reshape(-1)
 
 
 def _of_int4(
