@@ -135,11 +135,11 @@ def first_states(
         bound = dataclasses.replace(call, inputs=tree)
         return (_jitted_start if hashes(bound) else _start)(bound, arrays)
 
+    states: dict[str, Any] = {}
     # No error: NaN says that a scale is not started.
     with starting(method, module), jax.debug_nans(False):
-        states: dict[str, Any] = with_numbers(compiled, lambda: has_whole((args, kwargs)))
-        return states
-    return {}
+        states.update(with_numbers(compiled, lambda: has_whole((args, kwargs))))
+    return states
 
 
 def _start(call: Applied, arrays: list[Any]) -> Any:
