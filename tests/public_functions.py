@@ -180,7 +180,17 @@ def grouped(x, w, **options):
     return qt.ragged_dot(x, jnp.stack([w, w]), halves(x), **options)
 
 
+def cached(x, **options):
+    """Keys and values of one head that were stored and read."""
+    cache = qt.products.KVCache("int8", "int4", **options)
+    keys = x[None, :, None]
+    stored = cache.store(cache.empty(keys.shape, x.dtype), (keys, keys), 0)
+    return jax.tree.leaves(cache.read(stored))
+
+
 PRODUCTS = {
+    "KVCache": cached,
+    "KVCache rotated": lambda x: cached(x, rotate=True),
     "dot_general": lambda x: wide(qt.dot_general(x, eye(x), MATMUL)),
     "dot_general mxfp8": lambda x: wide(qt.dot_general(x, eye(x), MATMUL, recipe=qt.recipes.mxfp8)),
     "dot_general int8": lambda x: wide(qt.dot_general(x, weights(x), MATMUL, recipe=INT8)),

@@ -94,7 +94,7 @@ def test_keys_advance():
 def test_a_user_is_told():
     both = qt.linen.wrap(nn.Dense(8), BOTH)
     variables = both.init(jax.random.key(0), X)
-    with pytest.warns(RuntimeWarning, match=r"those of cotangents are current ones; different"):
+    with pytest.warns(RuntimeWarning, match=r"scales of cotangents are computed in the same step"):
         step(both, variables, X)
     with pytest.warns(RuntimeWarning, match=r"histories of delayed scales and keys .* do not mo"):
         jax.grad(lambda x: both.apply(variables, x).sum())(X)

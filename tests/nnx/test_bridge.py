@@ -129,7 +129,7 @@ def test_linens_value_and_grad_refuses_state_of_nnx(recipe):
 
     with pytest.raises(ValueError, match=r"^value_and_grad: .*/.* is state of an"):
         qt.linen.value_and_grad(of)(variables)
-    with pytest.warns(RuntimeWarning, match="those of cotangents are current ones"):
+    with pytest.warns(RuntimeWarning, match="scales of cotangents are computed in the same step"):
         grads = jax.grad(lambda p: of({**variables, "params": p}))(variables["params"])
     assert np.isfinite(grads["Dense_0"]["kernel"]).all()
 

@@ -154,7 +154,7 @@ def test_plain_gradients_scale_cotangents_currently(x):
     for one in (model, other):
         step(one, 1e-3 * x)
     before = newest(model.b)
-    with pytest.warns(RuntimeWarning, match="those of cotangents are current ones"):
+    with pytest.warns(RuntimeWarning, match="scales of cotangents are computed in the same step"):
         value, grads = nnx.jit(nnx.value_and_grad(loss))(model, x)
     expected, wanted = nnx.jit(qt.nnx.value_and_grad(loss))(other, x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)

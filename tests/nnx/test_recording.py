@@ -97,7 +97,7 @@ def test_evaluation_moves_nothing_whatever_runs_it():
 
 def test_a_user_is_told_that_cotangents_have_current_scales():
     model = qt.nnx.wrap(Net(), BOTH)
-    with pytest.warns(RuntimeWarning, match=r"those of cotangents are current ones; different"):
+    with pytest.warns(RuntimeWarning, match=r"scales of cotangents are computed in the same step"):
         nnx.jit(nnx.value_and_grad(loss))(model, X)
     assert all(history[:2, 0].all() and not history[2].any() for history in histories(model))
 
