@@ -40,7 +40,7 @@ SPECS = {
 TALLY = tally_of(jnp.arange(TALLY_SIZE, dtype=jnp.float32))
 # Classes whose objects never leave a function of ours.
 STAYS_INSIDE = {"Batch", "Cast", "Part", "Planted", "Residuals", "Rounded", "SavedCodes"}
-STAYS_INSIDE |= {"StaticResult"}
+STAYS_INSIDE |= {"StaticResult", "_Opened"}
 
 
 def observed(kind, **options):

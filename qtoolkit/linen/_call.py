@@ -289,9 +289,15 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any, wrapped: nn.
 
 
 def made(method: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """A call of a method in `init`: nothing is quantized."""
+    """A call of a method in `init`: nothing is quantized.
+
+    Methods that it calls start no states, which are those of the whole.
+    """
     is_plain = getattr(type(module), "qtoolkit_cache", None) is None
-    with contextlib.nullcontext() if is_plain else Layers().noting():  # attention makes its cache
+    noting = (
+        contextlib.nullcontext() if is_plain else Layers().noting()
+    )  # attention makes its cache
+    with in_module("/".join(module.path), is_root=True), noting:
         return method(module, *args, **kwargs)
 
 

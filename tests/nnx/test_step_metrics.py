@@ -138,6 +138,7 @@ def test_models_that_were_wrapped_each_by_itself_are_told_apart(recipe):
 
     *_, found = nnx.jit(qt.nnx.value_and_grad(both, metrics=True))(models, X)
     kernels = {"actor/a": actor.a, "actor/b": actor.b, "critic/a": critic.a}
+    found = by_matmul(found)
     assert set(found) == {f"{path}:kernel" for path in kernels}
     for path, layer in kernels.items():
         operands = found[f"{path}:kernel"]
