@@ -28,6 +28,7 @@ SHOWN_BY = {
     "optim.QuantizedState": "optim.quantize_state",
     "optim.StochasticRoundState": "optim.stochastic_round_updates",
     "checkpoints.Comparison": "checkpoints.compare",
+    "checkpoints.Export": "checkpoints.export",
     "checkpoints.Plan": "checkpoints.make_plan",
     "checkpoints.Report": "checkpoints.convert",
     "checkpoints.TensorComparison": "checkpoints.compare",
