@@ -12,10 +12,10 @@ run: $(VENV)/.stamp-plots  ## train a small model in float32 and FP8, convert it
 help:  ## print these lines
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
 
-test: $(VENV)/.stamp-dev  ## the test suite on every core, without exhaustive tests and documentation: about 10 minutes
+test: $(VENV)/.stamp-dev  ## the test suite on every core, without exhaustive tests and documentation: about 20 minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
-quick: $(VENV)/.stamp-dev  ## a part of the test suite: about 3 minutes
+quick: $(VENV)/.stamp-dev  ## a part of the test suite: about 5 minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "quick and not exhaustive" $(ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff and mypy
