@@ -1,7 +1,7 @@
 """What attention loses if its keys and values are kept in few bits, with a rotation and without.
 
 Command: python experiments/kv_cache.py [--seed 0] [--out experiments/results] [--quick]
-Aim: in 4 bits a rotated cache has at most 0.7 of the error of one that is not.
+Claim: in 4 bits a rotated cache has at most 0.7 of the error of one that is not.
 
 The error is |y - y'| / |y| of the output of one head, y in float64 from keys and values that are
 not rounded: 512 tokens of 128 features, normal numbers. Four channels of the keys are 12 times as
