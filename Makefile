@@ -34,7 +34,8 @@ else
 endif
 
 # Loaders of converted checkpoints: torch, transformers, compressed-tensors, in an environment of
-# their own, because they are large. A missing package is a failure. Their warnings are not ours.
+# their own, because they are large. A missing package is a failure, but for those that wrote other
+# layouts, which are not installed: see tests/interop/test_foreign_packages.py. Warnings are not ours.
 interop:  ## load converted checkpoints with the packages that they are written for
 	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
 	.venv-interop/bin/python -m pytest tests/interop -W default $(ARGS)

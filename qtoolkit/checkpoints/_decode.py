@@ -26,7 +26,8 @@ from qtoolkit.checkpoints._tensors import (
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, _comfyui, _mlx, _torchao
 from qtoolkit.checkpoints.layouts._encoding import zero_points
-from qtoolkit.checkpoints.layouts._layout import Stored, unread
+from qtoolkit.checkpoints.layouts._headers import Stored
+from qtoolkit.checkpoints.layouts._layout import unread
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}

@@ -89,22 +89,7 @@ def write_gguf(
     progress: Progress | None,
 ) -> Report:
     """Writes the model of a folder to a GGUF file; `options` are those that must not be given."""
-    name = gguf_type(format)
-    if name is None:
-        raise CheckpointError(
-            f"{dst}: format {format} for GGUF, expected one of {', '.join(TYPES)}; llama.cpp's "
-            "llama-quantize makes its other types of a bfloat16 file"
-        )
-    if given := next((option for option, value in options.items() if value), None):
-        raise MisuseError(f"{dst}: GGUF, for which --{given} has no effect; omit it")
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError(
-            f"{dst}: a GGUF file, which the package gguf writes; write pip install gguf"
-        ) from error
-    if TYPES[name][0] not in gguf.GGMLQuantizationType.__members__:
-        raise CheckpointError(f"{dst}: {name} is newer than the package gguf; upgrade it")
+    name, gguf = _checked(dst, format, options)
     target = _target(dst, overwrite)
     with open_source(src) as opened:
         if opened.folder is None or is_url(src):
@@ -117,21 +102,7 @@ def write_gguf(
         model = model_of(src, source.config)
         items = list(_items(source, model, TYPES[name][0], gguf))
         _check_layers(items, model)
-        arch = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[model.architecture.name]]
-        writer = gguf.GGUFWriter(None, arch)
-        _announce(writer, items, gguf)
-        writer.add_type(gguf.GGUFType.MODEL)
-        count, *others = writer.get_total_parameter_count()
-        about = _metadata(src, count, gguf)
-        about.name = about.name or os.path.basename(os.path.realpath(src))
-        about.size_label = about.size_label or gguf.size_label(count, *others)
-        about.set_gguf_meta_model(writer)
-        model.write_metadata(writer)
-        writer.add_file_type(gguf.LlamaFileType[TYPES[name][1]])
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        write_vocabulary(
-            writer, str(src), _vocabulary_size(source, model), model.architecture.is_gemma
-        )
+        writer = _announced(src, source, model, items, name, gguf)
         partial = partial_name(target)
         try:
             with storage.naming(dst):
@@ -150,6 +121,48 @@ def write_gguf(
             left=tuple(source.auxiliary),
             tensors=tuple(reports),
         )
+
+
+def _checked(dst: Path, format: Any, options: dict[str, Any]) -> tuple[str, Any]:
+    """The key of `TYPES`, and the package gguf, which knows it."""
+    name = gguf_type(format)
+    if name is None:
+        raise CheckpointError(
+            f"{dst}: format {format} for GGUF, expected one of {', '.join(TYPES)}; llama.cpp's "
+            "llama-quantize makes its other types of a bfloat16 file"
+        )
+    if given := next((option for option, value in options.items() if value), None):
+        raise MisuseError(f"{dst}: GGUF, for which --{given} has no effect; omit it")
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"{dst}: a GGUF file, which the package gguf writes; write pip install gguf"
+        ) from error
+    if TYPES[name][0] not in gguf.GGMLQuantizationType.__members__:
+        raise CheckpointError(f"{dst}: {name} is newer than the package gguf; upgrade it")
+    return name, gguf
+
+
+def _announced(
+    src: Path, source: Checkpoint, model: Model, items: list[_Item], name: str, gguf: Any
+) -> Any:
+    """A writer that knows all of the file but the numbers of its tensors."""
+    arch = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[model.architecture.name]]
+    writer = gguf.GGUFWriter(None, arch)
+    _announce(writer, items, gguf)
+    writer.add_type(gguf.GGUFType.MODEL)
+    count, *others = writer.get_total_parameter_count()
+    about = _metadata(src, count, gguf)
+    about.name = about.name or os.path.basename(os.path.realpath(src))
+    about.size_label = about.size_label or gguf.size_label(count, *others)
+    about.set_gguf_meta_model(writer)
+    model.write_metadata(writer)
+    writer.add_file_type(gguf.LlamaFileType[TYPES[name][1]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    vocabulary = _vocabulary_size(source, model)
+    write_vocabulary(writer, str(src), vocabulary, model.architecture.is_gemma)
+    return writer
 
 
 def _target(dst: Path, overwrite: bool) -> str:

@@ -1,6 +1,8 @@
 """Weights that MLX, bitsandbytes, HQQ, torchao and ComfyUI quantize, against their dequantizers.
 
-Only the package of a test needs to be installed.
+No extra has these packages, some of which have no build for every machine: a test without its
+package is skipped. `pip install "mlx[cpu]" bitsandbytes hqq torchao comfy-kitchen`, then run them.
+The formulas in `tests/checkpoints/test_foreign_readers.py` need none, and run in CI.
 """
 
 import json

@@ -19,10 +19,9 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, ReadEntry
+from qtoolkit.checkpoints.layouts._headers import Headers, Stored
 from qtoolkit.checkpoints.layouts._layout import (
-    Headers,
     Layout,
-    Stored,
     by_channel,
     check_entry,
     entry_beside,

@@ -21,11 +21,10 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, ReadEntry
+from qtoolkit.checkpoints.layouts._headers import Headers, Stored
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
-    Headers,
     Layout,
-    Stored,
     check_entry,
     decode_bytes,
     decode_groups,

@@ -21,10 +21,10 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     HIGH_PRECISION,
-    Headers,
     Layout,
     Scheme,
     Used,

@@ -17,10 +17,10 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_ELEMENTS,
-    Headers,
     Layout,
     Scheme,
     Used,

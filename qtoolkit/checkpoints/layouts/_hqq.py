@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, ReadEntry, floats
+from qtoolkit.checkpoints.layouts._headers import Headers, Stored
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
-    Headers,
     Layout,
-    Stored,
     check_entry,
     entry_beside,
     unread,

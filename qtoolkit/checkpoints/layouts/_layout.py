@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from qtoolkit.checkpoints.layouts._encoding import (
     floats,
     untiled,
 )
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.formats import (
     BFLOAT16,
     E4M3FN,
@@ -33,27 +34,6 @@ from qtoolkit.formats import (
     FloatFormat,
     Format,
 )
-
-Headers = Mapping[str, Entry]  # the tensors of a checkpoint by name, as headers announce them
-
-
-class Stored(dict[str, Entry]):
-    """`Headers` of an open checkpoint, with the metadata and a function that reads a tensor.
-
-    For layouts that write down in small tensors, or in the metadata, what others have in
-    config.json: shapes, lengths of blocks, the order of codes.
-    """
-
-    def __init__(
-        self, headers: Headers, metadata: Mapping[str, str], read: Callable[[str], np.ndarray]
-    ) -> None:
-        super().__init__(headers)
-        self.metadata, self.read = metadata, read
-
-    def without(self, names: Collection[str]) -> "Stored":
-        others = {name: entry for name, entry in self.items() if name not in names}
-        return Stored(others, self.metadata, self.read)
-
 
 BLOCK = (128, 128)
 SCALINGS = ("tensor", "channel", "block")

@@ -16,10 +16,10 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, configs_in
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, dense
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     HIGH_PRECISION,
-    Headers,
     Layout,
     block_format,
     check_entry,

@@ -11,12 +11,12 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_DTYPES,
     BYTE_ELEMENTS,
     FLOAT_SCALES,
-    Headers,
     Layout,
     Scheme,
     by_block,

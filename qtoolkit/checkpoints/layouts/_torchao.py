@@ -16,12 +16,11 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, floats
+from qtoolkit.checkpoints.layouts._headers import Headers, Stored
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
-    Headers,
     Layout,
-    Stored,
     block_format,
     check_entry,
     decode_bytes,
