@@ -24,7 +24,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 _PROGRAMS = "QTOOLKIT_TESTS_PROGRAMS"  # in the environment of workers, the folder that they share
 
-# The guards of the layers stand against XLA's optimizations, so their tests run as a user's program.
+# The guards of the layers stand against XLA's optimizations, so their tests run as users' programs.
 # What is built on them is compiled with few optimizations, in a third of the time.
 GUARDED = {"formats", "casts", "scaling", "gradients", "onnx", "openvino", "pypto", "conformance"}
 GUARDED |= {"exhaustive", "test_fusion.py", "test_export.py"}

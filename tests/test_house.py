@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from refused import refused
 
 import qtoolkit
 
@@ -443,8 +444,8 @@ def test_no_top_level_name_is_given_twice():
 
 @pytest.mark.quick
 def test_unknown_attributes_raise():
-    with pytest.raises(AttributeError, match="module 'qtoolkit' has no attribute 'nothing'"):
+    with refused(AttributeError, "module 'qtoolkit' has no attribute 'nothing'"):
         qtoolkit.nothing  # noqa: B018
     assert not hasattr(qtoolkit, "_HOME")
-    with pytest.raises(ImportError, match="nothing"):
+    with refused(ImportError, "nothing"):
         from qtoolkit import nothing  # noqa: F401

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax import export
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit import optim, products, scaling
@@ -224,12 +225,11 @@ def test_a_target_of_another_format_is_refused():
 
     data = serialization.to_bytes({"w": qt.quantize(X, "nvfp4")})
     target = {"w": qt.quantize(X, "int8")}
-    with pytest.raises(ValueError, match=r"QArray at '\./w'.*tensor_scale, expected codes, scale"):
-        serialization.from_bytes(target, data)
+    refused(ValueError, r"QArray at '\./w'.*tensor_scale", serialization.from_bytes, target, data)
 
 
 def test_export_refuses_static_data_without_a_text():
     spec = qt.spec("nvfp4").with_(rule=lambda amax, largest: amax / largest)
     array = qt.quantize(X, spec)
-    with pytest.raises(TypeError, match=r"export of QArray.*has a function as its rule"):
+    with refused(TypeError, r"export of QArray.*has a function as its rule"):
         export.export(jax.jit(lambda q: q.dequantize()))(array).serialize()

@@ -32,6 +32,7 @@ from casts_oracle import (
     values32,
     values64,
 )
+from refused import refused
 
 import qtoolkit as qt
 
@@ -128,8 +129,7 @@ def test_results_of_64_bits_under_x64(name, source):
 def test_results_of_64_bits_without_x64_say_how_to_enable_it():
     for name in ("float64", "int64", "uint64", "int33"):
         for x in (np.ones(2, np.float32), np.ones(2), np.ones(2, np.int64)):
-            with pytest.raises(TypeError, match="x64"):
-                qt.encode(x, name)
+            refused(TypeError, "x64", qt.encode, x, name)
 
 
 @pytest.mark.parametrize("x64", [False, True])

@@ -7,6 +7,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 from stored import stored
 from typer.testing import CliRunner
 
@@ -181,9 +182,9 @@ def test_what_cannot_be_compared(tmp_path):
     save(tmp_path / "a", {"x": np.ones((2, 3), np.float32)})
     save(tmp_path / "b", {"y": np.ones((2, 3), np.float32)})
     save(tmp_path / "c", {"x": np.ones((3, 2), np.float32)})
-    with pytest.raises(CheckpointError, match=r"b: no tensor has a name that .*a has"):
+    with refused(CheckpointError, r"b: no tensor has a name that .*a has"):
         compare(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(CheckpointError, match=r"c: tensor x: shape \[3, 2\], and \[2, 3\] in .*a"):
+    with refused(CheckpointError, r"c: tensor x: shape \[3, 2\], and \[2, 3\] in .*a"):
         compare(tmp_path / "a", tmp_path / "c")
 
 

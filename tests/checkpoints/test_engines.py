@@ -9,6 +9,7 @@ import shlex
 
 import numpy as np
 import pytest
+from refused import refused
 from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import CheckpointError, convert, make_plan, open_source, save, verify
@@ -94,8 +95,7 @@ def test_rules_that_split_a_layer_are_for_plain_only(tmp_path):
     src = folder(tmp_path / "src", of_layers(*JOINED[0][0]))
     rules = Rules({"q_proj": "e4m3fn", "[kv]_proj": "int8"})
     message = r"q_proj.weight \(e4m3fn .*and so for 1 more; expected one for all parts"
-    with pytest.raises(CheckpointError, match=message):
-        plan(src, format=rules, scaling="channel")
+    refused(CheckpointError, message, plan, src, format=rules, scaling="channel")
     plan(src, format=rules, scaling="channel", allow_split=True)
     plan(src, skip=["k_proj"], layout="plain")
 
@@ -103,9 +103,9 @@ def test_rules_that_split_a_layer_are_for_plain_only(tmp_path):
 def test_the_command_refuses_and_takes_split_layers(tmp_path):
     src = folder(tmp_path / "src", of_layers(*JOINED[0][0]))
     arguments = ["convert", str(src), str(tmp_path / "dst"), "--skip", "k_proj", "--dry-run"]
-    refused = CliRunner().invoke(app, arguments)
-    assert refused.exit_code == 1
-    assert "--allow-split" in refused.stderr
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert "--allow-split" in done.stderr
     assert CliRunner().invoke(app, [*arguments, "--allow-split"]).exit_code == 0
 
 
@@ -185,13 +185,13 @@ def test_formats_by_the_names_of_their_publishers(tmp_path, name, fmt, scaling):
 
 def test_a_name_with_another_scaling_is_refused(tmp_path):
     src = folder(tmp_path / "src", {"model.layers.0.mlp.down_proj.weight": (128, 128)})
-    with pytest.raises(CheckpointError, match=r"--scaling tensor: FP8_DYNAMIC is e4m3fn"):
+    with refused(CheckpointError, r"--scaling tensor: FP8_DYNAMIC is e4m3fn"):
         plan(src, format="FP8_DYNAMIC", scaling="tensor")
 
 
 def test_a_folder_is_not_written_into_the_name_of_a_file(tmp_path):
     src = folder(tmp_path / "src", {"model.layers.0.mlp.down_proj.weight": (128, 128)})
-    with pytest.raises(CheckpointError, match=r"out.safetensors: named as a file, .* is a folder"):
+    with refused(CheckpointError, r"out.safetensors: named as a file, .* is a folder"):
         convert(src, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
 

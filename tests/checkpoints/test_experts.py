@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 from typer.testing import CliRunner
 
 from qtoolkit import Rules
@@ -133,7 +134,7 @@ def test_what_loaders_of_gpt_oss_do_not_read_is_refused(
     tmp_path, weights, config, options, message
 ):
     source = folder(tmp_path / "source", tensors(**weights), config)
-    with pytest.raises(CheckpointError, match=message):
+    with refused(CheckpointError, message):
         convert(source, tmp_path / "out", layout="gpt-oss", **{"format": "mxfp4"} | options)
 
 

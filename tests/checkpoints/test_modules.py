@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit import Rules
 from qtoolkit.checkpoints import CheckpointError, convert, save
@@ -138,7 +139,7 @@ def test_the_experts_of_llama_4_are_refused(tmp_path):
     }
     save(tmp_path / "in.safetensors", tensors)
     arguments = (tmp_path / "in.safetensors", tmp_path / "out.safetensors")
-    with pytest.raises(CheckpointError, match=r"experts.down_proj: all experts of a Llama 4 layer"):
+    with refused(CheckpointError, r"experts.down_proj: all experts of a Llama 4 layer"):
         convert(*arguments, layout="compressed-tensors")
     assert convert(*arguments, layout="plain").tensors
 

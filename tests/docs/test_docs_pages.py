@@ -12,6 +12,7 @@ import examples
 import numpy as np
 import pytest
 from PIL import Image
+from refused import refused
 
 import qtoolkit
 from qtoolkit.checkpoints.internal import CAUTIONS, TRIED
@@ -56,11 +57,9 @@ def test_an_example_that_prints_something_else_is_found(tmp_path):
     assert examples.run(page) == examples.expected(page)
     assert [*examples.expected(page).values()] == [*found.values()]  # lines have moved
     page.write_text("```sh\nqtoolkit formats nothing\n```\n")
-    with pytest.raises(RuntimeError, match="exit code 2"):
-        examples.run(page)
+    refused(RuntimeError, "exit code 2", examples.run, page)
     page.write_text("```console\n$ make run\n```\n")
-    with pytest.raises(RuntimeError, match="only `qtoolkit` runs here"):
-        examples.run(page)
+    refused(RuntimeError, "only `qtoolkit` runs here", examples.run, page)
 
 
 def hooks_without_mkdocs():

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from refused import refused
 from state_of import history_of, state_of
 
 import qtoolkit as qt
@@ -534,7 +535,7 @@ def test_keys_belong_to_places(x):
 
 
 def test_a_history_does_not_know_of_a_transform():
-    with pytest.raises(ValueError, match="observes the array, not its transform"):
+    with refused(ValueError, "observes the array, not its transform"):
         Operand("e4m3fn", scaling=Delayed(4), transform=qt.products.Hadamard())
 
 
@@ -546,7 +547,7 @@ def test_several_models_are_passed_as_one(x):
 
     models = [qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(i)), DELAYED) for i in (0, 1)]
     for given in (tuple(models), models, dict(enumerate(models))):
-        with pytest.raises(TypeError, match=r"expected an nnx.Module; pass several models as one"):
+        with refused(TypeError, r"expected an nnx.Module; pass several models as one"):
             qt.nnx.value_and_grad(both)(given, x)
     _, grads = qt.nnx.value_and_grad(both)(nnx.List(models), x)
     assert sorted(grads) == [0, 1]
@@ -554,34 +555,30 @@ def test_several_models_are_passed_as_one(x):
 
 
 def test_what_is_no_module_of_nnx_is_named(x):
-    with pytest.raises(TypeError, match=r"type tuple, expected.*; write nnx.merge\(\*model\)"):
-        qt.nnx.value_and_grad(loss)(nnx.split(Net()), x)
-    with pytest.raises(TypeError, match=r"type Dense, expected.*; use qtoolkit.linen.value_and"):
-        qt.nnx.value_and_grad(loss)(linen.Dense(3), x)
+    refused(TypeError, r"type tuple", qt.nnx.value_and_grad(loss), nnx.split(Net()), x)
+    refused(TypeError, r"type Dense", qt.nnx.value_and_grad(loss), linen.Dense(3), x)
 
 
 @pytest.mark.parametrize("wrt", ["kernel", nnx.LoRAParam, qt.nnx.ScalingState])
 def test_gradients_by_nothing_are_refused(x, wrt):
     """They were an empty state, which trains nothing, silently."""
-    with pytest.raises(ValueError, match=r"wrt=.* selects nothing that Net trains, expected"):
+    with refused(ValueError, r"wrt=.* selects nothing that Net trains"):
         qt.nnx.value_and_grad(loss, wrt)(qt.nnx.wrap(Net(), DELAYED), x)
 
 
 @pytest.mark.parametrize("wrt", [0, nnx.DiffState(0, nnx.Param)])
 def test_wrt_is_a_filter_and_no_number_of_an_argument(wrt):
-    with pytest.raises(TypeError, match=r"wrt=.*, expected a filter .* e\.g\. wrt=nnx\.Param"):
-        qt.nnx.value_and_grad(lambda model: 0.0, wrt)
+    refused(TypeError, r"wrt=", qt.nnx.value_and_grad, lambda model: 0.0, wrt)
 
 
 def test_gradients_without_probes_are_not_rolled_in_silence(x):
     """Oracle: the histories, which stay as they were."""
     model = qt.nnx.wrap(Net(), DELAYED)
     grads = nnx.state(model, nnx.Param)
-    with pytest.raises(ValueError, match=r"roll: probes has no gradient for any of the 2 delayed"):
+    with refused(ValueError, r"roll: probes has no gradient for any of the 2 delayed"):
         qt.nnx.roll(model, grads)
     for wrong in (None, {}, model):
-        with pytest.raises(TypeError, match=r"roll: probes has type .*, expected an nnx\.State"):
-            qt.nnx.roll(model, wrong)
+        refused(TypeError, r"roll: probes has type ", qt.nnx.roll, model, wrong)
     assert not any(jax.tree.leaves(jax.tree.map(jnp.any, nnx.state(model, qt.nnx.ScalingState))))
     stochastic = qt.nnx.wrap(Net(), qt.recipes.nvfp4)  # has keys alone: there is nothing to find
     qt.nnx.roll(stochastic, nnx.State({}))

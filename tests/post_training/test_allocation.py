@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit.post_training._allocation import Allocation, knapsack
 
@@ -44,7 +45,7 @@ def test_the_limit_may_be_the_least_size_and_not_less():
     sizes = np.array([[10_007, 5_003], [20_011, 5_003]])
     costs = np.array([[0.0, 1.0], [0.0, 1.0]])
     assert knapsack(sizes, costs, 10_006)[0] == (1, 1)
-    with pytest.raises(ValueError, match=r"bytes=10,005, and the smallest .* takes 10,006"):
+    with refused(ValueError, r"bytes=10,005, and the smallest .* takes 10,006"):
         knapsack(sizes, costs, 10_005)
 
 
