@@ -451,8 +451,7 @@ EXCLUDED = {
         (f"nnx.{name}" for name in ("LsqOffset", "LsqScale", "Probe", "ScalingState")), HELD
     ),
     **dict.fromkeys(
-        (f"optim.{name}State" for name in ("MasterWeights", "Quantized", "StochasticRound")),
-        HELD,
+        (f"optim.{name}State" for name in ("MasterWeights", "Quantized", "StochasticRound")), HELD
     ),
     "optim.SecondMoment": DATA,
     "onnx.DataType": DATA,

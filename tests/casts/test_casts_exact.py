@@ -366,9 +366,7 @@ def test_cast_has_the_formats_dtype_and_the_bits_of_encode(name):
     spec = SPECS[name]
     x = _float32_inputs(spec, 2**12)
     some = VARIANTS[1:18:6]
-    got = jax.jit(
-        lambda x: [qt.cast(x, name, rounding=r, saturation=s) for r, s in some],
-    )(x)
+    got = jax.jit(lambda x: [qt.cast(x, name, rounding=r, saturation=s) for r, s in some])(x)
     for row, expected in zip(got, every_code(x, spec, some), strict=True):
         assert row.dtype == qt.format(name).dtype == np.dtype(DTYPES[name])
         mask = expected.dtype.type(2**spec.bits - 1)  # numpy may sign-extend int4 in its byte

@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casts_oracle import (
-    SPECS,
-    assert_same_bits,
-    bits_of,
-    fraction_code,
-    p3109,
-    stochastic_codes,
-)
+from casts_oracle import SPECS, assert_same_bits, bits_of, fraction_code, p3109, stochastic_codes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 

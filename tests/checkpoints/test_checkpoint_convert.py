@@ -11,14 +11,7 @@ from refused import refused
 from stored import stored
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    _slabs,
-    convert,
-    dequantize,
-    load,
-    save,
-)
+from qtoolkit.checkpoints import CheckpointError, _slabs, convert, dequantize, load, save
 from qtoolkit.formats import Rules
 
 SRC, DST = "src.safetensors", "dst.safetensors"

@@ -255,14 +255,8 @@ def orbax(folder):
         (another_file_without_index, r"two sets of weights, model\.safetensors and model-00001"),
         (other_shards, r"two sets of weights, model-00001\S* by .*json and model-00003-of-00003"),
         (no_json, r"config\.json: .*expected a JSON object"),
-        (
-            quip,
-            "quant_method quip in its config, expected one of compressed-tensors, .*, gptq",
-        ),
-        (
-            codes_without_scales,
-            r"a\.weight: F8_E4M3 .2, 2., without the scales that layout fineg",
-        ),
+        (quip, "quant_method quip in its config, expected one of compressed-tensors, .*, gptq"),
+        (codes_without_scales, r"a\.weight: F8_E4M3 .2, 2., without the scales that layout fineg"),
         (only_pickles, r"no safetensors in the folder, but pytorch_model\.bin; a pickle.*refused"),
         (only_config, "no safetensors files in the folder, expected at least one"),
         (part, "in the folder itself, but in .*/src/unet; give that one"),

@@ -305,11 +305,7 @@ def test_fused_experts_of_modelopt_may_be_wider_than_a_block(tmp_path, axis, met
             {WEIGHT: np.ones((64, 32), np.uint32), f"{MODULE}.biases": np.ones((64, 4), BF16)},
             {"config": {"group_size": 64, "bits": 4}, "quantization": {"bits": 4}},
         ),
-        (
-            "torchao",
-            {f"{MODULE}._weight_qdata": FP8, f"{MODULE}._weight_scale": SCALE},
-            {},
-        ),
+        ("torchao", {f"{MODULE}._weight_qdata": FP8, f"{MODULE}._weight_scale": SCALE}, {}),
         (
             "Nunchaku",
             {f"{MODULE}.qweight": INT8, f"{MODULE}.wscales": np.ones((4, 128), BF16)},

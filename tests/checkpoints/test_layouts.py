@@ -225,8 +225,7 @@ OF_16_BITS = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "fmt", "scaling", "dtype"),
-    [*((*case, np.float32) for case in CASES), *OF_16_BITS],
+    ("layout", "fmt", "scaling", "dtype"), [*((*case, np.float32) for case in CASES), *OF_16_BITS]
 )
 def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling, dtype):
     source = weights(dtype)

@@ -32,12 +32,7 @@ def found(patterns, module):
 
 TOWER = layers("vision_tower.encoder.", ("self_attn.q_proj", "mlp.down_proj"))
 MODELS = {  # kept, quantized: as in the checkpoint; kept, quantized: as transformers calls them
-    "llama, tied": (
-        ["model.embed_tokens"],
-        layers("model."),
-        ["lm_head"],
-        layers("model."),
-    ),
+    "llama, tied": (["model.embed_tokens"], layers("model."), ["lm_head"], layers("model.")),
     "llava": (
         [*TOWER, "multi_modal_projector.linear_1", "language_model.lm_head"],
         layers("language_model.model."),

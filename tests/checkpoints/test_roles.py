@@ -146,10 +146,7 @@ MODELS = {
         """backbone.layers.0.mixer.A_log backbone.layers.0.mixer.conv1d.weight
         backbone.embeddings.weight""",
     ),
-    "rwkv": (
-        "blocks.0.att.key.weight blocks.0.ffn.value.weight",
-        "emb.weight head.weight",
-    ),
+    "rwkv": ("blocks.0.att.key.weight blocks.0.ffn.value.weight", "emb.weight head.weight"),
     "deepseek": (
         """model.layers.3.self_attn.kv_a_proj_with_mqa.weight
         model.layers.3.self_attn.q_b_proj.weight model.layers.3.mlp.shared_experts.up_proj.weight

@@ -13,13 +13,7 @@ import safetensors.numpy
 from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    SafetensorsFile,
-    layout,
-    save,
-    write_safetensors,
-)
+from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, layout, save, write_safetensors
 
 DTYPES = {
     "BOOL": np.bool_,

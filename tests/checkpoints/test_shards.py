@@ -18,13 +18,7 @@ from refused import refused
 from stored import stored
 from typer.testing import CliRunner
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    convert,
-    dequantize_checkpoint,
-    finalize,
-    save,
-)
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, finalize, save
 from qtoolkit.checkpoints import _shards as shards_module
 from qtoolkit.checkpoints import _target as target_module
 from qtoolkit.cli._app import app

@@ -330,10 +330,7 @@ def test_block_formats_take_no_scaling_and_remedies_work(source, tmp_path):
     assert "or use --layout compressed-tensors, which needs none" in message
 
 
-RULES = {
-    "wide": '{"rules": [], "default": "bfloat16"}',
-    "none": '{"rules": [["norm", null]]}',
-}
+RULES = {"wide": '{"rules": [], "default": "bfloat16"}', "none": '{"rules": [["norm", null]]}'}
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])

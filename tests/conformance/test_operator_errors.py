@@ -35,10 +35,7 @@ NARROW = [
     (
         "openvino.convert_promote_types",
         lambda x: openvino.convert_promote_types(
-            x,
-            np.ones(2, jnp.float8_e5m2),
-            promote_unsafe=True,
-            pytorch_scalar_promotion=True,
+            x, np.ones(2, jnp.float8_e5m2), promote_unsafe=True, pytorch_scalar_promotion=True
         )[0],
     ),
     ("openvino.range", lambda x: openvino.range(x, 4, 1, output_type="i8", length=3)),

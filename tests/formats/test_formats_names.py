@@ -185,12 +185,10 @@ def test_no_spelling_names_two_formats():
 AMBIGUOUS = {
     "e4m3": r"'e4m3fn' \(largest value 448\) or 'e4m3_ieee' \(largest value 240\)",
     **dict.fromkeys(
-        ("f8", "fp8", "float8"),
-        r"'e4m3fn' \(largest value 448\) or 'e5m2' \(largest value 57344\)",
+        ("f8", "fp8", "float8"), r"'e4m3fn' \(largest value 448\) or 'e5m2' \(largest value 57344\)"
     ),
     **dict.fromkeys(
-        ("f6", "fp6", "float6"),
-        r"'e2m3fn' \(largest value 7\.5\) or 'e3m2fn' \(largest value 28\)",
+        ("f6", "fp6", "float6"), r"'e2m3fn' \(largest value 7\.5\) or 'e3m2fn' \(largest value 28\)"
     ),
 }
 
@@ -204,10 +202,7 @@ def test_names_of_several_formats_raise_with_each_of_them(name, choices):
 
 def test_both_formats_that_e4m3_may_mean():
     """The largest values are those of ml_dtypes."""
-    for name, dtype in (
-        ("e4m3fn", ml_dtypes.float8_e4m3fn),
-        ("e4m3_ieee", ml_dtypes.float8_e4m3),
-    ):
+    for name, dtype in (("e4m3fn", ml_dtypes.float8_e4m3fn), ("e4m3_ieee", ml_dtypes.float8_e4m3)):
         assert qt.format(name) is qt.format(dtype) is qt.format(np.dtype(dtype).name)
         assert qt.format(name).max_finite == float(ml_dtypes.finfo(dtype).max)
     assert qt.format(jnp.float8_e4m3) is formats.E4M3_IEEE

@@ -37,10 +37,7 @@ ROWS = {
         *(True, 11, 52, 1023, IEEE, INF),
         *((2 - two(-52)) * two(1023), two(-1022), two(-1074), 1023, -1022),
         *(0x7FEFFFFFFFFFFFFF, 0x7FF0000000000000, 0x7FF8000000000000),
-        (
-            *(0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF),
-            *(0xFFF0000000000001, 0xFFFFFFFFFFFFFFFF),
-        ),
+        (*(0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF), *(0xFFF0000000000001, 0xFFFFFFFFFFFFFFFF)),
         2**64 - 2**53 - 1,
     ),
     "float32": (
@@ -107,10 +104,7 @@ ROWS = {
         *(True, 3, 2, 3, NONE, MAX, 28, Fraction(1, 4), Fraction(1, 16), 4, -2),
         *(0x1F, None, None, (), 63),
     ),
-    "e2m1fn": (
-        *(True, 2, 1, 1, NONE, MAX, 6, 1, Fraction(1, 2), 2, 0),
-        *(0x7, None, None, (), 15),
-    ),
+    "e2m1fn": (*(True, 2, 1, 1, NONE, MAX, 6, 1, Fraction(1, 2), 2, 0), *(0x7, None, None, (), 15)),
     "e1m2fn": (
         *(True, 1, 2, 1, NONE, MAX, Fraction(7, 4), 1, Fraction(1, 4), 0, 0),
         *(0x7, None, None, (), 15),
@@ -496,10 +490,7 @@ def test_overflow_is_a_field_of_its_own():
     ("fields", "why"),
     [
         ({"exponent_bits": 0}, "exponent_bits=0, mantissa_bits=3; expected 1 to 16 exponent"),
-        (
-            {"mantissa_bits": -1},
-            "mantissa_bits=-1; expected 1 to 16 exponent bits, no negative",
-        ),
+        ({"mantissa_bits": -1}, "mantissa_bits=-1; expected 1 to 16 exponent bits, no negative"),
         ({"exponent_bits": -1}, "exponent_bits=-1"),
         ({"exponent_bits": 11, "mantissa_bits": 53}, "at most 64 bits with the sign"),
         ({"overflow": Overflow.INF}, "overflow=INF, but specials=FN has no infinity"),

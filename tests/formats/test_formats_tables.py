@@ -81,11 +81,7 @@ def test_hifloat8_landmarks():
 def test_posit8_landmarks_and_ties():
     fmt = formats.POSIT8
     assert (fmt.value(0x40), fmt.value(0xC0), fmt.max_finite) == (1, -1, 2**24)
-    assert (fmt.min_positive, fmt.nan_codes, fmt.finite_count) == (
-        Fraction(1, 2**24),
-        (0x80,),
-        255,
-    )
+    assert (fmt.min_positive, fmt.nan_codes, fmt.finite_count) == (Fraction(1, 2**24), (0x80,), 255)
     assert (fmt.overflow, fmt.beyond, fmt.has_inf) == (Overflow.NAN, None, False)
     # In order of value the codes are the two's-complement integers from -127 to 127.
     assert fmt.codes == tuple(c % 256 for c in range(-127, 128))

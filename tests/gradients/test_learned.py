@@ -13,12 +13,7 @@ from refused import refused
 
 import qtoolkit as qt
 from qtoolkit import IntFormat, format
-from qtoolkit.gradients import (
-    lsq,
-    lsq_plus,
-    lsq_plus_scale_offset,
-    lsq_scale,
-)
+from qtoolkit.gradients import lsq, lsq_plus, lsq_plus_scale_offset, lsq_scale
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 INTEGERS = {  # n and p of the papers: -Qn and Qp
@@ -29,10 +24,7 @@ INTEGERS = {  # n and p of the papers: -Qn and Qp
     "uint4": (0, 15),
     "uint8": (0, 255),
 }
-FLOATS = {
-    "e4m3fn": (ml_dtypes.float8_e4m3fn, 448),
-    "e2m1fn": (ml_dtypes.float4_e2m1fn, 6),
-}
+FLOATS = {"e4m3fn": (ml_dtypes.float8_e4m3fn, 448), "e2m1fn": (ml_dtypes.float4_e2m1fn, 6)}
 FACTORS = ["gradient_factor", "offset_gradient_factor"]
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan]
 

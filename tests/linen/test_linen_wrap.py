@@ -711,9 +711,7 @@ def test_map_variables_that_makes_its_parameters_is_reported():
     """Oracle: by hand, one matmul forward, and none backward: signs have no derivative."""
     module = wrap(Mapped(), Recipe(), strict=(X,))
     found = report(module, shapes(module, X), X)
-    assert [(p.path, p.part) for p in found.quantized] == [
-        ("Map_variablesDense_0", "forward"),
-    ]
+    assert [(p.path, p.part) for p in found.quantized] == [("Map_variablesDense_0", "forward")]
     assert not found.left
     with pytest.raises(ScopeCollectionNotFound):  # Flax's own, if the caller asked for it
         report(module, shapes(module, X), X, mutable=["batch_stats"])

@@ -18,8 +18,7 @@ from qtoolkit.casts import Projection
 
 HYBRID = qt.recipes.te_delayed_hybrid
 STOCHASTIC = dataclasses.replace(
-    HYBRID,
-    dgrad=(dataclasses.replace(HYBRID.dgrad[0], projection=Projection("stochastic")), None),
+    HYBRID, dgrad=(dataclasses.replace(HYBRID.dgrad[0], projection=Projection("stochastic")), None)
 )
 
 

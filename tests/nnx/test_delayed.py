@@ -219,9 +219,7 @@ def test_a_stack_that_arrives_whole_observes_for_all(x):
 
     def forward(layers, x):
         body = nnx.scan(
-            lambda x, layer: jnp.tanh(layer(x)),
-            in_axes=(nnx.Carry, axes),
-            out_axes=nnx.Carry,
+            lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry
         )
         return jnp.mean(body(x, layers) ** 2)
 

@@ -223,11 +223,7 @@ def test_bit_cast_under_jit_and_vmap():
             TypeError,
             "x is FLOAT6E2M3, with opset=28",
         ),
-        (
-            lambda: bit_cast(np.float64(1), "INT64"),
-            TypeError,
-            "INT64 is needed.*jax_enable_x64",
-        ),
+        (lambda: bit_cast(np.float64(1), "INT64"), TypeError, "INT64 is needed.*jax_enable_x64"),
         (
             lambda: jax.grad(lambda v: bit_cast(v, "FLOAT"))(np.float32(1)),
             TypeError,

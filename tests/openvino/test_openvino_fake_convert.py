@@ -114,10 +114,7 @@ def test_openvino_arithmetic_has_the_known_defects():
     def value(x, dtype, destination):
         return float(
             fake_convert(
-                jnp.asarray(x, dtype),
-                1.0,
-                destination_type=destination,
-                arithmetic="openvino",
+                jnp.asarray(x, dtype), 1.0, destination_type=destination, arithmetic="openvino"
             )
         )
 

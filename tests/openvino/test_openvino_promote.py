@@ -57,10 +57,7 @@ def cells():
 @pytest.mark.parametrize("promote_unsafe", [False, True])
 def test_every_pair_of_types_at_every_setting(promote_unsafe, pytorch_scalar_promotion):
     refusals = 0
-    flags = {
-        "promote_unsafe": promote_unsafe,
-        "pytorch_scalar_promotion": pytorch_scalar_promotion,
-    }
+    flags = {"promote_unsafe": promote_unsafe, "pytorch_scalar_promotion": pytorch_scalar_promotion}
     for types, ranks, target in cells():
         attributes = flags | {"u64_integer_promotion_target": target}
         arguments = dict(zip(("rank0", "rank1"), ranks, strict=True)) | attributes

@@ -19,10 +19,7 @@ import qtoolkit as qt
 from qtoolkit.optim import SecondMoment, quantize_state
 
 RNG = np.random.default_rng(0)
-PARAMS = {
-    "kernel": jnp.asarray(RNG.normal(size=(16, 300)), jnp.float32),
-    "bias": jnp.zeros(60),
-}
+PARAMS = {"kernel": jnp.asarray(RNG.normal(size=(16, 300)), jnp.float32), "bias": jnp.zeros(60)}
 ADAM = optax.adam(1e-2)
 quantize_all = functools.partial(quantize_state, min_size=1)
 

@@ -340,11 +340,7 @@ def solved(x, w):
     return lax.custom_linear_solve(matvec, x, solve, transpose_solve=solve)
 
 
-OPAQUE = {
-    "custom_jvp": with_jvp,
-    "custom_vjp": with_vjp,
-    "custom_linear_solve": solved,
-}
+OPAQUE = {"custom_jvp": with_jvp, "custom_vjp": with_vjp, "custom_linear_solve": solved}
 
 
 @pytest.mark.parametrize("kind", OPAQUE)

@@ -153,10 +153,7 @@ NV = along("e2m1fn", 16, rule="nvfp4")
 NV_2D = How("e2m1fn", (16, 16), rule="nvfp4")
 NV_H = dataclasses.replace(NV, hadamard=16)
 TILE, SQUARE = (How("e4m3fn", block, epsilon=1e-4) for block in ((1, 128), (128, 128)))
-TOKEN, CHANNEL = (
-    How("e4m3fn", (None,), (-1,)),
-    How("e4m3fn", (1,), (-1,), others=None),
-)
+TOKEN, CHANNEL = (How("e4m3fn", (None,), (-1,)), How("e4m3fn", (1,), (-1,), others=None))
 E4M3, E5M2 = tensor("e4m3fn"), tensor("e5m2")
 AMAXES = (40.0, 100.0, 3.0)  # what delayed recipes know of the steps before; some values saturate
 DELAYED = tuple(
@@ -549,10 +546,7 @@ def test_each_operand_alone_changes_the_product_that_it_is_for():
 
 STOCHASTIC = {
     "nvfp4": (NV, np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])),
-    "e5m2": (
-        E5M2,
-        np.arange(0x7C, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64),
-    ),
+    "e5m2": (E5M2, np.arange(0x7C, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64)),
 }
 
 

@@ -16,15 +16,7 @@ from jax.sharding import PartitionSpec as P
 from refused import refused
 
 from qtoolkit.formats import BlockFormat, spec
-from qtoolkit.scaling import (
-    MSE,
-    AbsMax,
-    Bins,
-    MinMax,
-    MovingAverage,
-    Percentile,
-    quantize,
-)
+from qtoolkit.scaling import MSE, AbsMax, Bins, MinMax, MovingAverage, Percentile, quantize
 
 F32 = np.float32
 SHAPE = (6, 40)
@@ -290,12 +282,7 @@ def numpy_counts(fmt, xs, bins):
 @pytest.mark.sample("tensor-float32")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("tensor", "float32"),
-        ("channel", "bfloat16"),
-        ("mxfp8", "float32"),
-        ("square", "float16"),
-    ],
+    [("tensor", "float32"), ("channel", "bfloat16"), ("mxfp8", "float32"), ("square", "float16")],
 )
 def test_histograms_count_each_element_once(name, dtype):
     fmt, xs = SPECS[name], batches(dtype=np.dtype(dtype))
