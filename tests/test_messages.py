@@ -423,10 +423,6 @@ def test_a_mistake_at_the_command(mistake, tmp_path, monkeypatch):
     assert [part for part in parts if part not in said] == [], said
 
 
-def test_forty_mistakes_and_more():
-    assert len(PYTHON) + len(COMMANDS) >= 50
-
-
 def test_what_is_no_mistake():
     """Wrapping twice gives the new recipe; a flat state of arrays is saved as it is."""
     once = qt.nnx.wrap(model(), qt.Recipe())
