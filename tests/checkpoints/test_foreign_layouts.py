@@ -386,24 +386,17 @@ def folder(path, config, entries):
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_have_the_values_of_the_programs_own_formula(tmp_path, case):
+    """As `dequantize_checkpoint` writes them, and as `load` gives them."""
     config, entries, expected = CASES[case]()
     source = folder(tmp_path / "source", config, entries)
     dequantize_checkpoint(source, tmp_path / "values", dtype="float32")
-    found = load(tmp_path / "values")
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found.pop(name), values, err_msg=name)
-    assert {name for name in found if not name.endswith("bias")} == set()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_load_gives_arrays_with_the_same_values(tmp_path, case):
-    config, entries, expected = CASES[case]()
-    loaded = load(folder(tmp_path / "source", config, entries))
+    written, loaded = load(tmp_path / "values"), load(source)
+    assert {name for name in written if not name.endswith("bias")} == expected.keys()
     for name, values in expected.items():
         array = loaded[name]
-        if isinstance(array, QArray):
-            array = array.dequantize("float32")
-        np.testing.assert_array_equal(array, values, err_msg=name)
+        array = array.dequantize("float32") if isinstance(array, QArray) else array
+        for found in (written[name], array):
+            np.testing.assert_array_equal(found, values, err_msg=name)
 
 
 @pytest.mark.parametrize("case", FEW)
