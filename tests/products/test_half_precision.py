@@ -93,6 +93,11 @@ def test_products_of_bfloat16_in_any_order_of_axes_run(name, subscripts, lhs, rh
         np.testing.assert_allclose(np.float64(got), want, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.sample(
+    *("te_current-dot_general-bfloat16", "mxfp8-einsum-float16", "nvfp4-dot_general-bfloat16"),
+    *("fnuz_amd-einsum-float16", "deepseek_v3-einsum-bfloat16"),
+    *("weight_only_e4m3-dot_general-float16",),
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", [*NARROW, "deepseek_v3", "weight_only_e4m3"])

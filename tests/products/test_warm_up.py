@@ -22,6 +22,7 @@ def loss(model, x):
 
 
 @pytest.mark.quick
+@pytest.mark.sample("value_and_grad0-recipe1", "value_and_grad1-recipe0")
 @pytest.mark.parametrize("recipe", [qt.recipes.te_current, qt.recipes.te_delayed_hybrid])
 @pytest.mark.parametrize("by", [qt.nnx.value_and_grad, nnx.value_and_grad])
 @pytest.mark.filterwarnings("ignore:differentiated without")

@@ -86,6 +86,7 @@ def close(found, expected):
 KERNELS = 64 * 256  # forward of both, dgrad of the second
 
 
+@pytest.mark.sample("nnx_step-te_current", "nnx_step-nvfp4", "linen_step-te_delayed_hybrid")
 @pytest.mark.parametrize(
     ("make", "name"),
     [(nnx_step, name) for name in ("te_current", "te_delayed_hybrid", "mxfp8", "nvfp4")]

@@ -124,6 +124,7 @@ def problem(seed, channels=64, columns=24, rows=512):
     return x, w, x.astype(np.float64).T @ x
 
 
+@pytest.mark.sample("int4_group32-True", "int4 by channel-False", "mxfp4-False", "nvfp4-True")
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_those_of_the_paper_where_no_tie_is_near(name, act_order):
