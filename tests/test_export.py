@@ -55,12 +55,8 @@ def test_every_public_function_is_exported():
 
 
 @pytest.mark.sample(
-    "encode e4m3fn nearest_even",
-    "encode posit16 stochastic",
-    "hadamard_transform random",
-    "dot_general mxfp8",
-    "optim.quantize_state",
-    "openvino.fake_convert by parameters, core",
+    *("encode e4m3fn nearest_even", "encode posit16 stochastic", "hadamard_transform random"),
+    *("dot_general mxfp8", "optim.quantize_state", "openvino.fake_convert by parameters, core"),
 )
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exports_for_every_platform_without_custom_calls(name):
@@ -72,12 +68,8 @@ def test_exports_for_every_platform_without_custom_calls(name):
 
 
 @pytest.mark.sample(
-    "encode e4m3fn nearest_even",
-    "encode posit16 stochastic",
-    "hadamard_transform random",
-    "dot_general mxfp8",
-    "optim.stochastic_round_updates",
-    "onnx.quantize_linear by parameters",
+    *("encode e4m3fn nearest_even", "encode posit16 stochastic", "hadamard_transform random"),
+    *("dot_general mxfp8", "optim.stochastic_round_updates", "onnx.quantize_linear by parameters"),
 )
 @pytest.mark.parametrize("name", [name for name in EXPORTED if name not in ONE_BATCH])
 def test_a_symbolic_batch_gives_the_bits_of_every_batch(name):

@@ -57,22 +57,12 @@ def test_a_derivative_raises_and_names_fake_cast(function, where, name):
 
 
 @pytest.mark.sample(
-    "round_to_format-e4m3fn-to_odd",
-    "round_to_format-e4m3fn-toward_zero",
-    "round_to_format-e4m3fn-stochastic",
-    "encode-bfloat16-to_odd",
-    "encode-bfloat16-toward_zero",
-    "encode-bfloat16-random_bits",
-    "cast-int4-toward_zero",
-    "cast-int4-stochastic",
-    "cast-e8m0fnu-to_odd",
-    "cast-e8m0fnu-toward_zero",
-    "cast-e8m0fnu-random_bits",
-    "cast-bool-toward_zero",
-    "cast-bool-stochastic",
-    "encode-e2m1fn-to_odd",
-    "encode-e2m1fn-stochastic",
-    "encode-e2m1fn-random_bits",
+    *("round_to_format-e4m3fn-to_odd", "round_to_format-e4m3fn-toward_zero"),
+    *("round_to_format-e4m3fn-stochastic", "encode-bfloat16-to_odd", "encode-bfloat16-toward_zero"),
+    *("encode-bfloat16-random_bits", "cast-int4-toward_zero", "cast-int4-stochastic"),
+    *("cast-e8m0fnu-to_odd", "cast-e8m0fnu-toward_zero", "cast-e8m0fnu-random_bits"),
+    *("cast-bool-toward_zero", "cast-bool-stochastic", "encode-e2m1fn-to_odd"),
+    *("encode-e2m1fn-stochastic", "encode-e2m1fn-random_bits"),
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(

@@ -287,14 +287,9 @@ def test_formats_without_a_sign_clamp_what_is_negative():
 
 
 @pytest.mark.sample(
-    "float16-bfloat16-use float32",
-    "float16-fmt2-use float32",
-    "bfloat16-fmt5-use float32",
-    "bfloat16-nf4-use float32",
-    "uint8-int8-use float32",
-    "float8_e8m0fnu-e2m1fn-use float32",
-    "float32-fmt13-use float64",
-    "float32-fmt15-use float64",
+    *("float16-bfloat16-use float32", "float16-fmt2-use float32", "bfloat16-fmt5-use float32"),
+    *("bfloat16-nf4-use float32", "uint8-int8-use float32", "float8_e8m0fnu-e2m1fn-use float32"),
+    *("float32-fmt13-use float64", "float32-fmt15-use float64"),
 )
 @pytest.mark.parametrize(
     ("dtype", "fmt", "hint"),

@@ -231,18 +231,10 @@ def stochastic_code(x, fmt, rounding, random, saturation):
 
 
 @pytest.mark.sample(
-    "nf4-A-finite",
-    "nf4-C-none",
-    "posit8-A-none",
-    "unsorted-A-finite",
-    "ties at the third-B-finite",
-    "with everything-A-none",
-    "with everything-C-finite",
-    "nan at overflow-B-none",
-    "max at overflow-C-none",
-    "odd largest code-C-finite",
-    "subnormal-A-finite",
-    "one bit-B-finite",
+    *("nf4-A-finite", "nf4-C-none", "posit8-A-none", "unsorted-A-finite"),
+    *("ties at the third-B-finite", "with everything-A-none", "with everything-C-finite"),
+    *("nan at overflow-B-none", "max at overflow-C-none", "odd largest code-C-finite"),
+    *("subnormal-A-finite", "one bit-B-finite"),
 )
 @pytest.mark.parametrize("saturation", ["finite", "none"])
 @pytest.mark.parametrize("variant", ["A", "B", "C"])
@@ -356,14 +348,10 @@ WORDS = [(6, 58, 1, True), (6, 58, 1, False), (9, 55, 255, False), (9, 23, 255, 
 
 
 @pytest.mark.sample(
-    "6-58-1-True-fn-nearest_even-finite",
-    "6-58-1-True-fn-toward_positive-none",
-    "6-58-1-False-fn-nearest_even-none",
-    "6-58-1-False-ieee-nearest_even-finite",
-    "9-55-255-False-fn-toward_zero-finite",
-    "9-55-255-False-ieee-toward_positive-finite",
-    "9-23-255-False-fn-toward_zero-none",
-    "9-23-255-False-ieee-toward_positive-none",
+    *("6-58-1-True-fn-nearest_even-finite", "6-58-1-True-fn-toward_positive-none"),
+    *("6-58-1-False-fn-nearest_even-none", "6-58-1-False-ieee-nearest_even-finite"),
+    *("9-55-255-False-fn-toward_zero-finite", "9-55-255-False-ieee-toward_positive-finite"),
+    *("9-23-255-False-fn-toward_zero-none", "9-23-255-False-ieee-toward_positive-none"),
 )
 @pytest.mark.parametrize("saturation", ["finite", "none"])
 @pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero", "toward_positive"])

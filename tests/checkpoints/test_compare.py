@@ -52,9 +52,7 @@ def model(folder):
 
 
 @pytest.mark.sample(
-    "plain-e4m3fn-tensor",
-    "plain-float16-None",
-    "compressed-tensors-nvfp4-None",
+    *("plain-e4m3fn-tensor", "plain-float16-None", "compressed-tensors-nvfp4-None"),
     "compressed-tensors-int4_group128-None",
 )
 @pytest.mark.parametrize(("layout", "fmt", "scaling"), LAYOUTS)

@@ -158,12 +158,9 @@ def test_a_config_that_calls_static_scales_dynamic(problems):
 
 
 @pytest.mark.sample(
-    "compressed-tensors e4m3fn tensor 0.5",
-    "compressed-tensors e4m3fn channel None",
-    "compressed-tensors mxfp8_e4m3 None None",
-    "compressed-tensors nvfp4 None None",
-    "modelopt e4m3fn tensor 0.5",
-    "finegrained-fp8 e4m3fn None None",
+    *("compressed-tensors e4m3fn tensor 0.5", "compressed-tensors e4m3fn channel None"),
+    *("compressed-tensors mxfp8_e4m3 None None", "compressed-tensors nvfp4 None None"),
+    *("modelopt e4m3fn tensor 0.5", "finegrained-fp8 e4m3fn None None"),
 )
 @pytest.mark.parametrize("case", LAYOUTS, ids=id_of)
 def test_ignored_modules_are_the_unquantized_ones(problems, case):

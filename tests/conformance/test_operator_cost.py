@@ -34,10 +34,7 @@ def _program(function, x):
 
 
 @pytest.mark.sample(
-    "<lambda>-<lambda>0",
-    "<lambda>-<lambda>1",
-    "<lambda>-<lambda>2",
-    "<lambda>-<lambda>4",
+    *("<lambda>-<lambda>0", "<lambda>-<lambda>1", "<lambda>-<lambda>2", "<lambda>-<lambda>4"),
     "<lambda>-<lambda>5",
 )
 @pytest.mark.quick

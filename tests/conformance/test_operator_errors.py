@@ -55,17 +55,10 @@ def _derivatives(function):
 
 
 @pytest.mark.sample(
-    "onnx.cast-<lambda>0",
-    "onnx.cast-<lambda>2",
-    "onnx.cast-<lambda>4",
-    "onnx.cast-<lambda>5",
-    "onnx.cast_like-<lambda>",
-    "onnx.quantize_linear-<lambda>2",
-    "onnx.dynamic_quantize_linear-<lambda>",
-    "openvino.convert-<lambda>0",
-    "openvino.convert-<lambda>2",
-    "openvino.range-<lambda>",
-    "pypto.cast-<lambda>0",
+    *("onnx.cast-<lambda>0", "onnx.cast-<lambda>2", "onnx.cast-<lambda>4", "onnx.cast-<lambda>5"),
+    *("onnx.cast_like-<lambda>", "onnx.quantize_linear-<lambda>2"),
+    *("onnx.dynamic_quantize_linear-<lambda>", "openvino.convert-<lambda>0"),
+    *("openvino.convert-<lambda>2", "openvino.range-<lambda>", "pypto.cast-<lambda>0"),
 )
 @pytest.mark.parametrize(("where", "function"), NARROW)
 def test_what_has_no_derivative_says_so_and_names_what_has(where, function):
@@ -95,12 +88,9 @@ FROM_NARROW = [
 
 
 @pytest.mark.sample(
-    "onnx.cast-float8_e4m3fn-<lambda>",
-    "onnx.cast-float8_e8m0fnu-<lambda>",
-    "onnx.dequantize_linear-float8_e5m2-<lambda>",
-    "openvino.convert-float8_e4m3fn-<lambda>",
-    "openvino.convert_promote_types-float8_e5m2-<lambda>",
-    "pypto.cast-float8_e4m3fn-<lambda>",
+    *("onnx.cast-float8_e4m3fn-<lambda>", "onnx.cast-float8_e8m0fnu-<lambda>"),
+    *("onnx.dequantize_linear-float8_e5m2-<lambda>", "openvino.convert-float8_e4m3fn-<lambda>"),
+    *("openvino.convert_promote_types-float8_e5m2-<lambda>", "pypto.cast-float8_e4m3fn-<lambda>"),
     "cast-float8_e4m3fnuz-<lambda>",
 )
 @pytest.mark.parametrize(("where", "dtype", "function"), FROM_NARROW)
@@ -239,15 +229,8 @@ SWAPPED = [
 
 
 @pytest.mark.sample(
-    "<lambda>0",
-    "<lambda>1",
-    "<lambda>2",
-    "<lambda>4",
-    "<lambda>5",
-    "<lambda>6",
-    "<lambda>7",
-    "<lambda>9",
-    "<lambda>10",
+    *("<lambda>0", "<lambda>1", "<lambda>2", "<lambda>4", "<lambda>5", "<lambda>6", "<lambda>7"),
+    *("<lambda>9", "<lambda>10"),
 )
 @pytest.mark.parametrize("function", SWAPPED)
 def test_arrays_of_the_other_byte_order(function):

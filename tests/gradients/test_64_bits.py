@@ -120,10 +120,7 @@ BLOCKS = [
 
 
 @pytest.mark.sample(
-    "mxfp8_e4m3",
-    "mxint8",
-    "deepseek_128x128_e8m0",
-    "int4_group128",
+    *("mxfp8_e4m3", "mxint8", "deepseek_128x128_e8m0", "int4_group128"),
     "uint8 by token@-1, zero_point=True",
 )
 @pytest.mark.parametrize("spec", BLOCKS, ids=lambda spec: spec.name)

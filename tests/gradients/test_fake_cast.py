@@ -46,9 +46,7 @@ def bits(x):
 
 
 @pytest.mark.sample(
-    "e4m3fn-float16-finite",
-    "e4m3fn-bfloat16-none",
-    "e4m3fnuz-float16-propagate",
+    *("e4m3fn-float16-finite", "e4m3fn-bfloat16-none", "e4m3fnuz-float16-propagate"),
     "int8-float16-none",
 )
 @pytest.mark.quick

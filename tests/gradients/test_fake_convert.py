@@ -99,8 +99,7 @@ MODES = {
 
 
 @pytest.mark.sample(
-    "float32-e4m3fn-none-nearest_even",
-    "float32-e4m3fn-none-to_odd",
+    *("float32-e4m3fn-none-nearest_even", "float32-e4m3fn-none-to_odd"),
     "float16-int4-propagate-to_odd",
 )
 @pytest.mark.parametrize("name", MODES)

@@ -44,12 +44,8 @@ def assert_codes(got, wanted, name, x):
 
 
 @pytest.mark.sample(
-    "FLOAT8E4M3FN-True-FLOAT16",
-    "FLOAT8E4M3FNUZ-True-BFLOAT16",
-    "FLOAT8E5M2-False-FLOAT16",
-    "FLOAT8E5M2FNUZ-True-BFLOAT16",
-    "FLOAT4E2M1-False-FLOAT16",
-    "FLOAT6E3M2-False-FLOAT16",
+    *("FLOAT8E4M3FN-True-FLOAT16", "FLOAT8E4M3FNUZ-True-BFLOAT16", "FLOAT8E5M2-False-FLOAT16"),
+    *("FLOAT8E5M2FNUZ-True-BFLOAT16", "FLOAT4E2M1-False-FLOAT16", "FLOAT6E3M2-False-FLOAT16"),
 )
 @pytest.mark.parametrize("source", ["FLOAT16", "BFLOAT16"])
 @pytest.mark.parametrize("saturate", [True, False])

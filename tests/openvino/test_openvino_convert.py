@@ -49,19 +49,9 @@ def _numpy_is_quiet():
 
 
 @pytest.mark.sample(
-    "float16-bf16",
-    "float16-f16",
-    "float16-f32",
-    "float16-f8e5m2",
-    "bfloat16-bf16",
-    "bfloat16-f16",
-    "bfloat16-f32",
-    "bfloat16-f8e5m2",
-    "float32-bf16",
-    "float32-f16",
-    "float32-f32",
-    "float32-f8e4m3",
-    "float32-f8e5m2",
+    *("float16-bf16", "float16-f16", "float16-f32", "float16-f8e5m2", "bfloat16-bf16"),
+    *("bfloat16-f16", "bfloat16-f32", "bfloat16-f8e5m2", "float32-bf16", "float32-f16"),
+    *("float32-f32", "float32-f8e4m3", "float32-f8e5m2"),
 )
 @pytest.mark.quick
 @pytest.mark.parametrize("target", FLOATS)
@@ -76,11 +66,7 @@ def test_openvino_arithmetic_has_the_bits_of_the_core(source, target):
 
 
 @pytest.mark.sample(
-    "float16-bf16",
-    "float16-f32",
-    "float16-f8e8m0",
-    "bfloat16-f8e5m2",
-    "float32-f16",
+    *("float16-bf16", "float16-f32", "float16-f8e8m0", "bfloat16-f8e5m2", "float32-f16"),
     "float32-f8e4m3",
 )
 @pytest.mark.quick
@@ -121,17 +107,8 @@ def test_exact_to_f4e2m1(source):
 
 
 @pytest.mark.sample(
-    "float16-i8",
-    "float16-i32",
-    "float16-u16",
-    "float16-u32",
-    "bfloat16-i8",
-    "bfloat16-u8",
-    "bfloat16-u32",
-    "bfloat16-boolean",
-    "float32-i16",
-    "float32-u16",
-    "float32-boolean",
+    *("float16-i8", "float16-i32", "float16-u16", "float16-u32", "bfloat16-i8", "bfloat16-u8"),
+    *("bfloat16-u32", "bfloat16-boolean", "float32-i16", "float32-u16", "float32-boolean"),
 )
 @pytest.mark.quick
 @pytest.mark.parametrize("target", [*INTEGERS, "boolean"])

@@ -141,9 +141,7 @@ def test_native_einsum_where_one_operand_alone_sums_a_label():
 
 
 @pytest.mark.sample(
-    "int8 by tensor, current",
-    "int4 by tensor, learned",
-    "binary8p3sf by tensor, current",
+    *("int8 by tensor, current", "int4 by tensor, learned", "binary8p3sf by tensor, current"),
     "e5m2 by tensor, current",
 )
 @pytest.mark.parametrize(

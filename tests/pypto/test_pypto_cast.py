@@ -141,8 +141,7 @@ HALF = 2.0**-11
 
 
 @pytest.mark.sample(
-    "DT_FP32-0.500244140625-DT_FP16-expected0",
-    "DT_FP16--1.5-DT_INT16-expected5",
+    *("DT_FP32-0.500244140625-DT_FP16-expected0", "DT_FP16--1.5-DT_INT16-expected5"),
     "DT_FP32-65520.0-DT_FP16-expected13",
 )
 @pytest.mark.parametrize(
