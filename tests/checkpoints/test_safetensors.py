@@ -133,7 +133,8 @@ def test_read_flat_reads_any_range(tmp_path):
     with SafetensorsFile(tmp_path / TARGET) as file:
         for start, stop in [(0, 42), (5, 5), (11, 30), (41, 42)]:
             assert as_bytes(file.read_flat("x", start, stop)) == as_bytes(x.reshape(-1)[start:stop])
-        refused(IndexError, "elements 0:43 of 42", file.read_flat, "x", 0, 43)
+        with pytest.raises(IndexError, match="elements 0:43 of 42"):
+            file.read_flat("x", 0, 43)
         with pytest.raises(KeyError):
             file.read("z")
 

@@ -10,7 +10,7 @@ import pytest
 from refused import refused
 
 import qtoolkit as qt
-from qtoolkit import formats, onnx, openvino, pypto
+from qtoolkit import onnx, openvino, pypto
 from qtoolkit.pypto import CastMode, SaturationMode
 
 X = np.array([1.5, -2.0], np.float32)
@@ -250,19 +250,6 @@ def test_64_bit_types_name_the_operator():
         refused(TypeError, rf"^{re.escape(where)}: .*jax_enable_x64", call)
 
 
-def test_ranges_too_long():
-    zero, tiny, huge = np.float32([0, 1e-3, 1e30])
-    refused(ValueError, r"^onnx\.range: \d+ numbers", onnx.range, zero, huge, tiny)
-    with refused(ValueError, r"^openvino\.range: .* elements"):
-        openvino.range(0, huge, tiny, output_type="f32")
-    with refused(ValueError, r"^openvino\.range: length=4294967296"):
-        jax.jit(lambda s: openvino.range(s, 5, 1, output_type="f32", length=2**32))(0.0)
-
-
-def test_what_shows_a_format_shows_its_name():
-    refused(ValueError, r"^onnx\.cast: to='nf4' is no type of ONNX", onnx.cast, X, formats.NF4)
-
-
 def test_a_scale_of_one_number_fits_no_blocks():
     x, scale = np.float32([1, 2, 3, 4]), np.float32([0.5])
     assert onnx.quantize_linear(x, scale).tolist() == [2, 4, 6, 8]
@@ -298,21 +285,14 @@ def test_classes_are_neither_arrays_nor_always_dtypes():
         refused((TypeError, ValueError), r"^onnx\.cast: to", onnx.cast, X, kind)
 
 
-def test_one_number_has_no_blocks():
-    with refused(ValueError, r"^onnx\.quantize_linear: y_scale has shape \(1,\)"):
-        onnx.quantize_linear(np.float32(3), np.float32([1]), block_size=2)
-
-
-def test_spellings_of_types():
-    for spelling in ("TensorProto.FLOAT16", "tensor(float16)", "float16", "FLOAT16", np.half, 10):
-        assert onnx.cast(X, spelling).dtype == jnp.float16
-    assert onnx.cast(X, np.dtypes.StringDType).tolist() == ["1.5", "-2"]
-    assert onnx.cast(X, np.dtypes.Float16DType).dtype == jnp.float16
-
-
 def test_optional_types_are_none_or_zero_and_not_false():
     with refused(TypeError, r"^onnx\.quantize_linear: output_dtype has type bool"):
         onnx.quantize_linear(X, X[0], output_dtype=False)
     for zero in (0, np.int64(0), onnx.DataType.UNDEFINED):
         assert onnx.quantize_linear(X, X[0], output_dtype=zero).dtype == jnp.uint8
         assert onnx.quantize_linear(X, X[0], precision=zero).dtype == jnp.uint8
+
+
+def test_ranges_too_long():
+    zero, tiny, huge = np.float32([0, 1e-3, 1e30])
+    refused(ValueError, r"^onnx\.range: \d+ numbers", onnx.range, zero, huge, tiny)

@@ -220,7 +220,8 @@ def test_table_picture_and_command(found, tmp_path):
 def test_damaged_reports(found, change, message):
     data = json.loads(found.to_json())
     change(data)
-    refused(ValueError, message, Numerics.from_json, json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        Numerics.from_json(json.dumps(data))
 
 
 def test_bad_input(wrapped):
