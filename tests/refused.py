@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 # "expected X", or what to do after a semicolon, or a rule of the kind "X needs Y".
-_EXPECTED = re.compile("expect|; |did you mean|need|must|not |no |only|one of|use |see ", re.I)
+_EXPECTED = re.compile(
+    "expect|; |did you mean|need|must|not |no |only|one of|use |see | but |without|beyond", re.I
+)
 
 
 @contextlib.contextmanager
@@ -23,6 +25,7 @@ def refused(
     kind: type[Exception] | tuple[type[Exception], ...],
     got: str,
     function: Callable[..., Any] | None = None,
+    /,
     *arguments: Any,
     **options: Any,
 ) -> Any:
