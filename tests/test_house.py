@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from each import each
 from refused import refused
 
 import qtoolkit
@@ -381,7 +382,7 @@ def test_help_of_the_command(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", dir(qtoolkit))
+@each("name", dir(qtoolkit))
 def test_every_public_name_resolves(name):
     value = getattr(qtoolkit, name)
     assert value is getattr(qtoolkit, name)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from casts_oracle import Float
+from each import each
 from refused import refused
 
 import qtoolkit as qt
@@ -20,8 +21,8 @@ X64 = r"enable them with jax\.config\.update\('jax_enable_x64', True\)"
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", CASTS)
-@pytest.mark.parametrize(
+@each("name", CASTS)
+@each(
     ("x", "got"),
     [
         (np.ones(2, np.complex64), "dtype complex64"),
@@ -55,8 +56,8 @@ def test_integers_of_python_beyond_64_bits(name, x):
     refused(TypeError, rf"^{name}: x is an integer of more than 64 bits", CASTS[name], x, "e4m3fn")
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-@pytest.mark.parametrize(
+@each("name", DIFFERENTIABLE)
+@each(
     ("x", "got"),
     [
         (np.ones(2, np.int32), "dtype int32"),
@@ -129,8 +130,8 @@ def test_unknown_formats_raise_with_the_closest_names(name):
     refused(TypeError, r"format: got None of type NoneType", function, x, None)
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("bad", ["nearest", "", "NEAREST_EVEN", "Stochastic", None, 0])
+@each("name", EVERY)
+@each("bad", ["nearest", "", "NEAREST_EVEN", "Stochastic", None, 0])
 def test_unknown_roundings(name, bad):
     expected = rf"^{name}: rounding={bad!r}, expected .*nearest_even.*a qtoolkit\.Stochastic"
     refused(ValueError, expected, EVERY[name], X, "e4m3fn", rounding=bad)
@@ -138,8 +139,8 @@ def test_unknown_roundings(name, bad):
         EVERY[name](X, "e4m3fn", rounding=qt.Stochastic)
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("bad", ["satfinite", "", "Finite", None, True])
+@each("name", EVERY)
+@each("bad", ["satfinite", "", "Finite", None, True])
 def test_unknown_saturations(name, bad):
     expected = rf"^{name}: saturation={bad!r}, expected one of finite, propagate, none"
     refused(ValueError, expected, EVERY[name], X, "e4m3fn", saturation=bad)
@@ -182,8 +183,8 @@ def test_neither_or_both_of_key_and_random_bits(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize(
+@each("name", EVERY)
+@each(
     ("key", "got"),
     [
         (0, "type int"),
@@ -231,19 +232,15 @@ def test_wrong_random_bits(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize(
-    "offset", [-1, 2**64, np.int64(-3), np.array(-1), -(2**70), jnp.int32(-1)], ids=repr
-)
+@each("name", EVERY)
+@each("offset", [-1, 2**64, np.int64(-3), np.array(-1), -(2**70), jnp.int32(-1)])
 def test_offsets_out_of_range(name, offset):
     with refused(ValueError, rf"^{name}: index_offset=-?\d+"):
         EVERY[name](X, "e4m3fn", rounding="stochastic", key=KEY, index_offset=offset)
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize(
-    "offset", [1.0, True, None, "3", np.ones(3, np.int32), np.float32(1), jnp.ones((), bool)]
-)
+@each("name", EVERY)
+@each("offset", [1.0, True, None, "3", np.ones(3, np.int32), np.float32(1), jnp.ones((), bool)])
 def test_offsets_that_are_no_integer(name, offset):
     with refused(TypeError, rf"^{name}: index_offset is "):
         EVERY[name](X, "e4m3fn", rounding="stochastic", key=KEY, index_offset=offset)

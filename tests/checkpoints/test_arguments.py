@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 from qtoolkit import checkpoints
@@ -57,10 +58,8 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("path", [b"model", 3, None, []], ids=str)
-@pytest.mark.parametrize(
-    ("name", "function"), [(name, f) for name, all_of in FUNCTIONS.items() for f in all_of]
-)
+@each("path", [b"model", 3, None, []])
+@each(("name", "function"), [(name, f) for name, all_of in FUNCTIONS.items() for f in all_of])
 def test_paths_are_strings(src, tmp_path, name, function, path):
     kind = type(path).__name__
     message = f"^{name}: got .* of type {kind}, expected a path as str or os.PathLike, e.g. "

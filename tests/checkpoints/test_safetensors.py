@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from each import each
 from refused import refused
 from stored import stored
 
@@ -158,7 +159,7 @@ def test_tensors_of_4_bits_are_read_and_those_of_6_listed(tmp_path):
 GOOD = raw_file({"a": entry(), "b": entry(offsets=(4, 8))}, b"12345678")
 
 
-@pytest.mark.parametrize("length", range(len(GOOD)))
+@each("length", range(len(GOOD)))
 def test_a_file_truncated_anywhere_is_refused(tmp_path, length):
     (tmp_path / TARGET).write_bytes(GOOD[:length])
     refused(CheckpointError, r"model\.safetensors: .*(damaged)", SafetensorsFile, tmp_path / TARGET)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 import qtoolkit as qt
@@ -185,8 +186,8 @@ def test_attributes_are_neither_traced_nor_arrays(where, argument, function):
     refused((TypeError, ValueError), wanted, function, np.array([True, False]))
 
 
-@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 2**70, 10**400])
-@pytest.mark.parametrize(
+@each("number", [2**64, -(2**63) - 1, 2**70, 10**400])
+@each(
     ("where", "function"),
     [
         ("onnx.cast: x", lambda v: onnx.cast(v, 1)),

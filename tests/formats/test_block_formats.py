@@ -11,6 +11,7 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 from qtoolkit import formats
@@ -240,7 +241,7 @@ def test_along():
     refused(ValueError, "0 axes", MXFP4.along)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"block": (0,)}, r"block=\(0,\), expected positive integers or None"),

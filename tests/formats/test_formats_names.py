@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 import qtoolkit as qt
@@ -104,17 +105,10 @@ OTHERS = {
     "float6_e3m2fn": "e3m2fn",
     **{fmt.name: fmt.name for fmt in formats.FORMATS},
 }
-CASES = [
-    pytest.param(spelling, name, id=f"{family}-{spelling}")
-    for family, spellings in (
-        *(("onnx", ONNX), ("openvino", OPENVINO), ("safetensors", SAFETENSORS)),
-        *(("pypto", PYPTO), ("others", OTHERS)),
-    )
-    for spelling, name in spellings.items()
-]
+SPELLINGS = {**ONNX, **OPENVINO, **SAFETENSORS, **PYPTO, **OTHERS}
 
 
-@pytest.mark.parametrize(("spelling", "name"), CASES)
+@each(("spelling", "name"), SPELLINGS.items())
 def test_strings_in_any_case(spelling, name):
     for text in (spelling, spelling.lower(), spelling.upper()):
         assert qt.format(text).name == name
@@ -122,7 +116,7 @@ def test_strings_in_any_case(spelling, name):
         assert qt.format(spelling) is getattr(formats, name.upper())
 
 
-@pytest.mark.parametrize("fmt", formats.FORMATS, ids=lambda fmt: fmt.name)
+@each("fmt", formats.FORMATS)
 def test_every_spelling_and_the_dtype(fmt):
     for spelling in (fmt.name, *fmt.spellings):
         assert qt.format(spelling) is fmt
@@ -149,7 +143,7 @@ JAX_DTYPES = {
 }
 
 
-@pytest.mark.parametrize(("attribute", "name"), JAX_DTYPES.items())
+@each(("attribute", "name"), JAX_DTYPES.items())
 def test_dtypes_of_jax(attribute, name):
     scalar, fmt = getattr(jnp, attribute), getattr(formats, name.strip("_").upper())
     assert qt.format(scalar) is fmt

@@ -11,6 +11,7 @@ import gfloat
 import gfloat.formats
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 import qtoolkit as qt
@@ -65,7 +66,7 @@ def test_every_row_of_the_value_tables():
     assert len(set(seen.values())) == 120
 
 
-@pytest.mark.parametrize(("bits", "precision", "signed", "extended"), EVERY)
+@each(("bits", "precision", "signed", "extended"), EVERY)
 def test_formulas(bits, precision, signed, extended):
     fmt = build(bits, precision, signed, extended)
     bias = 2 ** (bits - precision - 1) if signed else 2 ** (bits - precision)
@@ -106,7 +107,7 @@ def test_formulas(bits, precision, signed, extended):
 IN_FLOAT64 = [case for case in EVERY if 2 ** (case[0] - case[1] - case[2]) <= 512]
 
 
-@pytest.mark.parametrize(("bits", "precision", "signed", "extended"), IN_FLOAT64)
+@each(("bits", "precision", "signed", "extended"), IN_FLOAT64)
 def test_gfloat_agrees(bits, precision, signed, extended):
     fmt = build(bits, precision, signed, extended)
     info = gfloat.formats.format_info_p3109(

@@ -11,6 +11,7 @@ import gfloat.formats
 import ml_dtypes
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 import qtoolkit as qt
@@ -231,8 +232,8 @@ def test_formats_of_many_bits_answer_at_once():
     assert len(formats.TF32.nan_codes) == 2046
 
 
-@pytest.mark.parametrize("bits", range(1, 65))
-@pytest.mark.parametrize("signed", [True, False])
+@each("bits", range(1, 65))
+@each("signed", [True, False])
 def test_integers_of_every_width(bits, signed):
     name = f"{'' if signed else 'u'}int{bits}"
     fmt = qt.format(name)
@@ -413,9 +414,9 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("exponent_bits", range(1, 6))
-@pytest.mark.parametrize("mantissa_bits", range(5))
-@pytest.mark.parametrize("bias", [-3, 0, 1, 7, 40])
+@each("exponent_bits", range(1, 6))
+@each("mantissa_bits", range(5))
+@each("bias", [-3, 0, 1, 7, 40])
 def test_formats_of_ones_own(exponent_bits, mantissa_bits, bias):
     """ExMy of any bias, under each rule of special codes, against a loop over sign and fields."""
     steps = 2**mantissa_bits

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 import qtoolkit as qt
@@ -59,7 +60,7 @@ def same(ours, theirs):
     return ours == theirs or (math.isnan(ours) and math.isnan(theirs))
 
 
-@pytest.mark.parametrize("code", range(256))
+@each("code", range(256))
 def test_hifloat8_and_posit8_code_by_code(code):
     assert same(formats.HIFLOAT8.value(code), hifloat8(code))
     assert same(formats.POSIT8.value(code), posit(code, 8))

@@ -126,6 +126,7 @@ class Two(nnx.Module):
         return self.b(nnx.relu(self.a(x)))
 
 
+@pytest.mark.sample("te_delayed_hybrid")
 @pytest.mark.parametrize("recipe", ["te_current", "te_delayed_hybrid"])
 def test_models_that_were_wrapped_each_by_itself_are_told_apart(recipe):
     """Their layers have the same names. Oracle: each model's own kernels and rules."""

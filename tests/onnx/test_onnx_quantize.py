@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from each import each
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from onnx_oracle import DTYPES, FLOAT8, INTEGERS, codes, expected, wide
 from refused import refused
@@ -341,7 +342,7 @@ X = np.zeros((2, 3), np.float32)
 ONE = np.float32(1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "message"),
     [
         (

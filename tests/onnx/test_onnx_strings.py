@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from each import each
 from onnx_oracle import DTYPES, FIELDS, FLOAT8, INTEGERS, codes, nearest, wide
 from refused import refused
 
@@ -110,7 +111,7 @@ def test_forms_of_numbers(text, number):
     assert np.signbit(got) == np.signbit(number)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         *(
@@ -130,7 +131,7 @@ def test_forms_of_numbers(text, number):
         *("infinity", "-NaN", "nan(1)", "true", "1 2", "٣", "½", "1e5.0", "+ 1", "1\x00"),
     ],
 )
-@pytest.mark.parametrize("to", ["FLOAT", "INT8", "BOOL", "FLOAT8E8M0", "FLOAT6E3M2"])
+@each("to", ["FLOAT", "INT8", "BOOL", "FLOAT8E8M0", "FLOAT6E3M2"])
 def test_text_that_is_no_number(text, to):
     x = np.array([["1", "2", "3"], ["4", text, "no"]], object)
     refused(ValueError, r"onnx.cast: x\[1, 1\] is ", cast, x, to)

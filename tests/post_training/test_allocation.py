@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 from qtoolkit.post_training._allocation import Allocation, knapsack
@@ -16,8 +17,8 @@ def brute_force(sizes, costs, limit):
     return min(costs[rows, list(c)].sum() for c in fitting)
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("scale", [1, 97_003])
+@each("seed", range(20))
+@each("scale", [1, 97_003])
 def test_the_sum_is_the_least_of_all_up_to_the_stated_gap(seed, scale):
     random = np.random.default_rng(seed)
     sizes = random.integers(1, 50, (5, 4)) * scale
