@@ -94,6 +94,9 @@ def shrunk(amax, largest):
     return tuple(amax / jnp.float32(largest) * jnp.float32(c) for c in (1, 0.75, 0.5))
 
 
+@pytest.mark.sample(
+    "int4 by channel@0, rule=shrunk", "e2m1fn by blocks of 16, scale=e8m0fnu, rule=shrunk"
+)
 @pytest.mark.parametrize(
     "spec",
     [

@@ -198,6 +198,12 @@ def test_several_axes_and_16_bits():
     refused(ValueError, "tear blocks", gptq, w.reshape(4, 16, -1), spec, hessian, axis=(0, 1))
 
 
+@pytest.mark.sample(
+    *("int4_group32-correlated-True", "int4 by channel-some dead-True", "mxfp4-rank 20-False"),
+    *("nvfp4-correlated-True", "int3 in groups of 16-some dead-False", "nvfp4-some dead-False"),
+    *("int8 by channel-rank 20-True", "e4m3fn by channel-correlated-False"),
+    *("mxfp8_e4m3-some dead-True", "mxfp4-correlated-False", "int4_group32-rank 20-True"),
+)
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("inputs", ["correlated", "some dead", "rank 20"])
 @pytest.mark.parametrize("name", EXACT)
