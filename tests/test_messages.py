@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command import run
 from flax import linen as nn
 from flax import nnx
-from typer.testing import CliRunner
 
 import qtoolkit as qt
-from qtoolkit.cli._app import app
 
 X = jnp.ones((4, 8))
 
@@ -309,7 +308,7 @@ def test_a_mistake_at_the_command(mistake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "picture.safetensors").write_bytes(b"\x89PNG\r\n\x1a\n and more than eight bytes")
     words, *parts = COMMANDS[mistake]
-    done = CliRunner().invoke(app, words.split())
+    done = run(*words.split())
     assert done.exit_code in (1, 2)
     assert done.exception is None or isinstance(done.exception, SystemExit)
     said = " ".join(done.output.split())

@@ -7,9 +7,9 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from command import run
 from refused import refused
 from stored import stored
-from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -21,7 +21,6 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.cli._app import app
 
 LAYOUTS = [
     ("plain", "e4m3fn", "tensor"),
@@ -184,10 +183,6 @@ def test_what_cannot_be_compared(tmp_path):
         compare(tmp_path / "a", tmp_path / "b")
     with refused(CheckpointError, r"c: tensor x: shape \[3, 2\], and \[2, 3\] in .*a"):
         compare(tmp_path / "a", tmp_path / "c")
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def test_the_commands(tmp_path):

@@ -5,8 +5,8 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from command import run
 from refused import refused
-from typer.testing import CliRunner
 
 from qtoolkit import Rules
 from qtoolkit.checkpoints import (
@@ -20,7 +20,6 @@ from qtoolkit.checkpoints import (
     verify,
 )
 from qtoolkit.checkpoints._checkpoint import Tensor, Transposer
-from qtoolkit.cli._app import app
 
 LAYER = "model.layers.0"
 EXPERTS = f"{LAYER}.mlp.experts"
@@ -149,7 +148,7 @@ def test_unquantized_layers_of_experts_come_with_a_caution(tmp_path):
 
 
 def test_other_layouts_name_the_one_that_holds_experts(source, tmp_path):
-    result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
+    result = run("convert", str(source), str(tmp_path / "out"))
     assert "compressed-tensors holds matrices; --layout gpt-oss holds experts: 2" in result.stdout
 
 

@@ -7,13 +7,13 @@ import json
 import sys
 
 import boto3
+import command
 import fsspec
 import numpy as np
 import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 from refused import refused
-from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -27,7 +27,6 @@ from qtoolkit.checkpoints import (
     verify,
 )
 from qtoolkit.checkpoints import _storage as storage_module
-from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file
 UNDER_WAY = ".qtoolkit-partial/"
@@ -260,7 +259,7 @@ def test_an_existing_checkpoint_and_overwrite(store, source, expected):
 
 def test_the_commands(bucket, source):
     def run(*arguments):
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        result = command.run(*arguments)
         return result.exit_code, result.stdout, result.stderr
 
     upload(bucket, source, "src/")

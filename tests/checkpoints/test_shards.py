@@ -12,16 +12,15 @@ import socket
 import subprocess
 import sys
 
+import command
 import numpy as np
 import pytest
 from refused import refused
 from stored import stored
-from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, finalize, save
 from qtoolkit.checkpoints import _shards as shards_module
 from qtoolkit.checkpoints import _target as target_module
-from qtoolkit.cli._app import app
 
 PARTS = ".dst.qtoolkit-partial"
 SIZE = "40KB"  # two matrices of codes to a file
@@ -340,7 +339,7 @@ def test_shards_that_are_none(source, tmp_path, shard):
 
 
 def run(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = command.run(*arguments)
     return result.exit_code, result.stdout, result.stderr
 
 

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command import run
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refused import refused
 from state_of import by_kernel
-from typer.testing import CliRunner
 
 import qtoolkit as qt
-from qtoolkit.cli._app import app
 from qtoolkit.products import Numerics
 from qtoolkit.products._numerics import severity_of
 
@@ -195,14 +194,14 @@ def test_table_picture_and_command(found, tmp_path):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     saved.write_text(found.to_json(), encoding="utf-8")
     again = tmp_path / "again.png"
-    done = CliRunner().invoke(app, ["report", str(saved), "--plot", str(again)])
+    done = run("report", str(saved), "--plot", str(again))
     assert done.exit_code == 0, done.output
     assert [line.rstrip() for line in str(found).splitlines()][1].split()[0] in done.output
     assert "depend on them: trunk:kernel" in done.output
     assert again.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     for content, message in (("{", "invalid JSON"), ("{}", "no report of numerics")):
         saved.write_text(content)
-        done = CliRunner().invoke(app, ["report", str(saved)])
+        done = run("report", str(saved))
         assert done.exit_code == 1
         assert message in done.output
 
