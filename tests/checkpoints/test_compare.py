@@ -235,6 +235,7 @@ def test_what_convert_and_compare_say_is_what_float64_says(tmp_path, scaling, sc
     assert report.sqnr_db == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.sample("options1")
 @pytest.mark.parametrize("options", [{}, {"format": "nvfp4"}, {"layout": "finegrained-fp8"}])
 def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, options):
     """The exact values of a format's 256 codes were computed for each tensor: 8 times as long."""
@@ -242,7 +243,7 @@ def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, option
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text('{"model_type": "qwen3_moe"}')
     names = (
-        f"layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(500) for p in ("up", "gate")
+        f"layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(200) for p in ("up", "gate")
     )
     save(tmp_path / "a" / "model.safetensors", dict.fromkeys(names, weight))
     acts = {
@@ -251,7 +252,7 @@ def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, option
         "compare": lambda: compare(tmp_path / "a", tmp_path / "b"),
     }
     seconds = dict.fromkeys(acts, math.inf)
-    for _ in range(4):  # the first compiles
+    for _ in range(3):  # the first compiles
         for name, act in acts.items():
             start = time.process_time()
             act()
