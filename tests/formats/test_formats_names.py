@@ -177,21 +177,18 @@ def test_no_spelling_names_two_formats():
 
 
 AMBIGUOUS = {
-    "e4m3": r"'e4m3fn' \(largest value 448\) or 'e4m3_ieee' \(largest value 240\)",
-    **dict.fromkeys(
-        ("f8", "fp8", "float8"), r"'e4m3fn' \(largest value 448\) or 'e5m2' \(largest value 57344\)"
-    ),
-    **dict.fromkeys(
-        ("f6", "fp6", "float6"), r"'e2m3fn' \(largest value 7\.5\) or 'e3m2fn' \(largest value 28\)"
-    ),
+    "e4m3": ("e4m3fn", "e4m3_ieee"),
+    **dict.fromkeys(("f8", "fp8", "float8"), ("e4m3fn", "e5m2")),
+    **dict.fromkeys(("f6", "fp6", "float6"), ("e2m3fn", "e3m2fn")),
 }
 
 
-@pytest.mark.parametrize(("name", "choices"), AMBIGUOUS.items())
+@each(("name", "choices"), AMBIGUOUS.items())
 def test_names_of_several_formats_raise_with_each_of_them(name, choices):
+    one, other = choices
     for text, function in itertools.product((name, name.upper()), (qt.format, qt.spec)):
         where = function.__name__
-        refused(ValueError, rf"^{where}: '{text}' is ambiguous", function, text)
+        refused(ValueError, rf"^{where}: '{text}' is ambiguous.*'{one}'.*'{other}'", function, text)
 
 
 def test_both_formats_that_e4m3_may_mean():
