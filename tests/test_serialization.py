@@ -22,10 +22,8 @@ from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import projection_of
 from qtoolkit.formats import Rules
 from qtoolkit.post_training import InputStatistics
-from qtoolkit.products._calibration import Calibration
-from qtoolkit.products._numerics import Numerics, Row
-from qtoolkit.products._report import Product
-from qtoolkit.products._sensitivity import Sensitivity
+from qtoolkit.products import Calibration, Numerics, Product, Sensitivity
+from qtoolkit.products._numerics import Row
 from qtoolkit.scaling.internal import TALLY_SIZE, Contraction, tally_of
 
 PACKAGE = Path(qt.__file__).parent
