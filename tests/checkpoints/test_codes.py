@@ -19,7 +19,6 @@ from qtoolkit.checkpoints import (
 )
 
 E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
-F4 = ml_dtypes.float4_e2m1fn
 WIDE = {"b.weight": np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)}
 SCALE = np.ones(64, np.float32)
 

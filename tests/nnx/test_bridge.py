@@ -37,10 +37,6 @@ class Mixed(nnx.Module):
         return self.inner(self.first(x))
 
 
-def loss(model, x):
-    return (model(x) ** 2).mean()
-
-
 def test_a_linen_module_in_a_wrapped_model_is_quantized():
     """Oracle: the same layers of nnx, with the parameters of linen."""
     x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
