@@ -26,8 +26,8 @@ _PROGRAMS = "QTOOLKIT_TESTS_PROGRAMS"  # in the environment of workers, the fold
 
 # The guards of the layers stand against XLA's optimizations, so their tests run as users' programs.
 # What is built on them is compiled with few optimizations, in a third of the time.
-GUARDED = {"formats", "casts", "scaling", "gradients", "onnx", "openvino", "pypto", "conformance"}
-GUARDED |= {"exhaustive", "test_fusion.py", "test_export.py"}
+GUARDED = {"formats", "casts", "scaling", "gradients", "conformance", "exhaustive"}
+GUARDED |= {"test_fusion.py", "test_export.py"}
 _FEW_OPTIMIZATIONS = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",
