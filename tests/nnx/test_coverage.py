@@ -832,12 +832,6 @@ def test_which_scales_are_causal(name):
 
 def test_messages():
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    from flax import linen
-
-    with refused(TypeError, r"expected an nnx.Module; use qtoolkit.linen.wrap"):
-        qt.nnx.wrap(linen.Dense(4))
-    with refused(TypeError, r"expected a Recipe; write qtoolkit.Recipe\('e4m3fn'\)"):
-        qt.nnx.wrap(linear, "e4m3fn")
     refused(TypeError, r"write qtoolkit.Recipe\('mxfp4'\)", qt.nnx.wrap, linear, qt.spec("mxfp4"))
     with refused(ValueError, r"wrap: rule Conv matches nothing"):
         qt.nnx.wrap(linear, qt.Rules({nnx.Conv: Recipe()}, Recipe()))
