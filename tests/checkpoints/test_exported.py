@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from refused import refused
 from stored import stored
 
 import qtoolkit as qt
@@ -125,7 +124,7 @@ def test_scales_of_a_served_model_are_sent(tmp_path):
     values = load_values(tmp_path, found)
     np.testing.assert_array_equal(values, np.asarray(kernel.dequantize()).T)
     del options["input_scales"]
-    with refused(CheckpointError, r"up\.weight: e4m3fn by "):
+    with pytest.raises(CheckpointError, match=r"up\.weight: e4m3fn by .*, expected e4m3fn by chan"):
         dict(export(nnx.state(served, nnx.Param), **options | {"scaling": "channel"}))
 
 
@@ -144,14 +143,15 @@ def test_calibrated_scales_are_input_scales():
 
 def test_what_cannot_be_sent():
     weights = {"a.weight": jnp.ones((128, 128)), "b.weight": jnp.ones((128, 128))}
-    with refused(CheckpointError, r"export: a\.weight: two arrays have this name"):
+    with pytest.raises(CheckpointError, match=r"export: a\.weight: two arrays have this name"):
         export(weights, names=lambda name: "a.weight")
-    with refused(CheckpointError, r"axes \(0, 2\) and shape"):
+    with pytest.raises(CheckpointError, match=r"axes \(0, 2\) and shape"):
         export(weights, names={"a.weight": ("a.weight", (0, 2), (128, 128))})
-    refused(CheckpointError, r"export: key has key<fry>", export, {"key": jax.random.key(0)})
-    with refused(CheckpointError, r"cannot hold nvfp4"):
+    with pytest.raises(CheckpointError, match=r"export: key has key<fry>"):
+        export({"key": jax.random.key(0)})
+    with pytest.raises(CheckpointError, match=r"cannot hold nvfp4"):
         export(weights, layout="finegrained-fp8", format="nvfp4")
     stack = {"model.layers.0.mlp.experts.down_proj": jnp.ones((4, 256, 128))}
     config = {"model_type": "llama4", "hidden_size": 128}
-    with refused(CheckpointError, "has a weight for each expert"):
+    with pytest.raises(CheckpointError, match="has a weight for each expert"):
         export(stack | weights, config, layout="compressed-tensors")

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from each import each
-from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, layout, save, write_safetensors
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    SafetensorsFile,
+    layout,
+    save,
+    write_safetensors,
+)
 
 DTYPES = {
     "BOOL": np.bool_,
@@ -153,16 +157,18 @@ def test_tensors_of_4_bits_are_read_and_those_of_6_listed(tmp_path):
         flat = [file.read_flat("a", i, j).astype(float) for i, j in ((1, 4), (2, 3), (3, 3))]
         for found, (i, j) in zip(flat, ((1, 4), (2, 3), (3, 3)), strict=True):
             np.testing.assert_array_equal(found, numbers.reshape(-1)[i:j])
-        refused(CheckpointError, "tensor b: dtype F6_E2M3 is narrower than a by", file.read, "b")
+        with pytest.raises(CheckpointError, match="tensor b: dtype F6_E2M3 is narrower than a by"):
+            file.read("b")
 
 
 GOOD = raw_file({"a": entry(), "b": entry(offsets=(4, 8))}, b"12345678")
 
 
-@each("length", range(len(GOOD)))
+@pytest.mark.parametrize("length", range(len(GOOD)))
 def test_a_file_truncated_anywhere_is_refused(tmp_path, length):
     (tmp_path / TARGET).write_bytes(GOOD[:length])
-    refused(CheckpointError, r"model\.safetensors: .*(damaged)", SafetensorsFile, tmp_path / TARGET)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*(damaged)"):
+        SafetensorsFile(tmp_path / TARGET)
 
 
 DEEP = b'{"a":' + b"[" * 10**5
@@ -246,23 +252,27 @@ def test_safetensors_refuses_what_we_refuse(tmp_path, name):
 
 def test_control_characters_in_names_do_not_reach_messages(tmp_path):
     (tmp_path / TARGET).write_bytes(raw_file({"a\n\x1b[2J": 1}))
-    refused(CheckpointError, r"tensor 'a\\n\\x1b\[2J'", SafetensorsFile, tmp_path / TARGET)
+    with pytest.raises(CheckpointError, match=r"tensor 'a\\n\\x1b\[2J'"):
+        SafetensorsFile(tmp_path / TARGET)
 
 
 def test_missing_files_folders_and_pipes(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         stored(tmp_path / "missing")
     assert caught.value.filename == str(tmp_path / "missing")
-    refused(CheckpointError, "no safetensors files in the folder", stored, tmp_path)
+    with pytest.raises(CheckpointError, match="no safetensors files in the folder"):
+        stored(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    refused(CheckpointError, "pipe: is not a regular file", stored, tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe: is not a regular file"):
+        stored(tmp_path / "pipe")
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     save(tmp_path / TARGET, {"x": np.ones(9, np.float32)})
     with SafetensorsFile(tmp_path / TARGET) as file:
         os.truncate(tmp_path / TARGET, os.path.getsize(tmp_path / TARGET) - 1)
-        refused(CheckpointError, r"tensor x: the file ended .* bytes early", file.read, "x")
+        with pytest.raises(CheckpointError, match=r"tensor x: the file ended .* bytes early"):
+            file.read("x")
 
 
 def test_the_data_is_on_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
@@ -278,7 +288,8 @@ def test_an_empty_tensor_of_a_rank_that_numpy_lacks_is_refused(tmp_path):
     """The reference accepts it: it makes no array of it."""
     path = tmp_path / "rank.safetensors"
     path.write_bytes(raw_file({"a": entry(shape=(0,) * 33, offsets=(0, 0))}))
-    refused(CheckpointError, r"tensor a: shape .* at most 32 integers", stored, path)
+    with pytest.raises(CheckpointError, match=r"tensor a: shape .* at most 32 integers"):
+        stored(path)
 
 
 # Writing that fails: the folder stays as it was, whatever the cause.
@@ -287,7 +298,8 @@ def test_an_empty_tensor_of_a_rank_that_numpy_lacks_is_refused(tmp_path):
 def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
     save(tmp_path / TARGET, {"x": np.ones(2, np.float32)})
     before = (tmp_path / TARGET).read_bytes()
-    refused(CheckpointError, "exists already; pass --overwrite", save, tmp_path / TARGET, {})
+    with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
+        save(tmp_path / TARGET, {})
     assert (tmp_path / TARGET).read_bytes() == before
     save(tmp_path / TARGET, {}, overwrite=True)
     assert stored(tmp_path / TARGET) == {}
@@ -295,17 +307,19 @@ def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
 
 
 def test_layouts_of_what_safetensors_cannot_hold():
-    refused(CheckpointError, r"'a': got dtype 'F33'", layout, [("a", "F33", (3,))])
-    with refused(CheckpointError, r"'a': F4 of shape \(3,\) ends within a byte.*pad"):
+    with pytest.raises(CheckpointError, match=r"'a': got dtype 'F33', expected one of .*F32"):
+        layout([("a", "F33", (3,))])
+    with pytest.raises(CheckpointError, match=r"'a': F4 of shape \(3,\) ends within a byte.*pad"):
         layout([("a", "F4", (3,))])
 
 
 def test_targets_that_cannot_be(tmp_path):
-    refused(IsADirectoryError, "is a folder", save, tmp_path, {}, overwrite=True)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        save(tmp_path, {}, overwrite=True)
     with pytest.raises(FileNotFoundError, match="its folder does not exist") as caught:
         save(tmp_path / "no" / TARGET, {})
     assert caught.value.filename == str(tmp_path / "no" / TARGET)
-    with refused(CheckpointError, "/dev/null: is not a regular file"):
+    with pytest.raises(CheckpointError, match="/dev/null: is not a regular file"):
         save("/dev/null", {}, overwrite=True)
 
 
@@ -353,7 +367,7 @@ def test_any_failure_leaves_the_folder_as_it_was(tmp_path, failure):
     ],
 )
 def test_chunks_that_break_the_plan_write_nothing(tmp_path, chunks, message):
-    with refused(CheckpointError, message):
+    with pytest.raises(CheckpointError, match=message):
         write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks)
     assert os.listdir(tmp_path) == []
 
@@ -370,5 +384,6 @@ def test_chunks_that_break_the_plan_write_nothing(tmp_path, chunks, message):
     ],
 )
 def test_what_safetensors_has_no_place_for(tmp_path, tensors, metadata, message):
-    refused(CheckpointError, message, save, tmp_path / TARGET, tensors, metadata)
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path / TARGET, tensors, metadata)
     assert os.listdir(tmp_path) == []
