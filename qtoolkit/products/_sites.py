@@ -25,8 +25,8 @@ Position = tuple[int | None, int | None, int | None, int | None]
 class Site(NamedTuple):
     """Where an equation was made, as "__call__@attend(x,mask).attend@matmul(q,k_T)".
 
-    Functions of the user, the outermost one first, each with what it computes there. "" in layers of
-    Flax.
+    Functions of the user, the outermost one first, each with what it computes there. Empty in
+    layers of Flax.
 
     Attributes:
       in_module: From the method of the module that runs, or from the body of the loop in it.
@@ -65,7 +65,7 @@ def site_of(eqn: Any, body: str | None = None) -> Site:
             if code.co_name in _METHODS:
                 ends.append(len(frames))
             continue
-        if file.startswith(LIBRARIES) or file.startswith("<"):
+        if file.startswith((*LIBRARIES, "<")):
             continue
         frames.append(f"{code.co_name}@{_expression(code, last // 2)}")
         if body and code.co_name == body:
