@@ -85,7 +85,7 @@ def _expression(code: CodeType, instruction: int) -> str:
     position, sources = _sources(code)
     line, _, column, _ = position[instruction]
     source = sources[position[instruction]]
-    name = _in_words(source)
+    name = _in_words(source) if source else None
     if name is None:
         return f"{(line or code.co_firstlineno) - code.co_firstlineno}:{column}"
     alike = [x for x, other in sources.items() if "".join(other.split()) == "".join(source.split())]
