@@ -345,8 +345,8 @@ def test_the_last_rules_decide(nest):
             ValueError,
             "^wrap: rule 'norm' matches blocks/0/norm, and LayerNorm has no matmul",
         ),
-        ({"mlp": None}, ValueError, "^wrap: the rules exclude every layer of Nest"),
-        ({}, ValueError, "^wrap: the rules exclude every layer of Nest, .* for one or more"),
+        ({"mlp": None}, ValueError, "^wrap: the rules exclude every layer, .* for one or more"),
+        ({}, ValueError, "^wrap: the rules exclude every layer"),
         ({"mlp": "e4m3fn"}, TypeError, "^Rules: rule 'mlp': wrap: recipe has type str, expected"),
     ],
 )
