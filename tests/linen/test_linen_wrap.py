@@ -563,7 +563,7 @@ class Optional(nn.Module):
     ("rules", "message"),
     [
         ({"fisrt": B}, r"^wrap: rule 'fisrt' matches nothing, expected .* there is first"),
-        ({"fisrt": None}, r"^wrap: rule 'fisrt' matches nothing, .* there is '' \(the whole\)"),
+        ({"fisrt": None}, r"^wrap: rule 'fisrt' matches nothing, .* there is first, ''"),
         ({nn.Conv: B}, r"^wrap: rule Conv matches nothing"),
         ({nn.LayerNorm: B}, r"^wrap: rule LayerNorm matches norm, and LayerNorm has no matmul"),
         ({"^norm": B}, r"^wrap: rule '\^norm' matches norm, and LayerNorm has no matmul"),

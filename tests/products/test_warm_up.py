@@ -94,7 +94,16 @@ def test_first_and_last_layers_stay(first, last):
 
 def test_more_last_layers_than_there_are():
     policy = qt.policies.first_last_high_precision(qt.recipes.te_current, first=0, last=5)
-    assert [value for _, value in policy.rules(["a", "b", "c"]).rules] == [None] * 3
+    module = linen.Sequential([linen.Dense(16) for _ in range(4)])
+    for wrap, model in ((qt.nnx.wrap, stack()), (qt.linen.wrap, module)):
+        refused(ValueError, r"^wrap: .*none of 4 layers", wrap, model, policy, inputs=(X,))
+
+
+def test_rules_without_a_recipe():
+    """Without a default nothing would be quantized, in silence in linen."""
+    for wrap, model in ((qt.nnx.wrap, stack()), (qt.linen.wrap, linen.Dense(4))):
+        for rules in ({}, {"Dense_0": None}):
+            refused(ValueError, r"^wrap: the rules exclude every", wrap, model, qt.Rules(rules))
 
 
 def test_the_order_of_layers_has_to_be_known():
