@@ -24,7 +24,12 @@ from qtoolkit.checkpoints._reader import WeightReader, grid_of
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Slab
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, shown
-from qtoolkit.checkpoints.layouts._encoding import packed, packed_zero_points, same_numbers
+from qtoolkit.checkpoints.layouts._encoding import (
+    Encoding,
+    packed,
+    packed_zero_points,
+    same_numbers,
+)
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 Item = TypeVar("Item")
@@ -153,7 +158,7 @@ class Production:
             if output.zero_point is not None:
                 zeros.append(output.zero_point)
             if part.is_last and zeros:
-                entries.append(packed_zero_points(tensor.encoding, np.concatenate(zeros)))
+                entries.append(_zero_points(tensor.encoding, np.concatenate(zeros)))
                 zeros = []
             for name, data in entries:
                 yield name, data
@@ -288,3 +293,13 @@ def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[str, np.ndarr
         dtype = NUMPY_DTYPES[encoding.scale.dtype]
         is_byte = scale.itemsize == dtype.itemsize == 1  # E8M0, which some layouts call U8
         yield encoding.scale.name, scale.view(dtype) if is_byte else scale.astype(dtype, copy=False)
+
+
+def _zero_points(encoding: Encoding | None, zeros: np.ndarray) -> tuple[str, np.ndarray]:
+    """The entry of the zero points of a matrix: its name, its bytes."""
+    assert encoding is not None
+    assert encoding.zero_point is not None
+    assert encoding.zero_packing is not None
+    matrix = zeros.reshape(encoding.matrix_shape[0], -1)
+    words = packed_zero_points(matrix, encoding.zero_packing, encoding.spec.element.bits)
+    return encoding.zero_point.name, np.ascontiguousarray(words)
