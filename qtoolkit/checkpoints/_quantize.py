@@ -7,7 +7,7 @@ them. `_slabs.py` says how a weight is cut.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,39 +87,62 @@ class QuantizedSlab(NamedTuple):
     zero_point: np.ndarray | None = None
 
 
-def quantize_slab(weight: Weight, slab: Slab) -> QuantizedSlab:
-    grid, x = weight.grid, weight.read(slab)
+def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
+    """The slabs of weights of one format, dtype and grid: of several weights whole ones."""
+    (weight, slab), n = slabs[0], len(slabs)
+    grid = weight.grid
+    x = np.stack([each.read(part) for each, part in slabs])
     spec = slab_spec(weight.spec, grid.lengths(slab))
-    tensor_scale = matrix_scale(weight.tensor_scale, grid, slab)
+    seconds = [matrix_scale(each.tensor_scale, grid, part) for each, part in slabs]
+    tensor_scale = None if seconds[0] is None else np.stack(seconds)
     down, across = grid.blocks(slab)
-    counts = spec.scale_shape(x.shape)
-    known = [
-        None if a is None else padded(a[down, across], counts, 1)
+    counts = spec.scale_shape(x.shape[1:])
+    known = (
+        None if a is None else padded(a[down, across], counts, 1)[None]
         for a in (weight.scale, weight.nonzero)
-    ]
-    result = _encoded(x, *known, tensor_scale, spec)
-    codes = np.asarray(result.codes)[: slab.rows, : slab.columns]
-    sums = np.asarray(result.sums, np.float64).sum(axis=1)
-    square = float(result.factor) ** 2
-    found = ErrorSums(sums[0] / square, sums[1] / square, int(sums[2]), int(sums[3]))
+    )
+    arguments = x, *known, tensor_scale
+    if n == 1:
+        first = (None if a is None else a[0] for a in arguments)
+        result = jax.tree.map(lambda a: a[None], jax.device_get(_encoded(*first, spec)))
+    else:
+        result = jax.device_get(_encoded_weights(*arguments, spec))
+    codes = result.codes[:, : slab.rows, : slab.columns]
+    sums = result.sums.astype(np.float64).sum(axis=2)
+    sums[:, :2] /= np.square(result.factor.astype(np.float64))[:, None]
+    found = [ErrorSums(*row[:2], *map(int, row[2:])) for row in sums.tolist()]
     if result.scale is None:
-        return QuantizedSlab(codes, None, found)
+        return [QuantizedSlab(*parts) for parts in zip(codes, [None] * n, found, strict=True)]
+    begins = not (slab.row % grid.rows % grid.height or slab.column % grid.width)
     shape = down.stop - down.start, across.stop - across.start
-    scale = np.asarray(result.scale).reshape(counts)[: shape[0], : shape[1]]
+    scale, zeros = (
+        [None] * n if a is None else a.reshape(n, *counts)[:, : shape[0], : shape[1]]
+        for a in (result.scale, result.zero_point)
+    )
+    if tensor_scale is not None:
+        tensor_scale = tensor_scale.reshape(n, 1, 1)
     rates = multipliers(scale, tensor_scale, weight.spec)
-    found.max_scale = float(np.fmax.reduce(rates, axis=None, initial=0))
-    zero_point = result.zero_point
-    if zero_point is not None:
-        zero_point = np.asarray(zero_point).reshape(counts)[: shape[0], : shape[1]].reshape(-1)
-    elif may_be_subnormal(rates, weight.spec):  # XLA counted such values as 0: compute them again
-        values = exact_values(codes, rates, grid.lengths(slab), weight.spec)
-        wide = x[: slab.rows, : slab.columns].astype(np.float32)
-        with np.errstate(invalid="ignore"):
-            exact = error_sums(wide.reshape(-1), values.reshape(-1))
-        found.signal, found.noise = exact.signal, exact.noise
-    if slab.row % grid.rows % grid.height or slab.column % grid.width:
-        return QuantizedSlab(codes, scale[:0].reshape(-1), found)  # written with another slab
-    return QuantizedSlab(codes, scale.reshape(-1), found, zero_point)
+    for one, largest in zip(found, np.fmax.reduce(rates, axis=(1, 2), initial=0), strict=True):
+        one.max_scale = float(largest)
+    if result.zero_point is None and may_be_subnormal(rates, weight.spec):
+        for i, one in enumerate(found):  # XLA counted such values as 0: compute them again
+            values = exact_values(codes[i], rates[i], grid.lengths(slab), weight.spec)
+            wide = x[i, : slab.rows, : slab.columns].astype(np.float32)
+            with np.errstate(invalid="ignore"):
+                exact = error_sums(wide.reshape(-1), values.reshape(-1))
+            one.signal, one.noise = exact.signal, exact.noise
+    stop = (
+        None if begins else 0
+    )  # scales of blocks that began earlier are written with another slab
+    return [
+        QuantizedSlab(
+            codes[i],
+            scale[i].reshape(-1)[:stop],
+            found[i],
+            None if zeros[i] is None else zeros[i].reshape(-1),
+        )
+        for i in range(n)
+    ]
 
 
 def padded(x: np.ndarray, shape: tuple[int, ...], value: Any = 0) -> np.ndarray:
@@ -266,6 +289,18 @@ def _encoded(
     rows = (x.shape[0], -1) if x.shape[1] % _SUMMED else (-1, _SUMMED)
     sums = jnp.stack([jnp.sum(part.reshape(rows), axis=1) for part in parts])
     return _Encoded(codes, scales.scale, scales.zero_point, sums, factor)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _encoded_weights(
+    x: jax.Array,
+    scale: jax.Array | None,
+    nonzero: jax.Array | None,
+    tensor_scale: jax.Array | None,
+    spec: BlockFormat,
+) -> _Encoded:
+    """`_encoded` of some weights, one after the other in one call."""
+    return lax.map(lambda each: _encoded(*each, spec), (x, scale, nonzero, tensor_scale))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "nan_wins"))
