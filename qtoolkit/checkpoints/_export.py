@@ -239,11 +239,10 @@ def _written(
     entries = encoding.codes, encoding.scale, encoding.zero_point
     dtypes = tuple("" if entry is None else entry.dtype for entry in entries)
     arrays = _entries(q, (encoding.packing, encoding.zero_packing), dtypes)
-    for entry, array in zip(
-        (encoding.tensor_scale, *entries), (q.tensor_scale, *arrays), strict=True
-    ):
-        if entry is not None:
-            yield entry.name, array.reshape(entry.shape)
+    written = zip((encoding.tensor_scale, *entries), (q.tensor_scale, *arrays), strict=True)
+    for part, array in written:
+        if part is not None:
+            yield part.name, array.reshape(part.shape)
 
 
 def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:

@@ -91,9 +91,9 @@ def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
     """The slabs of weights of one format, dtype and grid: of several weights whole ones."""
     (weight, slab), n = slabs[0], len(slabs)
     grid = weight.grid
-    x = np.stack([each.read(part) for each, part in slabs])
+    x = np.stack([w.read(part) for w, part in slabs]) if n > 1 else weight.read(slab)[None]
     spec = slab_spec(weight.spec, grid.lengths(slab))
-    seconds = [matrix_scale(each.tensor_scale, grid, part) for each, part in slabs]
+    seconds = [matrix_scale(w.tensor_scale, grid, part) for w, part in slabs]
     tensor_scale = None if seconds[0] is None else np.stack(seconds)
     down, across = grid.blocks(slab)
     counts = spec.scale_shape(x.shape[1:])
@@ -113,36 +113,31 @@ def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
     found = [ErrorSums(*row[:2], *map(int, row[2:])) for row in sums.tolist()]
     if result.scale is None:
         return [QuantizedSlab(*parts) for parts in zip(codes, [None] * n, found, strict=True)]
-    begins = not (slab.row % grid.rows % grid.height or slab.column % grid.width)
     shape = down.stop - down.start, across.stop - across.start
-    scale, zeros = (
-        [None] * n if a is None else a.reshape(n, *counts)[:, : shape[0], : shape[1]]
-        for a in (result.scale, result.zero_point)
-    )
+    scale = _of_blocks(result.scale, counts, shape)
     if tensor_scale is not None:
         tensor_scale = tensor_scale.reshape(n, 1, 1)
     rates = multipliers(scale, tensor_scale, weight.spec)
     for one, largest in zip(found, np.fmax.reduce(rates, axis=(1, 2), initial=0), strict=True):
         one.max_scale = float(largest)
-    if result.zero_point is None and may_be_subnormal(rates, weight.spec):
+    zeros = [None] * n
+    if result.zero_point is not None:
+        zeros = [*_of_blocks(result.zero_point, counts, shape).reshape(n, -1)]
+    elif may_be_subnormal(rates, weight.spec):
         for i, one in enumerate(found):  # XLA counted such values as 0: compute them again
             values = exact_values(codes[i], rates[i], grid.lengths(slab), weight.spec)
             wide = x[i, : slab.rows, : slab.columns].astype(np.float32)
             with np.errstate(invalid="ignore"):
                 exact = error_sums(wide.reshape(-1), values.reshape(-1))
             one.signal, one.noise = exact.signal, exact.noise
-    stop = (
-        None if begins else 0
-    )  # scales of blocks that began earlier are written with another slab
-    return [
-        QuantizedSlab(
-            codes[i],
-            scale[i].reshape(-1)[:stop],
-            found[i],
-            None if zeros[i] is None else zeros[i].reshape(-1),
-        )
-        for i in range(n)
-    ]
+    if slab.row % grid.rows % grid.height or slab.column % grid.width:
+        scale = scale[:, :0]  # of blocks that begin, and are written, with another slab
+    return [*map(QuantizedSlab, codes, scale.reshape(n, -1), found, zeros)]
+
+
+def _of_blocks(a: np.ndarray, counts: tuple[int, ...], shape: tuple[int, int]) -> np.ndarray:
+    """[weights, down, across] of numbers that programs have made of all blocks, padded ones too."""
+    return a.reshape(-1, *counts)[:, : shape[0], : shape[1]]
 
 
 def padded(x: np.ndarray, shape: tuple[int, ...], value: Any = 0) -> np.ndarray:

@@ -289,7 +289,7 @@ def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
 
 def words_of(codes: Any, packing: Packing, bits: int) -> Any:
     """The words of codes along the last axis, of NumPy or JAX: uint8, uint32, or wider ones."""
-    dtype = np.dtype({8: np.uint8, 32: "<u4"}.get(packing.word, "<u8"))
+    dtype = np.dtype({8: "u1", 32: "<u4"}.get(packing.word, "<u8"))
     count = packing.word // bits
     return packed_words(codes, bits, count, dtype, order=packing.order, biased=packing.biased)
 
