@@ -72,6 +72,11 @@ class TensorPlan:
         """The element format; None where it is copied."""
         return None if self.spec is None else self.spec.element
 
+    @property
+    def format_name(self) -> str:
+        """The name of the format to which it is quantized; "" if it is not."""
+        return self.format.name if self.action == "quantize" and self.format else ""
+
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
         """The tensors of the target that are written for it: name, dtype and shape of each."""
@@ -91,7 +96,7 @@ class TensorPlan:
             action=self.action,
             reason=self.reason,
             dtype=self.dtype,
-            format=self.format.name if self.action == "quantize" and self.format else "",
+            format=self.format_name,
             bytes_before=self.source.stored_nbytes,
             bytes_after=self.nbytes,
             **measured,
