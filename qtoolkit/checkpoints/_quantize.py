@@ -19,7 +19,7 @@ from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import NEAREST, exact_float32, projection_of
 from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._slabs import Grid, Slab
-from qtoolkit.formats import BlockFormat
+from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.scaling.internal import (
     ErrorSums,
     Scales,
@@ -186,7 +186,17 @@ def exact_values(
     for axis, (length, size) in enumerate(zip(lengths, codes.shape, strict=True)):
         wide = wide if length is None else wide.repeat(length, axis).take(range(size), axis)
     with np.errstate(under="ignore", invalid="ignore", over="ignore"):
-        return (spec.element.values()[codes] * wide).astype(np.float32)
+        return (_values_of(spec.element)[codes] * wide).astype(np.float32)
+
+
+@functools.cache
+def _values_of(element: Format) -> np.ndarray:
+    """float64, what each code stands for."""
+    values = element.values()
+    nans = np.flatnonzero(np.isnan(values))
+    if len(nans) > 1:  # as casts of JAX and ml_dtypes: with the sign of the code
+        values[nans] = np.copysign(np.nan, np.where(nans < len(values) // 2, 1, -1))
+    return values
 
 
 # Weights of which blocks are more than a slab.
