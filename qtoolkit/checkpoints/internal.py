@@ -20,5 +20,5 @@ from qtoolkit.checkpoints._target import (
     worker_count,
 )
 from qtoolkit.checkpoints._tensors import MisuseError, listed, shown
-from qtoolkit.checkpoints._writing import WHOLE, check_target, whole
+from qtoolkit.checkpoints._writing import WHOLE, whole
 from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding
