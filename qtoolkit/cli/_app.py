@@ -80,7 +80,10 @@ EXAMPLES = {
     ),
     "inspect": ("qtoolkit inspect SmolLM2-fp8", "qtoolkit inspect model.safetensors --json"),
     "layouts": ("qtoolkit layouts", "qtoolkit layouts compressed-tensors"),
-    "compare": ("qtoolkit compare SmolLM2 SmolLM2-fp8",),
+    "compare": (
+        "qtoolkit compare SmolLM2 SmolLM2-fp8",
+        "qtoolkit compare model.safetensors model-fp8.safetensors --json",
+    ),
     "verify": (
         "qtoolkit verify SmolLM2 SmolLM2-fp8",
         "qtoolkit verify model.safetensors model-fp8.safetensors --json",

@@ -305,7 +305,6 @@ def test_paths_never_reach_the_terminal_raw(source, tmp_path, monkeypatch):
         (0, "finalize", "f" + odd),
         (0, "dequantize", other, "d" + odd),
         (0, "compare", odd, "wide"),
-        (0, "compare", odd, odd),
         (1, "verify", "wide", odd),
         (1, "verify", "wide", other),
         (0, "inspect", "q" + odd),
