@@ -365,6 +365,10 @@ class Comparison:
         same = all(tensor.equal for tensor in self.tensors)
         return same and not self.only_a and not self.only_b
 
+    def to_json(self) -> str:
+        """Everything as one JSON object; of equal tensors the SQNR, infinity, becomes null."""
+        return json.dumps(_finite(dataclasses.asdict(self) | {"equal": self.equal}), indent=2)
+
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):

@@ -34,11 +34,7 @@ def compare(
         with progress("comparing") as callback:
             comparison = checkpoints.compare(a, b, progress=callback)
         if as_json:
-            # JSON has no infinity: the SQNR of equal tensors is null, as `equal` says.
-            data, known = dataclasses.asdict(comparison), _lossy(comparison)
-            for tensor in data["tensors"]:
-                tensor["sqnr_db"] = known.get(tensor["name"])
-            typer.echo(json.dumps({**data, "equal": comparison.equal}, indent=2))
+            typer.echo(comparison.to_json())
         else:
             table(_HEADER, [_row(tensor) for tensor in comparison.tensors], right=_HEADER[2:])
             for line in _summary(comparison):
