@@ -214,8 +214,7 @@ def _written(
     progress: Progress | None,
     threads: Workers,
 ) -> Report:
-    report = plan.report(source.path, destination.dst)
-    report = dataclasses.replace(report, left=_not_written(source, plan), tensors=())
+    report = plan.report(source.path, destination.dst, (), _not_written(source, plan))
     if isinstance(plan, GgufPlan):
         return write_gguf(destination.dst, plan, report, allow_nonfinite, progress)
     production = Production(plan.tensors, threads, progress, source.stored)

@@ -13,6 +13,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Tensor, Transposer
 from qtoolkit.checkpoints._quantize import (
+    BATCH,
     QuantizedSlab,
     Weight,
     largest_magnitudes,
@@ -35,8 +36,6 @@ from qtoolkit.scaling.internal import ErrorSums, error_sums
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _COPY = 2**22  # bytes copied at a time
-# Small weights in one call. A call takes some 0.1 ms, as long as to quantize 30 weights of 16x16.
-_BATCH = 64
 # The pattern of infinity: the bits that are set in all numbers that are not finite.
 _INFINITY = {
     dtype: np.array([np.inf], NUMPY_DTYPES[dtype]).view(f"u{NUMPY_DTYPES[dtype].itemsize}")
@@ -118,7 +117,7 @@ class _Part(NamedTuple):
     @property
     def alike(self) -> tuple[Any, ...] | None:
         """What small weights have in common that are quantized in one call; None of all others."""
-        if self.start or not self.is_last or self.weight is None or self.stop * _BATCH > SLAB:
+        if self.start or not self.is_last or self.weight is None or self.stop * BATCH > SLAB:
             return None
         weight = self.weight
         return weight.spec, weight.grid, weight.tensor.dtype, weight.tensor_scale is None
@@ -244,9 +243,10 @@ class Production:
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     """Parts that are computed together: small weights that are alike, and follow one another."""
     for is_small, run in itertools.groupby(parts, lambda part: part.alike):
-        size = _BATCH if is_small else 1
+        size, is_compiled = BATCH if is_small else 1, False
         while batch := [*itertools.islice(run, size)]:
-            yield from [batch] if len(batch) == size else ([part] for part in batch)
+            is_compiled |= len(batch) == size
+            yield from [batch] if is_compiled else ([part] for part in batch)
 
 
 def _outputs(parts: Sequence[_Part]) -> Iterable[tuple[_Part, QuantizedSlab]]:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from qtoolkit.checkpoints._checkpoint import Tensor
@@ -136,8 +136,16 @@ class Plan:
         """Every tensor of the target, placed in one file."""
         return placed(entry for tensor in self.tensors for entry in tensor.entries)
 
-    def report(self, source: object, target: object) -> "Report":
-        """The report of the conversion; nothing of it is measured yet."""
+    def report(
+        self,
+        source: object,
+        target: object,
+        tensors: "Sequence[TensorReport] | None" = None,
+        left: Sequence[str] = (),
+    ) -> "Report":
+        """The report of the conversion; without `tensors` nothing of it is measured yet."""
+        if tensors is None:
+            tensors = [tensor.report() for tensor in self.tensors]
         return Report(
             source=str(source),
             target=str(target),
@@ -148,7 +156,8 @@ class Plan:
             loads_nowhere=self.loads_nowhere,
             quantization_config=self.quantization_config,
             caution=self.caution,
-            tensors=tuple(tensor.report() for tensor in self.tensors),
+            left=tuple(left),
+            tensors=tuple(tensors),
         )
 
     @property
