@@ -9,7 +9,7 @@ from each import each
 from refused import refused
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, save
+from qtoolkit.checkpoints import CheckpointError, convert, open_source, save
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ FUNCTIONS = {
         lambda path, good, new: checkpoints.load(path),
         lambda path, good, new: save(path, {}),
         lambda path, good, new: save(path, "tensors and path in the wrong order"),
-        lambda path, good, new: SafetensorsFile(path),
+        lambda path, good, new: open_source(path),
     ],
 }
 

@@ -11,8 +11,8 @@ from refused import refused
 
 from qtoolkit.checkpoints import (
     CheckpointError,
-    SafetensorsFile,
     make_plan,
+    open_source,
     safetensors_dtype,
     save,
 )
@@ -21,7 +21,7 @@ from qtoolkit.formats import E4M3FN, Rules, format
 
 def plan_of(tmp_path, tensors, metadata=None, **options):
     save(tmp_path / "model.safetensors", tensors, metadata, overwrite=True)
-    with SafetensorsFile(tmp_path / "model.safetensors") as source:
+    with open_source(tmp_path / "model.safetensors") as source:
         return make_plan(source, **options)
 
 

@@ -15,7 +15,6 @@ from stored import stored
 
 from qtoolkit.checkpoints import (
     CheckpointError,
-    SafetensorsFile,
     convert,
     dequantize_checkpoint,
     open_source,
@@ -60,7 +59,7 @@ def source(tmp_path):
 def tensors_of(folder):
     with_index = json.loads((folder / INDEX).read_text())["weight_map"]
     for file in set(with_index.values()):
-        with SafetensorsFile(folder / file) as opened:
+        with open_source(folder / file) as opened:
             assert {n for n, f in with_index.items() if f == file} == set(opened.tensors)
     return {n: stored(folder / file)[n] for n, file in with_index.items()}
 

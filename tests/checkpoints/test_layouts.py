@@ -15,10 +15,10 @@ from stored import stored
 from qtoolkit.checkpoints import (
     LAYOUTS,
     CheckpointError,
-    SafetensorsFile,
     convert,
     dequantize_checkpoint,
     load,
+    open_source,
     save,
     verify,
 )
@@ -239,7 +239,7 @@ def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling, 
         scaling=scaling,
         input_scales=scales,
     )
-    with SafetensorsFile(tmp_path / "dst") as file:
+    with open_source(tmp_path / "dst") as file:
         found = {name: file.read(name) for name in file.tensors}
         assert file.metadata["format"] == "pt"
     expected = {

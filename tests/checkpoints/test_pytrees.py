@@ -117,7 +117,7 @@ def test_the_file_is_one_that_others_read(tmp_path):
     with safe_open(path, "numpy") as file:
         assert set(file.keys()) == {"layer.kernel", "layer.kernel_scale"}
         scale = file.get_tensor("layer.kernel_scale")
-    with qt.checkpoints.SafetensorsFile(path) as file:
+    with qt.checkpoints.open_source(path) as file:
         raw = {name: file.read(name) for name in file.tensors}
     np.testing.assert_array_equal(scale, raw["layer.kernel_scale"])
     expected = load(path)["layer.kernel"].dequantize()
