@@ -207,6 +207,12 @@ def _by_codes(
         for name in target.tensors
         if name not in source.tensors
     ]
+    if problems and source.encodings and not target.encodings:
+        problems.insert(
+            0,
+            f"{shown(str(source.path))} is quantized, {shown(str(target.path))} is not, expected the "
+            "source first: verify SOURCE CONVERTED",
+        )
     present = [name for name in source.tensors if name in target.everything]
     return len(present), sum(name in source.tensors for name in target.encodings), problems
 

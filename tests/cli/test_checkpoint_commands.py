@@ -84,7 +84,7 @@ def test_a_file_and_the_config_that_its_loaders_need(source, tmp_path):
     assert json.loads(config)["quantization_config"]["format"] == "float-quantized"
     plain = run("convert", file, tmp_path / "plain")
     assert plain.stdout.splitlines()[-1] == (
-        f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{tmp_path}/plain"))'
+        f'load it: qtoolkit.checkpoints.load("{tmp_path}/plain", like=params, dtype="float32")'
     )
 
 
