@@ -208,11 +208,9 @@ def _by_codes(
         if name not in source.tensors
     ]
     if problems and source.encodings and not target.encodings:
-        problems.insert(
-            0,
-            f"{shown(str(source.path))} is quantized, {shown(str(target.path))} is not, expected the "
-            "source first: verify SOURCE CONVERTED",
-        )
+        first, second = shown(str(source.path)), shown(str(target.path))
+        hint = "expected the source first: verify SOURCE CONVERTED"
+        problems.insert(0, f"{first} is quantized, {second} is not, {hint}")
     present = [name for name in source.tensors if name in target.everything]
     return len(present), sum(name in source.tensors for name in target.encodings), problems
 

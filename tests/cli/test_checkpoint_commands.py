@@ -379,7 +379,8 @@ def test_the_line_that_loads_is_python(tmp_path, name):
     save(tmp_path / "src", {"w": np.ones((2, 2), np.float32)})
     out = run("convert", tmp_path / "src", tmp_path / name).stdout
     (line,) = [line for line in out.splitlines() if line.startswith("load it: ")]
-    loaded = eval(line.removeprefix("load it: "), {"qtoolkit": qtoolkit})
+    names = {"qtoolkit": qtoolkit, "params": {"w": np.zeros((2, 2))}}
+    loaded = eval(line.removeprefix("load it: "), names)
     np.testing.assert_array_equal(loaded["w"], np.ones((2, 2)))
 
 
