@@ -89,10 +89,6 @@ def test_every_import_points_down_the_layers():
     assert len(files) > 10
 
 
-# Packages of which some files still import one another.
-CIRCLES = {"products"}
-
-
 def files_in_a_circle(package: Path) -> list[str]:
     """Files of a package from which imports, wherever they stand, lead back to the same file.
 
@@ -122,7 +118,7 @@ def files_in_a_circle(package: Path) -> list[str]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("package", sorted(set(LEVEL) - CIRCLES))
+@pytest.mark.parametrize("package", sorted(LEVEL))
 def test_no_files_of_a_package_import_one_another_in_a_circle(package):
     assert files_in_a_circle(PACKAGE / package) == []
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from qtoolkit.formats import Rules
+from qtoolkit.products._checks import check_recipe
 from qtoolkit.products._place import MODEL
-from qtoolkit.products._recipe import Recipe, check_recipe
+from qtoolkit.products._recipe import Recipe
 
 
 class FoundModule(NamedTuple):

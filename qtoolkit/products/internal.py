@@ -23,6 +23,7 @@ from qtoolkit.products._calls import (
     step_of,
     tracing_function,
 )
+from qtoolkit.products._checks import check_not_none, check_recipe
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._inputs import (
     NEEDS_NUMBERS,
@@ -55,7 +56,6 @@ from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
 from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced, compiled
-from qtoolkit.products._recipe import check_not_none, check_recipe
 from qtoolkit.products._report import (
     check_all_quantized,
     report_of,
