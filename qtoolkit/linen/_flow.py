@@ -33,9 +33,7 @@ Loss = Callable[[Any, Any], Any]
 def _call(where: str, wrapped: Any, variables: Any, batch: Batch) -> Bound:
     """A call of a module with a batch."""
     check_arguments(where, wrapped, variables)
-    inputs = batch.inputs
-    args, options = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    return Bound.of(_Apply(wrapped), variables, args, options)
+    return Bound.of(_Apply(wrapped), variables, *batch.arguments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,10 +135,9 @@ class _Served:
             method=method,
             mutable=DenyList(["params", COLLECTION]),
         )
-        given = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs).inputs
-        args, options = ((), given) if isinstance(given, dict) else (given, {})
-        call = Bound.of(apply, variables, args, options)
-        kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
+        batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
+        call = Bound.of(apply, variables, *batch.arguments)
+        kernels = KernelUses.of(call.traced, call.leaves)
         uses = {path: kernels.storable(path) for path in kernels.uses}
         self.uses = {path: use for path, use in uses.items() if use is not None}
         self.tables, self.states = kernels.tables, call.states
@@ -163,7 +162,7 @@ class _Served:
             lead = x.ndim - len(use.shape)
             if use.operand is None or tuple(x.shape[lead:]) != use.shape:
                 continue
-            kept = self.states.get((use.path, use.name), {})
+            kept = self.states.get(use.key, {})
             state = tuple(
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
                 for part, own in zip(of_kernel(kept), ((), (2,), (), ()), strict=True)

@@ -74,7 +74,7 @@ def numerics_of(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted
     row_labels = [
         (number, role, twin, label)
         for number, (key, matmul) in enumerate(matmuls)
-        for role, twin, label in labels(Place(*key), *matmul)
+        for role, twin, label in labels(key, *matmul)
     ]
     *indices, _ = zip(*row_labels, strict=True)
     tallies = _tallies(measured, *map(np.array, indices))

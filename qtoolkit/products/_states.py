@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from qtoolkit.products._learned import unstarted_error
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
@@ -73,6 +74,29 @@ def unstarted(recipe: Recipe, lead: tuple[int, ...] = ()) -> dict[str, Array]:
             names += [f"{side}_scale"] + ([f"{side}_offset"] if scaling.offset else [])
     with jax.debug_nans(False):  # no error: NaN says that a scale is not started
         return {name: jnp.full(lead, jnp.nan, jnp.float32) for name in names}
+
+
+def not_started(kept: Kept) -> str:
+    """The first scale without a value, "" if all have one. Of those under `jit` nobody knows."""
+    for name in (AMAX, *LEARNED):
+        x = kept.get(name)
+        is_known = x is not None and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+        if is_known and np.isnan(np.asarray(x)).any():
+            return name
+    return ""
+
+
+def check_started(where: str, kept: Kept) -> None:
+    """Raises if a scale has no value yet. Under `jit` NaN makes NaN."""
+    name = not_started(kept)
+    if name == AMAX:
+        raise ValueError(
+            f"{where}: the layer is not calibrated, though its recipe has Static() scaling; "
+            "expected scales from a calibration: wrap the model with a recipe without Static(), "
+            "and write qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
+        )
+    if name:
+        raise unstarted_error(where, name.split("_")[0])
 
 
 def needs_state(recipe: Recipe) -> bool:

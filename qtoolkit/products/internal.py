@@ -39,12 +39,11 @@ from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._lines import warn
-from qtoolkit.products._loops import scan_lengths
+from qtoolkit.products._loops import Body, unrolled
 from qtoolkit.products._matching import (
     FoundModule,
     check_rules,
     kernels_as_modules,
-    recipes_of,
     training_rules,
     unused_rules,
 )
@@ -74,8 +73,10 @@ from qtoolkit.products._states import (
     PROBE,
     advance,
     as_float32,
+    check_started,
     lead_of,
     needs_state,
+    not_started,
     observe,
     of_kernel,
     probe_of,
