@@ -36,7 +36,7 @@ from qtoolkit.products._inputs import (
     write_back,
 )
 from qtoolkit.products._json import spec_from_json, spec_to_json
-from qtoolkit.products._kernels import KernelUses
+from qtoolkit.products._kernels import KernelUse, KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._lines import warn
 from qtoolkit.products._loops import Body, unrolled
@@ -47,7 +47,7 @@ from qtoolkit.products._matching import (
     training_rules,
     unused_rules,
 )
-from qtoolkit.products._matmul import Key, Matmul, Planted, matching
+from qtoolkit.products._matmul import Key, Planted, matching
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._origins import Parameter
 from qtoolkit.products._place import MODEL, Place, listed
