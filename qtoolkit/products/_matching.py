@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from qtoolkit.formats import Rules
 from qtoolkit.products._checks import check_recipe
+from qtoolkit.products._origins import Parameter
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._recipe import Recipe
 
@@ -28,11 +29,10 @@ class FoundModule(NamedTuple):
 
 def kernels_as_modules(module: FoundModule, kernels: Sequence[str]) -> list[FoundModule]:
     """A module's kernels, as rules match them."""
-    return [module._replace(paths=_within(module.paths, kernel)) for kernel in kernels]
-
-
-def _within(paths: Sequence[str], kernel: str) -> list[str]:
-    return [f"{path}/{kernel}".strip("/") for path in paths]
+    return [
+        module._replace(paths=[Parameter(path, kernel).full_path for path in module.paths])
+        for kernel in kernels
+    ]
 
 
 def training_rules(recipe: Any) -> Rules[Recipe]:
