@@ -63,7 +63,7 @@ from qtoolkit.products._report import (
     traced_with_axes,
 )
 from qtoolkit.products._residuals import code_values, poisoned
-from qtoolkit.products._rounded import fixed_scale, rounding_of
+from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._sensitivity import exactly
 from qtoolkit.products._states import (
     AMAX,
@@ -74,6 +74,7 @@ from qtoolkit.products._states import (
     advance,
     as_float32,
     check_started,
+    fixed_scale,
     lead_of,
     needs_state,
     not_started,
