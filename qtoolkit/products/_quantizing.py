@@ -163,7 +163,7 @@ class Quantizing:
             recipe = recipe.with_stored(1)
         if not kept and self.rng is None:
             if recipe.is_delayed or recipe.warm_up:
-                observed({}, *operands, recipe, moves=False, name=str(matmul.key))
+                observed({}, *operands, recipe, moves=False)
             recipe = recipe.without_state()
         elif self.observes and any(part in kept for part in (HISTORY, KEY, STEP)):
             kept, histograms = observed(kept, *operands, recipe, moves=self.moves)

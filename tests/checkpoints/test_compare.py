@@ -7,8 +7,9 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from command import run
+from refused import refused
 from stored import stored
-from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -20,7 +21,6 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.cli._app import app
 
 LAYOUTS = [
     ("plain", "e4m3fn", "tensor"),
@@ -51,9 +51,7 @@ def model(folder):
 
 
 @pytest.mark.sample(
-    "plain-e4m3fn-tensor",
-    "plain-float16-None",
-    "compressed-tensors-nvfp4-None",
+    *("plain-e4m3fn-tensor", "plain-float16-None", "compressed-tensors-nvfp4-None"),
     "compressed-tensors-int4_group128-None",
 )
 @pytest.mark.parametrize(("layout", "fmt", "scaling"), LAYOUTS)
@@ -181,14 +179,10 @@ def test_what_cannot_be_compared(tmp_path):
     save(tmp_path / "a", {"x": np.ones((2, 3), np.float32)})
     save(tmp_path / "b", {"y": np.ones((2, 3), np.float32)})
     save(tmp_path / "c", {"x": np.ones((3, 2), np.float32)})
-    with pytest.raises(CheckpointError, match=r"b: no tensor has a name that .*a has"):
+    with refused(CheckpointError, r"b: no tensor has a name that .*a has"):
         compare(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(CheckpointError, match=r"c: tensor x: shape \[3, 2\], and \[2, 3\] in .*a"):
+    with refused(CheckpointError, r"c: tensor x: shape \[3, 2\], and \[2, 3\] in .*a"):
         compare(tmp_path / "a", tmp_path / "c")
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def test_the_commands(tmp_path):
@@ -241,6 +235,7 @@ def test_what_convert_and_compare_say_is_what_float64_says(tmp_path, scaling, sc
     assert report.sqnr_db == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.sample("options1")
 @pytest.mark.parametrize("options", [{}, {"format": "nvfp4"}, {"layout": "finegrained-fp8"}])
 def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, options):
     """The exact values of a format's 256 codes were computed for each tensor: 8 times as long."""
@@ -248,7 +243,7 @@ def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, option
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text('{"model_type": "qwen3_moe"}')
     names = (
-        f"layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(500) for p in ("up", "gate")
+        f"layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(200) for p in ("up", "gate")
     )
     save(tmp_path / "a" / "model.safetensors", dict.fromkeys(names, weight))
     acts = {
@@ -257,7 +252,7 @@ def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, option
         "compare": lambda: compare(tmp_path / "a", tmp_path / "b"),
     }
     seconds = dict.fromkeys(acts, math.inf)
-    for _ in range(4):  # the first compiles
+    for _ in range(3):  # the first compiles
         for name, act in acts.items():
             start = time.process_time()
             act()

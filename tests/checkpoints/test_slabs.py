@@ -127,14 +127,10 @@ CASES = {
 
 
 @pytest.mark.sample(
-    "a scale for the tensor-float32-1024",
-    "for each output-bfloat16-1024",
-    "for each input of experts-float16-1024",
-    "of a convolution-float32-1024",
-    "groups with a tail-bfloat16-1024",
-    "groups with a tensor scale-float16-1024",
-    "groups of 128-float16-1024",
-    "blocks of experts-float32-1024",
+    *("a scale for the tensor-float32-1024", "for each output-bfloat16-1024"),
+    *("for each input of experts-float16-1024", "of a convolution-float32-1024"),
+    *("groups with a tail-bfloat16-1024", "groups with a tensor scale-float16-1024"),
+    *("groups of 128-float16-1024", "blocks of experts-float32-1024"),
 )
 @pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, save, verify
@@ -117,7 +118,7 @@ def test_arguments_that_nobody_can_read(source, tmp_path):
         record["arguments"] = arguments
         path = tmp_path / "dst" / "model.safetensors"
         save(path, arrays, {"qtoolkit": json.dumps(record)}, overwrite=True)
-        with pytest.raises(CheckpointError, match="the arguments of its conversion"):
+        with refused(CheckpointError, "the arguments of its conversion"):
             verify(source, tmp_path / "dst")
 
 
@@ -157,12 +158,9 @@ def test_a_config_that_calls_static_scales_dynamic(problems):
 
 
 @pytest.mark.sample(
-    "compressed-tensors e4m3fn tensor 0.5",
-    "compressed-tensors e4m3fn channel None",
-    "compressed-tensors mxfp8_e4m3 None None",
-    "compressed-tensors nvfp4 None None",
-    "modelopt e4m3fn tensor 0.5",
-    "finegrained-fp8 e4m3fn None None",
+    *("compressed-tensors e4m3fn tensor 0.5", "compressed-tensors e4m3fn channel None"),
+    *("compressed-tensors mxfp8_e4m3 None None", "compressed-tensors nvfp4 None None"),
+    *("modelopt e4m3fn tensor 0.5", "finegrained-fp8 e4m3fn None None"),
 )
 @pytest.mark.parametrize("case", LAYOUTS, ids=id_of)
 def test_ignored_modules_are_the_unquantized_ones(problems, case):

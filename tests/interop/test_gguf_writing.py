@@ -15,12 +15,7 @@ import transformers
 from typer.testing import CliRunner
 
 from qtoolkit import quantize
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    convert,
-    dequantize_checkpoint,
-    open_source,
-)
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, open_source
 from qtoolkit.cli._app import app
 
 QWEN = (
