@@ -1,22 +1,22 @@
 """`allocate`: a format for each layer under a size."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import linen as nn
-from flax.core import unfreeze
-from flax.traverse_util import flatten_dict
 
 from qtoolkit.linen._flow import sensitivity
 from qtoolkit.linen._function import Bound
 from qtoolkit.linen._post_training import plain_model
-from qtoolkit.linen._state import unboxed
+from qtoolkit.linen._quantize import stored_kernels
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.post_training import Allocation
 from qtoolkit.post_training.internal import allocated, serving_rules, stored_kernel
 from qtoolkit.products.internal import KernelUses
+from qtoolkit.scaling import QArray
 
 
 def allocate(
@@ -65,7 +65,7 @@ def allocate(
             return loss_fn(wrapped, variables, batch)
 
         call = Bound.of(loss, variables, (batch,), {})
-        kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
+        kernels = KernelUses.of(call.traced, call.leaves)
         sizes = _kernel_bytes(variables["params"], kernels)
         return sensitivity(wrapped, variables, batch, loss), *sizes
 
@@ -74,19 +74,13 @@ def allocate(
 
 def _kernel_bytes(params: Any, kernels: KernelUses) -> tuple[dict[str, int], dict[str, int]]:
     """The bytes of the kernels of each layer as `quantize` stores them, and as they are."""
-    sizes: dict[str, int] = {}
-    unquantized: dict[str, int] = {}
-    flat = {"/".join(map(str, path)): x for path, x in flatten_dict(unfreeze(params)).items()}
-    for path in kernels.uses:
-        use, x, layer = kernels.storable(path), unboxed(flat.get(path)), path.rpartition("/")[0]
-        if use is None or use.operand is None or x is None:
-            continue
-        lead = x.ndim - len(use.shape)
-        if tuple(x.shape[lead:]) != use.shape:
-            continue
-        store = functools.partial(stored_kernel, "allocate")
-        given = {"operand": use.operand, "axes": use.axes, "stacked": lead}
-        leaves = jax.tree.leaves(jax.eval_shape(functools.partial(store, **given), x))
-        sizes[layer] = sizes.get(layer, 0) + sum(a.size * a.dtype.itemsize for a in leaves)
-        unquantized[layer] = unquantized.get(layer, 0) + x.size * x.dtype.itemsize
+    sizes, unquantized = Counter[str](), Counter[str]()
+    for place, use, x, lead in stored_kernels(params, kernels):
+        if use.operand is not None and not isinstance(x, QArray):
+            store = functools.partial(stored_kernel, "allocate")
+            given = {"operand": use.operand, "axes": use.axes, "stacked": lead}
+            leaves = jax.tree.leaves(jax.eval_shape(functools.partial(store, **given), x))
+            layer = "/".join(place[:-1])
+            sizes[layer] += sum(a.size * a.dtype.itemsize for a in leaves)
+            unquantized[layer] += x.size * x.dtype.itemsize
     return sizes, unquantized

@@ -11,17 +11,20 @@ from flax import linen as nn
 
 from qtoolkit.linen._call import OURS, entered, start_states, starting
 from qtoolkit.linen._function import Bound, Tree, has_whole
-from qtoolkit.linen._state import SCALES, check_started, has_nan, planted_in
+from qtoolkit.linen._state import SCALES, planted_in
 from qtoolkit.products.internal import (
+    MODEL,
     NEEDS_NUMBERS,
     Contents,
     NoMatmulsError,
     StaticResult,
+    check_started,
     hashes,
     is_eager,
     is_step_by_step,
     matching,
     needs_numbers,
+    not_started,
     remembering_no_matmuls,
     with_numbers,
     write_back,
@@ -171,7 +174,7 @@ def _check_scales(call: Applied, inputs: Any) -> None:
     """Raises if a matmul has a learned scale that was not started."""
     variables, *others = inputs
     states = planted_in({SCALES: variables.get(SCALES)}, ())
-    if not any(map(has_nan, states.values())):
+    if not any(map(not_started, states.values())):
         return
 
     def plain(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
@@ -182,7 +185,7 @@ def _check_scales(call: Applied, inputs: Any) -> None:
     multiply = bound.traced.quantizing()
     ran = [matmul for matmul in matmuls if multiply.recipe_of(matmul) is not None]
     for key in matching(ran, states).values():
-        check_started(key, states[key])
+        check_started(f"wrap: {key.path or MODEL}: {key.name}", states[key])
 
 
 def static_filter(mutable: Any) -> Any:

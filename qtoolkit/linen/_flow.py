@@ -11,6 +11,7 @@ from flax import linen as nn
 from qtoolkit.formats import Rules
 from qtoolkit.linen._function import Bound
 from qtoolkit.linen._post_training import plain_model
+from qtoolkit.linen._report import types_of_init
 from qtoolkit.linen._state import (
     COLLECTION,
     SCALES,
@@ -33,9 +34,7 @@ Loss = Callable[[Any, Any], Any]
 def _call(where: str, wrapped: Any, variables: Any, batch: Batch) -> Bound:
     """A call of a module with a batch."""
     check_arguments(where, wrapped, variables)
-    inputs = batch.inputs
-    args, options = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    return Bound.of(_Apply(wrapped), variables, args, options)
+    return Bound.of(_Apply(wrapped), variables, *batch.arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +164,11 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
       {'self': {'kernel': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
     """
     check_arguments("start_scales", wrapped, variables)
-    scales = variables.get(SCALES) or _unstarted(wrapped, batch)
+    scales = variables.get(SCALES)
+    if not scales:  # as `init` makes them
+        types = types_of_init(wrapped, batch).get(SCALES, {})
+        with jax.debug_nans(False):
+            scales = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), types)
     if not scales:
         raise ValueError(
             f"start_scales: {type(wrapped).__name__} has no learned scale, expected a module from "
@@ -221,14 +224,3 @@ def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -
     """
     call = _call_of_loss("sensitivity", wrapped, variables, batch, loss_fn)
     return flow.sensitivity(call, _learned(variables.get(SCALES, {})).values())
-
-
-def _unstarted(module: nn.Module, batch: Any) -> Any:
-    """The collection as `init` makes it."""
-
-    def init(batch: Batch) -> Any:
-        return batch.given_to(module.init, {"params": jax.random.key(0)})
-
-    shapes = jax.eval_shape(init, Batch.of(batch)).get(SCALES, {})
-    with jax.debug_nans(False):
-        return jax.tree.map(lambda scale: jnp.full(scale.shape, jnp.nan, scale.dtype), shapes)

@@ -372,7 +372,6 @@ def found_modules(
     for name, x in parameters_of(variables):
         module = layers.at(name.path)
         if len(getattr(x, "shape", ())) > 1 and module.rules is rules:
-            path = f"{module.paths[0]}/{name.name.replace('.', '/')}".strip("/")
-            kind = module.kinds[0].__name__
+            path, kind = name._replace(path=module.paths[0]).full_path, module.kinds[0].__name__
             found.append(FoundModule((path,), module.kinds, kind, name.path in computing))
     return found

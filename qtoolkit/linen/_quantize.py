@@ -33,6 +33,7 @@ from qtoolkit.post_training.internal import (
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import (
     Batch,
+    KernelUse,
     KernelUses,
     KVCacheLike,
     of_kernel,
@@ -135,13 +136,9 @@ class _Served:
             method=method,
             mutable=DenyList(["params", COLLECTION]),
         )
-        given = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs).inputs
-        args, options = ((), given) if isinstance(given, dict) else (given, {})
-        call = Bound.of(apply, variables, args, options)
-        kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
-        uses = {path: kernels.storable(path) for path in kernels.uses}
-        self.uses = {path: use for path, use in uses.items() if use is not None}
-        self.tables, self.states = kernels.tables, call.states
+        batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
+        call = Bound.of(apply, variables, *batch.arguments)
+        self.uses, self.states = KernelUses.of(call.traced, call.leaves), call.states
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original, self.given, self.method)
@@ -150,31 +147,42 @@ class _Served:
         self.variables = {**self.given, "params": with_params(self.given, params)}
 
     def kernels(self) -> Iterator[tuple[tuple[Any, ...], Storable]]:
-        flat = flatten_dict(unfreeze(self.variables["params"]))
-        places = {"/".join(map(str, path)): path for path in flat}
-        for name, use in self.uses.items():
-            if name not in places:  # in a list
-                continue
-            place, where = places[name], f"quantize: {name}"
-            x = unboxed(flat[place])
+        for place, use, x, lead in stored_kernels(self.variables["params"], self.uses):
+            name = "/".join(map(str, place))
+            where = f"quantize: {name}"
             if isinstance(x, QArray):
                 yield place, Storable(name, where, x, use.operand, use.axes, 0)
                 continue
-            lead = x.ndim - len(use.shape)
-            if use.operand is None or tuple(x.shape[lead:]) != use.shape:
+            if use.operand is None:
                 continue
-            kept = self.states.get((use.path, use.name), {})
+            kept = self.states.get(use.key, {})
             state = tuple(
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
                 for part, own in zip(of_kernel(kept), ((), (2,), (), ()), strict=True)
             )
-            x, is_table = jnp.asarray(x), name in self.tables
+            x, is_table = jnp.asarray(x), name in self.uses.tables
             yield place, Storable(name, where, x, use.operand, use.axes, lead, state, is_table)
 
     def store(self, place: tuple[str, ...], array: QArray) -> None:
         params = self.variables["params"]
         params = with_part(params, place, boxed_as(at(params, place), array))
         self.variables = {**self.variables, "params": params}
+
+
+def stored_kernels(
+    params: Any, kernels: KernelUses
+) -> Iterator[tuple[tuple[Any, ...], KernelUse, Any, int]]:
+    """The place of each kernel that can be stored, its use, its array and its axes of a stack."""
+    flat = flatten_dict(unfreeze(params))
+    places = {"/".join(map(str, path)): path for path in flat}
+    for name in kernels.uses:
+        use, place = kernels.storable(name), places.get(name)
+        if use is None or place is None:  # in a list
+            continue
+        x = unboxed(flat[place])
+        lead = x.ndim - len(use.shape)
+        if isinstance(x, QArray) or tuple(x.shape[lead:]) == use.shape:
+            yield place, use, x, lead
 
 
 def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:

@@ -122,29 +122,26 @@ def _check_no_options(**options: Any) -> None:
 
 def kernels_of(wrapped: nn.Module, inputs: Any) -> list[str]:
     """The paths of the modules whose kernels run, in their order."""
-    args, options = strict_inputs(inputs)
-    _, variables = _initialized(wrapped, inputs)
     apply = functools.partial(wrapped.apply, rngs={"params": jax.random.key(0)}, mutable=True)
-    call = Bound.of(apply, variables, args, options)
+    args, options = strict_inputs(inputs)
+    call = Bound.of(apply, types_of_init(wrapped, args or options), args, options)
     return call.traced.program(call.leaves).paths_of_kernels
 
 
-def _initialized(wrapped: nn.Module, inputs: Any) -> tuple[Batch, Any]:
-    """The inputs as a batch, and the shapes of the variables that `init` makes with them."""
-    batch = Batch.of(strict_inputs(inputs))
+def types_of_init(wrapped: nn.Module, batch: Any) -> Any:
+    """The types of the variables that `init` makes with a batch."""
 
-    def init(*arrays: Any) -> Any:
-        args, kwargs = batch.with_arrays(arrays)
-        return wrapped.init({"params": jax.random.key(0)}, *args, **kwargs)
+    def init(batch: Batch) -> Any:
+        return batch.given_to(wrapped.init, {"params": jax.random.key(0)})
 
-    return batch, jax.eval_shape(init, *batch.arrays)
+    return jax.eval_shape(init, Batch.of(batch))
 
 
 def check_strict(wrapped: nn.Module, inputs: Any) -> None:
     """Raises if a matmul is not quantized though no rule says so, or if none is quantized."""
     name = type(wrapped).__name__
     arguments, options = strict_inputs(inputs)
-    _, variables = _initialized(wrapped, inputs)
+    variables = types_of_init(wrapped, arguments or options)
     found = report(wrapped, variables, *arguments, **options)
     if found.unreached:  # of a module inside that is wrapped by rules of its own
         raise ValueError(

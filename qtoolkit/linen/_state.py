@@ -11,13 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import linen as nn
 from flax.core import FrozenDict, unfreeze
 
 from qtoolkit.products.internal import (
-    LEARNED,
-    MODEL,
     Key,
     as_float32,
 )
@@ -77,7 +74,7 @@ def planted_in(variables: Any, root: Path) -> dict[Key, dict[str, Any]]:
 
 def _key(root: Path, path: Path) -> Key:
     *around, layer, name = path
-    return "/".join(filter(None, (*root, *around, *path_of(layer).split(".")))), name
+    return Key("/".join(filter(None, (*root, *around, *path_of(layer).split(".")))), name)
 
 
 def with_states(
@@ -101,23 +98,6 @@ def with_states(
 def as_before(arrays: Kept, before: Kept) -> dict[str, Any]:
     """Arrays in the dtypes that they had: somebody may have cast the state to bfloat16."""
     return {n: x.astype(before[n].dtype) if n in before else x for n, x in arrays.items()}
-
-
-def has_nan(arrays: Kept) -> bool:
-    """Whether a learned scale has no value yet. Under `jit` nobody can look."""
-    scales = (x for name, x in arrays.items() if name in LEARNED)
-    known = (x for x in scales if not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
-    return any(bool(np.isnan(np.asarray(x)).any()) for x in known)
-
-
-def check_started(key: Key, arrays: Kept) -> None:
-    """Raises if a learned scale of a matmul has no value yet. Under `jit` it makes NaN."""
-    if has_nan(arrays):
-        raise ValueError(
-            f"wrap: {key[0] or MODEL}: a learned scale of {key[1]} has not been started; write "
-            "variables = qtoolkit.linen.start_scales(wrapped, variables, batch) before the "
-            "optimizer is made"
-        )
 
 
 def at(tree: Any, path: Path) -> Any:

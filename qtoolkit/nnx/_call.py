@@ -234,7 +234,7 @@ class _Modules:
                 shown = f"{site.around}/{one}".strip("/")
                 self.by_path[shown] = Module(site.paths, site.kinds, is_left, own)
             for name, kept in product_states(module).items():
-                self.states[site.path, name] = kept
+                self.states[Key(site.path, name)] = kept
 
     def _made_later(self, path: Any, module: Any) -> Site | None:
         """The site of a module that was put into the model after `wrap`."""

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._call import Bound, bound_function
+from qtoolkit.nnx._call import Bound, bound_function, call_model
 from qtoolkit.nnx._function import site_of, sites_in
 from qtoolkit.nnx._modules import matmuls_of_layer
 from qtoolkit.nnx._post_training import plain_model
@@ -25,13 +25,7 @@ Loss = Callable[[Any, Any], Any]
 def _call(where: str, wrapped: Any, batch: Batch) -> Bound:
     """A call of a model with a batch."""
     check_wrapped(where, wrapped)
-    inputs = batch.inputs
-    args, options = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    return bound_function(_called, wrapped, args, options)
-
-
-def _called(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
+    return bound_function(call_model, wrapped, *batch.arguments)
 
 
 def _call_of_loss(where: str, wrapped: Any, batch: Any, loss_fn: Any) -> Bound:

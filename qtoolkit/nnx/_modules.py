@@ -10,7 +10,6 @@ from flax import nnx
 
 from qtoolkit.nnx._classes import original_class
 from qtoolkit.nnx._state import Products, ProductState
-from qtoolkit.products import Recipe
 from qtoolkit.products.internal import FoundModule as Matched
 from qtoolkit.scaling import QArray
 
@@ -92,13 +91,11 @@ class FoundModule:
     Attributes:
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it, on all paths: rules may name any.
-      recipes: The recipes of those of its own kernels that rules name.
     """
 
     module: nnx.Module
     paths: list[str] = dataclasses.field(default_factory=list)
     kinds: list[type] = dataclasses.field(default_factory=list)
-    recipes: tuple[tuple[str, Recipe | None], ...] = ()
 
     @property
     def kernels(self) -> list[str]:

@@ -152,7 +152,8 @@ def quantize(
     if how.needs_inputs and not isinstance(calibration, InputStatistics):
         calibration = checked_batches("quantize", calibration)
         if inputs is None:
-            inputs = calibration[0].inputs
+            args, options = calibration[0].arguments
+            inputs = args or options
     if inputs is not None and not callable(inputs):
         strict_inputs(inputs, "inputs", "quantize")
     served = _Served(model, kept_or_serving_rules(recipe), kv_cache, inputs)
@@ -183,10 +184,10 @@ class _Served:
     def __init__(self, model: Any, rules: Rules[Recipe] | None, kv_cache: Any, inputs: Any) -> None:
         self.original, self.rules, self.kv_cache = model, rules, kv_cache
         self.model = rewired("quantize", model, rules, kv_cache)
-        self.traced = KernelUses.of(None, None)
+        self.traced = KernelUses({}, frozenset())
         if inputs is not None:
             call = traced_call("quantize", self.model, inputs)
-            self.traced = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
+            self.traced = KernelUses.of(call.traced, call.leaves)
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original)
@@ -249,7 +250,7 @@ class _Served:
             shape = tuple(parameter.get_value().shape)
             lead = len(shape) - len(use.shape)
             if shape[lead:] == use.shape:
-                yield name, use.axes, lead, use.name
+                yield name, use.axes, lead, use.key.name
 
     def store(self, places: list[_Place], array: QArray) -> None:
         first = getattr(places[0].layer, places[0].attribute)

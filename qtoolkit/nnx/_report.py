@@ -1,11 +1,12 @@
 """`report`: every matmul of a wrapped model, quantized or not."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from flax import linen, nnx
 
-from qtoolkit.nnx._call import bound_function
+from qtoolkit.nnx._call import bound_function, call_model
 from qtoolkit.nnx._function import sites_in
 from qtoolkit.nnx._modules import matmuls_of_layer
 from qtoolkit.products import Report, native_calls
@@ -70,7 +71,7 @@ def report(
     quantizing = call.traced.quantizing()
     paths = [
         path
-        for path, module in _layers_of(wrapped)
+        for path, module in ((site.path, module) for site, module in sites_in(wrapped))
         if path in modules and matmuls_of_layer(module) and quantizing.of_module(path) is not None
     ]
     with naming_missing_inputs("report", inputs, options):
@@ -83,11 +84,6 @@ def report(
     return dataclasses.replace(found, compiled=ran)
 
 
-def _layers_of(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """The wrapped modules of a model, by path."""
-    return [(site.path, module) for site, module in sites_in(model)]
-
-
 def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, Any, Any]:
     """The function to trace, of a model and inputs; the model; the inputs."""
     is_function = callable(wrapped) and not isinstance(wrapped, type | nnx.Module | linen.Module)
@@ -95,11 +91,8 @@ def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, An
         check_module("report", wrapped)
         if callable(method):
             return method, wrapped, inputs
-        return (
-            (lambda model, *args, **kw: getattr(model, method or "__call__")(*args, **kw)),
-            wrapped,
-            inputs,
-        )
+        function = functools.partial(call_model, method=method or "__call__")
+        return function, wrapped, inputs
     if method is not None:
         raise TypeError(
             f"report: method={method!r} and a function, expected one of them; call the method "

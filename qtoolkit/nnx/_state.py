@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 
@@ -19,6 +18,7 @@ from qtoolkit.products.internal import (
     Planted,
     advance,
     as_float32,
+    check_started,
     lead_of,
     observe,
     probe_of,
@@ -188,28 +188,8 @@ class ProductState(nnx.Module):
         return True
 
     def check_started(self) -> None:
-        """Raises if a scale has no value yet. Under `jit` nobody can look: NaN makes NaN."""
-        values = {
-            name: variable.get_value()
-            for name, variable in self.variables.items()
-            if name == AMAX or name in LEARNED
-        }
-        for name, value in values.items():
-            is_known = not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
-            if not is_known or not np.isnan(np.asarray(value)).any():
-                continue
-            if name == AMAX:
-                raise ValueError(
-                    f"nnx: {self.path}: the layer is not calibrated, though its recipe has "
-                    "Static() scaling; expected scales from a calibration: wrap the model with a "
-                    "recipe without Static(), and write qtoolkit.nnx.freeze(wrapped, "
-                    "qtoolkit.nnx.calibrate(wrapped, batches))"
-                )
-            raise ValueError(
-                f"nnx: {self.path}: the learned scale of {name.split('_')[0]} has not been "
-                "started; write qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is "
-                "made"
-            )
+        values = {name: variable.get_value() for name, variable in self.variables.items()}
+        check_started(f"nnx: {self.path}", values)
 
     def take_over(self, was: "ProductState") -> None:
         """Takes over the state that the matmul had under another recipe, where it is valid.

@@ -35,7 +35,6 @@ from qtoolkit.products.internal import (
     check_all_quantized,
     check_rules,
     kernels_as_modules,
-    recipes_of,
     strict_inputs,
     training_rules,
     warn,
@@ -233,12 +232,14 @@ def _check_layers(
     check_rules(where, rules, matched)
     quantized = False
     for one in layers:
-        recipe, kernels = recipes_of(rules, one.paths, one.kinds, one.kernels)
-        if recipe is not None:
+        quantizing = Quantizing(rules, {"": Module(tuple(one.paths), tuple(one.kinds))})
+        parameters = (Parameter("", name) for name in one.kernels)
+        recipes = [quantizing.of_module(""), *(quantizing.by_rules("", x) for x in parameters)]
+        if any(recipe is not None for recipe in recipes):
             check_parameters(where, one)
+            quantized = True
         else:
             check_excluded(where, one)
-        quantized |= recipe is not None or any(own is not None for _, own in kernels)
     if not quantized:
         raise ValueError(
             f"{where}: the rules exclude every layer of {name}, expected a recipe for one or more, "

@@ -2,7 +2,7 @@
 
 Post-training methods need the inputs of every matmul, those of layers inside of `scan`, `jit` and
 `checkpoint` too, each kernel of a stack by itself; and later layers are to see what earlier ones
-became. So the traced model is run for all batches in lockstep (`_unrolling`), and `visit` is called
+became. So the traced model is run for all batches in lockstep (`unrolled`), and `visit` is called
 where a parameter is multiplied. `_channels` follows what lies between.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from qtoolkit.post_training._channels import Key, Link, Node, Origin, Root, Value, following
-from qtoolkit.post_training._unrolling import Body, unrolled
+from qtoolkit.products.internal import Body, unrolled
 from qtoolkit.scaling.internal import Contraction
 
 Array = jax.Array

@@ -77,7 +77,7 @@ class MeasuredStep:
         start = f"{around}/" if around else ""
         inner = ((f"{path}/", name, x) for (path, name), x in self.zeros.items())
         return {
-            (path.removeprefix(start).removesuffix("/"), name): x
+            Key(path.removeprefix(start).removesuffix("/"), name): x
             for path, name, x in inner
             if path.startswith(start)
         }

@@ -11,7 +11,6 @@ from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from qtoolkit.products._calibration import (
     Calibration,
@@ -32,11 +31,11 @@ from qtoolkit.products._measuring import (
     numerics_of,
 )
 from qtoolkit.products._numerics import Numerics
-from qtoolkit.products._place import MODEL, Place
-from qtoolkit.products._quantizing import StaticResult, Traced, compiled, replanted
+from qtoolkit.products._place import MODEL
+from qtoolkit.products._quantizing import StaticResult, Traced, compiled
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
-from qtoolkit.products._states import LEARNED, first_values
+from qtoolkit.products._states import LEARNED, check_started, first_values, not_started
 from qtoolkit.products._step_metrics import WatchTap, measurement_zeros, metrics_of
 from qtoolkit.products._stored import check_trainable
 
@@ -108,7 +107,7 @@ def value_and_grad(
     if metrics:
         call = step.called(loss, args, kwargs)
         matmuls = measured_matmuls(call.traced.program(call.leaves), call.traced.quantizing())
-    keys = {str(Place(*key)): key for key in matmuls}
+    keys = {str(key): key for key in matmuls}
 
     def watched(model: Any, zeros: Any, *args: Any, **kwargs: Any) -> Any:
         given = {keys[name]: x for name, x in zeros.items()}
@@ -179,13 +178,8 @@ def numerics(call: Call) -> Numerics:
 
 def sensitivity(call: Call, products: Iterable[Kept]) -> Sensitivity:
     for product in products:
-        scales = [product.arrays[name] for name in LEARNED[::2] if name in product.arrays]
-        if not product.may_idle and any(bool(jnp.any(jnp.isnan(scale))) for scale in scales):
-            raise ValueError(
-                f"sensitivity: {product.path or MODEL} has a learned scale that has not been "
-                "started, expected a number; write start_scales, as qtoolkit.nnx.start_scales("
-                "wrapped, batch) or qtoolkit.linen.start_scales(wrapped, variables, batch)"
-            )
+        if not product.may_idle and not_started(product.arrays) in LEARNED:
+            check_started(f"sensitivity: {product.path or MODEL}", product.arrays)
     return sensitivity_of(call.traced, call.leaves, call.planted())
 
 
@@ -214,9 +208,8 @@ def start_scales(call: Call, products: Sequence[Kept]) -> list[dict[str, Any]]:
 
 @compiled
 def _seen_to_start(traced: Traced, leaves: list[Any], planted: Any) -> Any:
-    program = traced.program(leaves)
-    multiply = traced.quantizing(observes=False, is_measured=True)
-    _, seen = program.run(leaves, Starting(multiply), replanted(program, planted))
+    program, multiply, planted = traced.measuring(leaves, planted)
+    _, seen = program.run(leaves, Starting(multiply), planted)
     operands = {
         (matmul.key, side, operand): None
         for matmul in program.matmuls

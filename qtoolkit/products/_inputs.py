@@ -92,19 +92,16 @@ class Batch:
         return jax.tree.unflatten(self.structure, leaves)
 
     @property
-    def inputs(self) -> Any:
-        """The arguments as `wrap(inputs=)` takes them: a tuple, or a dictionary by name."""
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Those by position and by name: a batch is a tuple or a dictionary of them, or one."""
         batch = self.with_arrays(self.arrays)
-        return batch if isinstance(batch, tuple | dict) else (batch,)
+        if isinstance(batch, dict):
+            return (), batch
+        return batch if isinstance(batch, tuple) else (batch,), {}
 
     def given_to(self, function: Callable[..., Any], *first: Any) -> Any:
-        """Calls `function(*first, ...)` with the batch: a tuple as `*batch`, a dictionary as
-        `**batch`, anything else as one argument.
-        """
-        inputs = self.inputs
-        if isinstance(inputs, dict):
-            return function(*first, **inputs)
-        return function(*first, *inputs)
+        args, options = self.arguments
+        return function(*first, *args, **options)
 
 
 def write_back(live: Any, changed: Any) -> None:

@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qtoolkit.products._bilinear import Axes
-from qtoolkit.products._matmul import Matmul
+from qtoolkit.products._matmul import Key, Matmul
 from qtoolkit.products._operand import Operand
-from qtoolkit.products._program import Program
-from qtoolkit.products._quantizing import Quantizing
+from qtoolkit.products._quantizing import Traced
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import needs_state
 
@@ -20,15 +19,14 @@ class KernelUse(NamedTuple):
       operand: How it is rounded, with its axes in the matmul.
       shape: The shape of one kernel; the parameter may be a stack of them.
       recipe: The recipe of the matmul.
-      path, name: The key of the matmul.
+      key: That of the matmul.
     """
 
     operand: Operand | None
     axes: Axes
     shape: tuple[int, ...]
     recipe: Recipe
-    path: str
-    name: str
+    key: Key
 
     def is_like(self, other: "KernelUse") -> bool:
         """Whether both round the parameter in the same way."""
@@ -50,10 +48,9 @@ class KernelUses:
     tables: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, program: Program | None, multiply: Quantizing | None) -> "KernelUses":
+    def of(cls, traced: Traced, leaves: list[Any]) -> "KernelUses":
+        program, multiply = traced.program(leaves), traced.quantizing()
         uses: dict[str, list[KernelUse]] = {}
-        if program is None or multiply is None:
-            return cls({}, frozenset())
         others = {parameter.full_path for parameter in program.other_uses}
         for matmul in program.matmuls:
             recipe = multiply.recipe_of(matmul)
@@ -66,12 +63,12 @@ class KernelUses:
                 uses.setdefault(matmul.parameter.full_path, []).append(use)
         tables = set()
         for lookup in program.lookups:
-            path, name = lookup.parameter
             full_path, recipe = lookup.parameter.full_path, lookup.recipe
             if recipe is None:
                 others.add(full_path)
                 continue
-            use = KernelUse(lookup.operand, lookup.axes, lookup.shape, recipe, path, name)
+            key = Key(*lookup.parameter)
+            use = KernelUse(lookup.operand, lookup.axes, lookup.shape, recipe, key)
             uses.setdefault(full_path, []).append(use)
             tables.add(full_path)
         return cls(uses, frozenset(others), frozenset(tables))
@@ -95,4 +92,4 @@ def _use_of(matmul: Matmul, recipe: Recipe) -> KernelUse | None:
     if order:
         axes = axes.reordered(order)
         shape = tuple(shape[order.index(axis)] for axis in range(len(order)))
-    return KernelUse(recipe.forward[1], axes, shape, recipe, matmul.path, matmul.name)
+    return KernelUse(recipe.forward[1], axes, shape, recipe, matmul.key)

@@ -72,6 +72,14 @@ def with_learned_scales(
     return (outs[0], outs[1]), tap
 
 
+def unstarted_error(where: str, side: str) -> ValueError:
+    return ValueError(
+        f"{where}: the learned scale of {side} has not been started; write "
+        "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made, or "
+        "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
+    )
+
+
 def _rounded(
     where: str,
     x: Array,
@@ -86,11 +94,7 @@ def _rounded(
     assert scale is not None
     # Under `jit` the number is not known: a NaN then makes the result NaN.
     if not isinstance(scale, jax.core.Tracer) and bool(np.isnan(np.asarray(scale))):
-        raise ValueError(
-            f"{where}: the learned scale of {_SIDES[side]} has not been started; write "
-            "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made, or "
-            "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
-        )
+        raise unstarted_error(where, _SIDES[side])
     y = _lsq(x, scale, offset, operand.spec)
     if tap is None or side not in tap.roles:
         return y

@@ -5,18 +5,22 @@ runs with other matmuls in them (`RULES`). What is planted for matmuls is one mo
 body, what is seen of them one more result. What a matmul saw in several runs is merged: the largest
 by maximum, totals by addition. A scan that slices a kernel slices what is planted for it, too, and
 stacks what is seen of it.
+
+`unrolled` runs a jaxpr operation by operation, and its loops step by step, on values of any kind:
+`Domain` says what a value is and what operations do to it.
 """
 
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 
 from qtoolkit.products._lookups import Lookup
 from qtoolkit.products._matmul import Key, Matmul, Multiply, Planted
@@ -114,16 +118,16 @@ def bodies_of(
         branches = zip(*(outs for _, outs in pairs), strict=True)
         return [block for block, _ in pairs], [_merged(*same) for same in branches]
     if name == "scan":
-        fixed, carries = scan_lengths(params)
+        _, consts, first, sliced = _parts(params, inputs)
         loop = Loop(at, params["length"])
-        xs = [x.sliced(loop) for x in inputs[fixed + carries :]]
-        carry = _carried(look, params["jaxpr"], inputs[:fixed], inputs[fixed:][:carries], xs)
-        block, outs = find(params["jaxpr"], [*inputs[:fixed], *carry, *xs], at)
+        xs = [x.sliced(loop) for x in sliced]
+        carry = _carried(look, params["jaxpr"], consts, first, xs)
+        block, outs = find(params["jaxpr"], [*consts, *carry, *xs], at)
+        carries = len(carry)
         return [block], [*outs[:carries], *(x._replace(order=None) for x in outs[carries:])]
     if name == "while":
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        of_test, of_step = inputs[:first], inputs[first:][:second]
-        carry = _carried(look, params["body_jaxpr"], of_step, inputs[first + second :], [])
+        of_test, of_step, first, _ = _parts(params, inputs)
+        carry = _carried(look, params["body_jaxpr"], of_step, first, [])
         test, _ = find(params["cond_jaxpr"], [*of_test, *carry], (*at, 0))
         step, outs = find(params["body_jaxpr"], [*of_step, *carry], (*at, 1))
         return [test, step], [x._replace(is_trained=False) for x in outs]
@@ -142,12 +146,17 @@ def jaxprs_in(params: Mapping[str, Any]) -> list[ClosedJaxpr]:
     return found
 
 
-def scan_lengths(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many constants and how many carried values a scan has."""
-    if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
+def _parts(params: Mapping[str, Any], operands: Sequence[Any]) -> list[list[Any]]:
+    """The operands of a loop: constants of its test and of a step, what it carries and slices."""
+    if "cond_nconsts" in params:
+        counts = params["cond_nconsts"], params["body_nconsts"], len(operands)
+    elif "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
         consts, carry, _ = params["ft_in"].unpack()
-        return len(consts), len(carry)
-    return params["num_consts"], params["num_carry"]
+        counts = 0, len(consts), len(carry)
+    else:
+        counts = 0, params["num_consts"], params["num_carry"]
+    rest = iter(operands)
+    return [*([*itertools.islice(rest, count)] for count in counts), [*rest]]
 
 
 def _merged(*origins: Origin) -> Origin:
@@ -222,10 +231,9 @@ class Inner(NamedTuple):
         args: Sequence[Any],
         planted: Mapping[Key, Planted] | None = None,
         which: int = 0,
-    ) -> tuple[list[Any], dict[Key, Seen]]:
-        block = self.blocks[which]
+    ) -> Ran:
         given = self.planted if planted is None else planted
-        return self.evaluate(block, args, self.multiply, given)
+        return self.evaluate(self.blocks[which], args, self.multiply, given)
 
     def nothing(self, which: int, args: Sequence[Any]) -> dict[Key, Seen]:
         """Zeros like what a body sees, for a branch that did not run, a loop that has not begun."""
@@ -239,8 +247,7 @@ def _inlined(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ra
 
 def _remat(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ran:
     options = {name: params[name] for name in ("prevent_cse", "policy")}
-    ran: Ran = jax.checkpoint(lambda *args: inner.run(args), **options)(*args)
-    return ran
+    return jax.checkpoint(lambda *args: inner.run(args), **options)(*args)
 
 
 def _cond(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ran:
@@ -260,10 +267,8 @@ def _cond(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ran:
 
 
 def _scan(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ran:
-    fixed, carries = scan_lengths(params)
-    (body,) = inner.blocks
-    consts, carry = args[:fixed], [array_of(x) for x in args[fixed:][:carries]]
-    xs = [_sliceable(x) for x in args[fixed + carries :]]
+    (body,), (_, consts, first, whole) = inner.blocks, _parts(params, args)
+    carry, xs, carries = [*map(array_of, first)], [*map(_sliceable, whole)], len(first)
     # A scan over layers gives each layer its own part of what is planted for the stack.
     sliced = {
         matmul.key
@@ -314,9 +319,8 @@ def array_of(x: Any) -> Any:
 
 
 def _while(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ran:
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    of_test, of_step = args[:first], args[first:][:second]
-    carry = [array_of(x) for x in args[first + second :]]
+    of_test, of_step, first, _ = _parts(params, args)
+    carry = [*map(array_of, first)]
 
     def step(state: Any) -> Any:
         carry, seen = state
@@ -331,8 +335,7 @@ def _while(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ran:
 
 
 def _shard_map(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ran:
-    names = _manual_axes(params)
-    keys = list(inner.planted)
+    names, keys = _manual_axes(params), list(inner.planted)
 
     def body(planted: Any, *args: Any) -> Any:
         outs, seen = inner.run(args, dict(zip(keys, planted, strict=True)))
@@ -364,3 +367,84 @@ RULES: dict[str, Callable[[Inner, Mapping[str, Any], Sequence[Any]], Ran]] = {
     "while": _while,
     "shard_map": _shard_map,
 }
+
+
+V = TypeVar("V")
+Body = Callable[[Sequence[V]], list[V]]
+
+
+class Domain(Protocol[V]):
+    """Values, and what operations without bodies do to them."""
+
+    def constant(self, array: Any) -> V: ...
+
+    def computed(self, eqn: Any, inputs: list[V]) -> list[V]: ...
+
+    def sliced(self, value: V, step: int) -> V:
+        """What one step of a scan gets of a value that it goes over."""
+
+    def stacked(self, values: Sequence[V]) -> V:
+        """The results of all steps of a scan, as one value."""
+
+    def chosen(self, index: V, bodies: Sequence[Body[V]], inputs: Sequence[V]) -> list[V]:
+        """The results of the body that the value `index` names."""
+
+    def stepped(
+        self, test: V, body: Body[V], consts: Sequence[V], carry: Sequence[V]
+    ) -> list[V] | None:
+        """What a `while` carries after its next step; None if the value `test` says to end."""
+
+
+def unrolled(domain: Domain[V], closed: Any, inputs: Sequence[V]) -> list[V]:
+    """The results of a jaxpr."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, V] = dict(zip(jaxpr.invars, inputs, strict=True))
+    env |= {v: domain.constant(c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
+    remaining = Counter(a for eqn in jaxpr.eqns for a in eqn.invars if not isinstance(a, Literal))
+    remaining.update(a for a in jaxpr.outvars if not isinstance(a, Literal))
+
+    def read(atom: Any) -> V:
+        if isinstance(atom, Literal):
+            return domain.constant(atom.val)
+        remaining[atom] -= 1
+        # Arrays are freed after their last use.
+        return env[atom] if remaining[atom] else env.pop(atom)
+
+    for eqn in jaxpr.eqns:
+        outs = _computed(domain, eqn, [read(atom) for atom in eqn.invars])
+        env.update((v, out) for v, out in zip(eqn.outvars, outs, strict=True) if remaining[v])
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _computed(domain: Domain[V], eqn: Any, inputs: list[V]) -> list[V]:
+    name, params = eqn.primitive.name, eqn.params
+
+    def body(closed: Any) -> Body[V]:
+        return lambda inputs: unrolled(domain, closed, inputs)
+
+    if name in (*_INLINED, *_REMAT, *OPAQUE):
+        return body(jaxprs_in(params)[0])(inputs)
+    if name == "scan":
+        return _scanned(domain, params, inputs)
+    if name == "cond":
+        return domain.chosen(inputs[0], [body(branch) for branch in params["branches"]], inputs[1:])
+    if name != "while":
+        return domain.computed(eqn, inputs)
+    of_test, of_step, carry, _ = _parts(params, inputs)
+    test, step = body(params["cond_jaxpr"]), body(params["body_jaxpr"])
+    while True:
+        after = domain.stepped(test([*of_test, *carry])[0], step, of_step, carry)
+        if after is None:
+            return carry
+        carry = after
+
+
+def _scanned(domain: Domain[V], params: Any, inputs: list[V]) -> list[V]:
+    _, consts, carry, stacked = _parts(params, inputs)
+    steps: list[list[V]] = [[] for _ in range(params["length"])]
+    order = range(params["length"])
+    for i in reversed(order) if params["reverse"] else order:
+        each = [domain.sliced(value, i) for value in stacked]
+        outs = unrolled(domain, params["jaxpr"], [*consts, *carry, *each])
+        carry, steps[i] = outs[: len(carry)], outs[len(carry) :]
+    return [*carry, *(domain.stacked(values) for values in zip(*steps, strict=True))]

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from qtoolkit.formats import Rules
+from qtoolkit.products._checks import check_recipe
+from qtoolkit.products._origins import Parameter
 from qtoolkit.products._place import MODEL
-from qtoolkit.products._recipe import Recipe, check_recipe
+from qtoolkit.products._recipe import Recipe
 
 
 class FoundModule(NamedTuple):
@@ -25,28 +27,12 @@ class FoundModule(NamedTuple):
     has_products: bool
 
 
-def recipes_of(
-    rules: Rules[Recipe], paths: Sequence[str], kinds: Sequence[type], kernels: Sequence[str]
-) -> tuple[Recipe | None, tuple[tuple[str, Recipe | None], ...]]:
-    """The recipe of a module, and those of its own kernels that have another one.
-
-    A rule may name a parameter, "moe/router_weights". If none gives the module a recipe, but one of
-    its kernels has one, all other matmuls in it stay in high precision.
-    """
-    recipe = rules.lookup(paths, kinds)
-    found = {kernel: rules.lookup([*paths, *_within(paths, kernel)], kinds) for kernel in kernels}
-    if recipe is None and any(found.values()):
-        return Recipe((None, None), None), tuple(found.items())
-    return recipe, tuple((kernel, one) for kernel, one in found.items() if one != recipe)
-
-
 def kernels_as_modules(module: FoundModule, kernels: Sequence[str]) -> list[FoundModule]:
     """A module's kernels, as rules match them."""
-    return [module._replace(paths=_within(module.paths, kernel)) for kernel in kernels]
-
-
-def _within(paths: Sequence[str], kernel: str) -> list[str]:
-    return [f"{path}/{kernel}".strip("/") for path in paths]
+    return [
+        module._replace(paths=[Parameter(path, kernel).full_path for path in module.paths])
+        for kernel in kernels
+    ]
 
 
 def training_rules(recipe: Any) -> Rules[Recipe]:

@@ -17,6 +17,7 @@ from qtoolkit.products._bilinear import (
     RaggedDot,
 )
 from qtoolkit.products._origins import Loop, Operands, Origin, Parameter
+from qtoolkit.products._place import Place
 from qtoolkit.products._taps import Seen
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -26,7 +27,7 @@ _OF_CONVOLUTION = (
     *("feature_group_count", "batch_group_count", "precision"),
 )
 
-Key = tuple[str, str]  # of a matmul: the path of its module, and its name there
+Key = Place
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +95,7 @@ class Matmul(NamedTuple):
 
     @property
     def key(self) -> Key:
-        return self.path, self.name
+        return Key(self.path, self.name)
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -167,12 +168,12 @@ def matching(matmuls: Sequence[Matmul], known: Collection[Key]) -> dict[Key, Key
     several uses, and of two activations, it belongs to the one at the same place, if as many
     are there. A matmul without one has a current scale.
     """
-    states = Counter((path, name.split("#")[0]) for path, name in known)
+    states = Counter(Key(path, name.split("#")[0]) for path, name in known)
     uses = Counter(map(_use_of, matmuls))
     here = Counter((matmul.call, matmul.path, _placed(matmul)) for matmul in matmuls)
     found: dict[Key, Key] = {}
     for matmul in matmuls:
-        key, placed = matmul.key, (matmul.path, _placed(matmul))
+        key, placed = matmul.key, Key(matmul.path, _placed(matmul))
         is_only = matmul.parameter is not None and uses[_use_of(matmul)] == 1
         if is_only and key not in known and states[placed] == 1:
             key = placed  # that call used the kernel at other places, too

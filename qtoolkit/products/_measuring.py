@@ -20,7 +20,6 @@ from qtoolkit.products._quantizing import (
     StaticResult,
     Traced,
     compiled,
-    replanted,
     stored_labels,
 )
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
@@ -74,7 +73,7 @@ def numerics_of(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted
     row_labels = [
         (number, role, twin, label)
         for number, (key, matmul) in enumerate(matmuls)
-        for role, twin, label in labels(Place(*key), *matmul)
+        for role, twin, label in labels(key, *matmul)
     ]
     *indices, _ = zip(*row_labels, strict=True)
     tallies = _tallies(measured, *map(np.array, indices))
@@ -89,11 +88,9 @@ def numerics_of(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted
 def _measured(traced: Traced, leaves: list[Any], planted: dict[Key, Planted]) -> Any:
     """For each matmul float32[len(ROLES), TALLY_SIZE]; and the matmuls, also those without."""
     tap = _TallyTap()
-    program = traced.program(leaves)
-    multiply = traced.quantizing(observes=False, is_measured=True, tap=tap)
+    program, multiply, planted = traced.measuring(leaves, planted, tap)
     matmuls = measured_matmuls(program, multiply)
     check_ran("numerics", matmuls)
-    planted = replanted(program, planted)
     # Inside of a `jax.shard_map`, mark the zeros as varying over the same mesh axes as the other
     # arrays. JAX sums the cotangent of a value that does not vary over all shards, and every shard
     # would then get the measurements of all instead of its own.

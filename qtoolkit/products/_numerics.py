@@ -7,7 +7,7 @@ import json
 import math
 import operator
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +20,6 @@ from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,
     TALLY_SHAPES,
 )
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 HEADER = (
     *("layer", "matmul", "operand", "of", "format", "amax", "scale", "SQNR dB", "saturated %"),
@@ -208,29 +205,6 @@ class Numerics:
     def __str__(self) -> str:
         return "\n".join([*text_table([HEADER, *(r.cells() for r in self.rows)]), *self.notes])
 
-    def table(self) -> "Table":
-        """A table for `rich`: `rich.print(numerics.table())`. `str(numerics)` is plain text.
-
-        Rows under 20 dB, or of which much saturates or becomes zero, are yellow; under 10 dB, or
-        with NaNs or infinities, red.
-        """
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        caption = "\n".join(self.notes) or None
-        drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption)
-        drawn.add_column("operand", min_width=12, overflow="fold")
-        drawn.add_column("format", min_width=8, overflow="fold")
-        for name in ("amax", "scale", "dB", "sat. %", "underfl. %", "cosine"):
-            drawn.add_column(name, justify="right", min_width=5, overflow="fold")
-        for row in self.rows:
-            layer, product, operand, parts, fmt, *numbers = row.cells()
-            cells = (f"{layer}:{product} {operand} ({parts})", fmt, *numbers)
-            # `Text`, because rich would read square brackets in a path as markup.
-            drawn.add_row(*map(Text, cells), style=_STYLES.get(severity_of(row)))
-        return drawn
-
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Writes a PNG: SQNR, and the shares of elements that saturate and that become zero.
 
@@ -275,25 +249,7 @@ class Numerics:
             raise ValueError(f"Numerics: damaged text: {type(error).__name__}: {error}") from error
 
 
-_STYLES = {"bad": "red", "poor": "yellow"}
 _ROW_FIELDS = ("path", "product", "operand", "parts", "fmt")
-
-
-def severity_of(row: Row) -> str:
-    """How urgently somebody should look at a row: "bad", "poor", or "".
-
-    A row is bad if its SQNR is below 10 dB, more than 1 % of the elements saturate, more than 25 %
-    become zero, or an element is NaN or infinite.
-    """
-    tally = row.tally
-    if float(tally.nonfinite):
-        return "bad"
-    if not float(tally.uses) or row.limits is None:
-        return ""
-    sqnr, saturated, zeros = tally.sqnr_db, tally.saturated_fraction, tally.flushed_fraction
-    if sqnr < 10 or saturated > 0.01 or zeros > 0.25:
-        return "bad"
-    return "poor" if sqnr < 20 or saturated > 0.001 or zeros > 0.05 else ""
 
 
 def _as_json(x: Any) -> Any:

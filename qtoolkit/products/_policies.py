@@ -7,8 +7,9 @@ from typing import Any
 
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
+from qtoolkit.products._checks import check_recipe
 from qtoolkit.products._operand import Operand
-from qtoolkit.products._recipe import Recipe, check_recipe
+from qtoolkit.products._recipe import Recipe
 
 __all__ = ["first_last_high_precision", "gather_codes", "warm_up"]
 

@@ -37,6 +37,7 @@ from qtoolkit.casts.internal import (
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.products._arithmetic import multiplied
 from qtoolkit.products._bilinear import Bilinear
+from qtoolkit.products._checks import check_recipe
 from qtoolkit.products._derivative import (
     Cotangent,
     DifferentiatedProduct,
@@ -48,7 +49,7 @@ from qtoolkit.products._derivative import (
 )
 from qtoolkit.products._learned import with_learned_scales
 from qtoolkit.products._plan import Plan, State
-from qtoolkit.products._recipe import Recipe, check_recipe
+from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._stored import is_stack_of_kernels, with_inputs_transformed
 from qtoolkit.products._taps import Tap

@@ -115,9 +115,8 @@ class Quantizing:
         if parameter is None:
             recipe = self._lookup(module)
             return None if recipe is None else recipe.of_activations()
-        name = parameter.name.replace(".", "/")
-        paths = [*module.paths, *(f"{path}/{name}".strip("/") for path in module.paths)]
-        return self._lookup(module._replace(paths=tuple(paths)))
+        own = (parameter._replace(path=path).full_path for path in module.paths)
+        return self._lookup(module._replace(paths=(*module.paths, *own)))
 
     def recipe_of_rows(self, lookup: Lookup) -> Recipe | None:
         """The recipe by which a look-up rounds the rows; None if they stay as they are."""
@@ -235,6 +234,14 @@ class Traced:
 
     def quantizing(self, **options: Any) -> Quantizing:
         return Quantizing(self.rules, self.modules, **options)
+
+    def measuring(
+        self, leaves: list[Any], planted: Mapping[Key, Planted], tap: Tap | None = None
+    ) -> tuple[Program, Quantizing, dict[Key, Planted]]:
+        """For who measures the model: a program, its `multiply`, what is planted for matmuls."""
+        program = self.program(leaves)
+        multiply = self.quantizing(observes=False, is_measured=True, tap=tap)
+        return program, multiply, replanted(program, planted)
 
 
 def stored_labels(matmul: Matmul) -> tuple[str, str]:

@@ -191,7 +191,7 @@ class Rounding:
         if isinstance(projection.rounding, Stochastic):
             draw = _draw(key, x, projection.rounding)
             projection = dataclasses.replace(projection, draw=draw)
-        scales = self._known_scales(x, delayed)
+        scales = self.known_scales(x, delayed)
         is_power = operand.has_power_of_two
         if not self.makes_codes:
             q, scales = operand_values(x, operand.spec, projection, scales, is_power=is_power)
@@ -246,7 +246,7 @@ class Rounding:
         ones = jnp.ones_like(dot, dtype=jnp.float32)
         return dot.astype(jnp.float32) / unscaled_values(ones, operand.spec, scales)
 
-    def _known_scales(self, x: Array, delayed: Array | None) -> Scales:
+    def known_scales(self, x: Array, delayed: Array | None) -> Scales:
         """The scales that do not follow from `x` and its format alone, None in place of others.
 
         These are static, delayed and calibrated ones, powers of two, and scales of whole tensors
@@ -323,23 +323,6 @@ def rounding_of(
     if not (is_dot and how.makes_codes) or traced_for_cpu():
         return how
     return dataclasses.replace(how, order=_turned_order(axes, len(shape)))
-
-
-def fixed_scale(operand: Operand | None, amax: Array | None) -> Array | None:
-    """The scale of an operand that does not follow from its array: static, calibrated, delayed.
-
-    `amax` is that of calibration or of a history, None without one. Of formats with a second scale
-    it is that of the tensor. None: there is no such scale, or the array is rotated first.
-    """
-    if operand is None or operand.transform is not None:
-        return None
-    scaling = operand.scaling
-    is_static = isinstance(scaling, Static) and scaling.scale is not None
-    if not is_static and (amax is None or not isinstance(scaling, Static | Delayed)):
-        return None
-    rounding = rounding_of(operand, Axes((), ()), (), ())
-    scales = rounding._known_scales(jnp.zeros(()), amax)
-    return scales.scale if scales.tensor_scale is None else scales.tensor_scale
 
 
 def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:

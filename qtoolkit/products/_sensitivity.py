@@ -15,6 +15,7 @@ from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
 from qtoolkit.products._matmul import Call, Key, Matmul, Planted
 from qtoolkit.products._measuring import check_ran
+from qtoolkit.products._origins import Parameter
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import (
@@ -23,7 +24,6 @@ from qtoolkit.products._quantizing import (
     StaticResult,
     Traced,
     compiled,
-    replanted,
 )
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
@@ -92,7 +92,7 @@ class Sensitivity:
         pairs: list[tuple[str, Recipe | None]] = [(exactly(path), None) for path in worst]
         for path, recipe, kernels in zip(self.paths, self.recipes, self.kernels, strict=True):
             if path not in worst:
-                pairs += [(exactly(f"{path}/{name}".strip("/")), own) for name, own in kernels]
+                pairs += [(exactly(Parameter(path, name).full_path), own) for name, own in kernels]
                 pairs.append((exactly(path), recipe))
         return Rules(pairs, default=None)
 
@@ -161,10 +161,8 @@ def sensitivity_of(
 
 @compiled
 def _losses(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -> Any:
-    program = traced.program(leaves)
-    multiply = traced.quantizing(observes=False, is_measured=True)
+    program, multiply, planted = traced.measuring(leaves, planted)
     layers = _layers(program, multiply)
-    planted = replanted(program, planted)
     check_ran("sensitivity", layers)
     paths = [path for path, *_ in layers]
 

@@ -27,9 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.products._operand import Learned
+from qtoolkit.products._bilinear import Axes
+from qtoolkit.products._learned import unstarted_error
+from qtoolkit.products._operand import Delayed, Learned, Operand, Static
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._rounded import rounding_of
 from qtoolkit.scaling.internal import BAD_BUCKET, BUCKETS, rolled
 
 HISTORY, BAD, PROBE, AMAX, KEY, STEP = "history", "bad", "probe", "amax", "key", "step"
@@ -73,6 +76,29 @@ def unstarted(recipe: Recipe, lead: tuple[int, ...] = ()) -> dict[str, Array]:
             names += [f"{side}_scale"] + ([f"{side}_offset"] if scaling.offset else [])
     with jax.debug_nans(False):  # no error: NaN says that a scale is not started
         return {name: jnp.full(lead, jnp.nan, jnp.float32) for name in names}
+
+
+def not_started(kept: Kept) -> str:
+    """The first scale without a value, "" if all have one. Of those under `jit` nobody knows."""
+    for name in (AMAX, *LEARNED):
+        x = kept.get(name)
+        is_known = x is not None and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+        if is_known and np.isnan(np.asarray(x)).any():
+            return name
+    return ""
+
+
+def check_started(where: str, kept: Kept) -> None:
+    """Raises if a scale has no value yet. Under `jit` NaN makes NaN."""
+    name = not_started(kept)
+    if name == AMAX:
+        raise ValueError(
+            f"{where}: the layer is not calibrated, though its recipe has Static() scaling; "
+            "expected scales from a calibration: wrap the model with a recipe without Static(), "
+            "and write qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
+        )
+    if name:
+        raise unstarted_error(where, name.split("_")[0])
 
 
 def needs_state(recipe: Recipe) -> bool:
@@ -178,6 +204,23 @@ def of_kernel(kept: Kept) -> tuple[Array | None, ...]:
     if amax is None and HISTORY in kept:
         amax = jnp.max(kept[HISTORY], axis=-1)
     return None if amax is None else amax[..., 1], kept.get(KEY), *map(kept.get, LEARNED[2:])
+
+
+def fixed_scale(operand: Operand | None, amax: Array | None) -> Array | None:
+    """The scale of an operand that does not follow from its array: static, calibrated, delayed.
+
+    `amax` is that of calibration or of a history, None without one. Of formats with a second scale
+    it is that of the tensor. None: there is no such scale, or the array is rotated first.
+    """
+    if operand is None or operand.transform is not None:
+        return None
+    scaling = operand.scaling
+    is_static = isinstance(scaling, Static) and scaling.scale is not None
+    if not is_static and (amax is None or not isinstance(scaling, Static | Delayed)):
+        return None
+    rounding = rounding_of(operand, Axes((), ()), (), ())
+    scales = rounding.known_scales(jnp.zeros(()), amax)
+    return scales.scale if scales.tensor_scale is None else scales.tensor_scale
 
 
 def observe(kept: Kept, histograms: Array | None) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from jax import lax
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.products._matmul import Key
 from qtoolkit.products._measuring import Measured, labels
-from qtoolkit.products._place import Place
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling.internal import (
@@ -84,7 +83,7 @@ Matmuls = Mapping[Key, Measured]
 
 def measurement_zeros(matmuls: Matmuls) -> dict[str, Array]:
     """Zeros by which to differentiate: their gradients are what `metrics_of` takes."""
-    return {str(Place(*key)): jnp.zeros((len(ROLES), WatchTap().size)) for key in matmuls}
+    return {str(key): jnp.zeros((len(ROLES), WatchTap().size)) for key in matmuls}
 
 
 def metrics_of(matmuls: Matmuls, rows: Mapping[str, Array]) -> dict[str, Array]:
@@ -97,8 +96,7 @@ def metrics_of(matmuls: Matmuls, rows: Mapping[str, Array]) -> dict[str, Array]:
     the loss does not depend was not measured: its numbers are NaN.
     """
     metrics: dict[str, Array] = {}
-    for key, (recipe, stored) in matmuls.items():
-        place = Place(*key)
+    for place, (recipe, stored) in matmuls.items():
         operands = set()
         for role, twin, label in labels(place, recipe, stored):
             if recipe.operands[role] is None or role not in WatchTap().roles:

@@ -23,6 +23,7 @@ from qtoolkit.products._calls import (
     step_of,
     tracing_function,
 )
+from qtoolkit.products._checks import check_not_none, check_recipe
 from qtoolkit.products._flow import Kept
 from qtoolkit.products._inputs import (
     NEEDS_NUMBERS,
@@ -35,19 +36,18 @@ from qtoolkit.products._inputs import (
     write_back,
 )
 from qtoolkit.products._json import spec_from_json, spec_to_json
-from qtoolkit.products._kernels import KernelUses
+from qtoolkit.products._kernels import KernelUse, KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._lines import warn
-from qtoolkit.products._loops import scan_lengths
+from qtoolkit.products._loops import Body, unrolled
 from qtoolkit.products._matching import (
     FoundModule,
     check_rules,
     kernels_as_modules,
-    recipes_of,
     training_rules,
     unused_rules,
 )
-from qtoolkit.products._matmul import Key, Matmul, Planted, matching
+from qtoolkit.products._matmul import Key, Planted, matching
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._origins import Parameter
 from qtoolkit.products._place import MODEL, Place, listed
@@ -55,7 +55,6 @@ from qtoolkit.products._plan import State
 from qtoolkit.products._policies import FirstLast
 from qtoolkit.products._program import Program
 from qtoolkit.products._quantizing import Module, Quantizing, StaticResult, Traced, compiled
-from qtoolkit.products._recipe import check_not_none, check_recipe
 from qtoolkit.products._report import (
     check_all_quantized,
     report_of,
@@ -64,7 +63,7 @@ from qtoolkit.products._report import (
     traced_with_axes,
 )
 from qtoolkit.products._residuals import code_values, poisoned
-from qtoolkit.products._rounded import fixed_scale, rounding_of
+from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._sensitivity import exactly
 from qtoolkit.products._states import (
     AMAX,
@@ -74,8 +73,11 @@ from qtoolkit.products._states import (
     PROBE,
     advance,
     as_float32,
+    check_started,
+    fixed_scale,
     lead_of,
     needs_state,
+    not_started,
     observe,
     of_kernel,
     probe_of,
