@@ -47,9 +47,10 @@ class Leaf(NamedTuple):
 
     def oriented(self) -> Any:
         """The array as the checkpoint has it."""
+        array = self.array.unpack() if is_qarray(self.array) else self.array
         if self.axes is None:
-            return self.array.reshape(self.shape)
-        turned = self.array.reshape(tuple(self.shape[axis] for axis in self.axes))
+            return array.reshape(self.shape)
+        turned = array.reshape(tuple(self.shape[axis] for axis in self.axes))
         return turned.transpose(*np.argsort(self.axes).tolist())
 
 

@@ -16,7 +16,7 @@ from qtoolkit.products._inputs import Batch
 from qtoolkit.products._matmul import Call, Key, Matmul
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._place import MODEL, Place, listed
-from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled, replanted
+from qtoolkit.products._quantizing import Quantizing, StaticResult, Traced, compiled
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._taps import Seen
 from qtoolkit.scaling import (
@@ -111,7 +111,8 @@ def _summary_by(bins: Bins | None) -> Callable[..., Any]:
     def summary(traced: Traced, leaves: list[Any], planted: Mapping[Key, Any]) -> Any:
         multiply = traced.quantizing(observes=False, is_measured=True)
         program = traced.program(leaves)
-        _, seen = program.run(leaves, _Summarizing(multiply, bins), replanted(program, planted))
+        planted = multiply.replanted(program, leaves, planted)
+        _, seen = program.run(leaves, _Summarizing(multiply, bins), planted)
         pairs = ((matmul.key, multiply.recipe_of(matmul)) for matmul in program.matmuls)
         recipes = dict.fromkeys((key, recipe) for key, recipe in pairs if recipe is not None)
         return seen, StaticResult(tuple(recipes))

@@ -33,7 +33,7 @@ from qtoolkit.products._measuring import (
 )
 from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._place import MODEL, Place
-from qtoolkit.products._quantizing import StaticResult, Traced, compiled, replanted
+from qtoolkit.products._quantizing import StaticResult, Traced, compiled
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._sensitivity import Sensitivity, sensitivity_of
 from qtoolkit.products._states import LEARNED, first_values
@@ -216,7 +216,8 @@ def start_scales(call: Call, products: Sequence[Kept]) -> list[dict[str, Any]]:
 def _seen_to_start(traced: Traced, leaves: list[Any], planted: Any) -> Any:
     program = traced.program(leaves)
     multiply = traced.quantizing(observes=False, is_measured=True)
-    _, seen = program.run(leaves, Starting(multiply), replanted(program, planted))
+    planted = multiply.replanted(program, leaves, planted)
+    _, seen = program.run(leaves, Starting(multiply), planted)
     operands = {
         (matmul.key, side, operand): None
         for matmul in program.matmuls

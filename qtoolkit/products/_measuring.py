@@ -20,7 +20,6 @@ from qtoolkit.products._quantizing import (
     StaticResult,
     Traced,
     compiled,
-    replanted,
     stored_labels,
 )
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
@@ -93,7 +92,7 @@ def _measured(traced: Traced, leaves: list[Any], planted: dict[Key, Planted]) ->
     multiply = traced.quantizing(observes=False, is_measured=True, tap=tap)
     matmuls = measured_matmuls(program, multiply)
     check_ran("numerics", matmuls)
-    planted = replanted(program, planted)
+    planted = multiply.replanted(program, leaves, planted)
     # Inside of a `jax.shard_map`, mark the zeros as varying over the same mesh axes as the other
     # arrays. JAX sums the cotangent of a value that does not vary over all shards, and every shard
     # would then get the measurements of all instead of its own.

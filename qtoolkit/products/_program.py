@@ -65,11 +65,13 @@ class Program:
       static: What the function returned besides arrays.
       other_uses: The parameters that something else than a matmul or look-up uses, too, or that the
         function returns.
+      parameters: For each input its name if it is a parameter.
     """
 
     block: Block
     static: Any
     other_uses: frozenset[Parameter]
+    parameters: tuple[Parameter | None, ...]
 
     @classmethod
     def of(
@@ -102,7 +104,7 @@ class Program:
         block, outs = finder.block(closed, [Origin.of(*pair) for pair in pairs])
         block = _renamed(block, iter(names_of(block.all_matmuls)))
         returned = {x.parameter for x in outs if x.order is not None and x.parameter is not None}
-        return cls(block, static[-1], frozenset(finder.other_uses | returned))
+        return cls(block, static[-1], frozenset(finder.other_uses | returned), tuple(parameters))
 
     @property
     def matmuls(self) -> list[Matmul]:

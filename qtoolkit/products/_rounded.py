@@ -254,6 +254,8 @@ class Rounding:
         """
         assert self.operand is not None
         operand, fmt, scaling = self.operand, self.operand.spec, self.operand.scaling
+        if operand.joined and delayed is not None:
+            return Scales(None, tensor_scale_from(delayed, fmt))
         if isinstance(scaling, Static) and scaling.scale is not None:
             assert fmt.scale is not None
             shape = (1,) * x.ndim

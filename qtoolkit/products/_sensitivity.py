@@ -23,7 +23,6 @@ from qtoolkit.products._quantizing import (
     StaticResult,
     Traced,
     compiled,
-    replanted,
 )
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
@@ -164,7 +163,7 @@ def _losses(traced: Traced, leaves: list[Any], planted: Mapping[Key, Planted]) -
     program = traced.program(leaves)
     multiply = traced.quantizing(observes=False, is_measured=True)
     layers = _layers(program, multiply)
-    planted = replanted(program, planted)
+    planted = multiply.replanted(program, leaves, planted)
     check_ran("sensitivity", layers)
     paths = [path for path, *_ in layers]
 

@@ -24,6 +24,7 @@ from qtoolkit.products._calls import (
     tracing_function,
 )
 from qtoolkit.products._flow import Kept
+from qtoolkit.products._input_scales import input_scale
 from qtoolkit.products._inputs import (
     NEEDS_NUMBERS,
     Batch,
@@ -34,6 +35,7 @@ from qtoolkit.products._inputs import (
     with_numbers,
     write_back,
 )
+from qtoolkit.products._joined import joined_amax
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
@@ -64,7 +66,7 @@ from qtoolkit.products._report import (
     traced_with_axes,
 )
 from qtoolkit.products._residuals import code_values, poisoned
-from qtoolkit.products._rounded import fixed_scale, rounding_of
+from qtoolkit.products._rounded import rounding_of
 from qtoolkit.products._sensitivity import exactly
 from qtoolkit.products._states import (
     AMAX,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from stored import stored
@@ -150,6 +151,33 @@ def test_calibrated_scales_are_input_scales():
     assert qt.nnx.input_scales(wrapped) == {}
     frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, [7 * jnp.ones((2, 64))]))
     assert qt.nnx.input_scales(frozen) == {"layers.0.kernel": np.float32(7) / np.float32(448)}
+
+
+def test_input_scales_of_linen():
+    """Oracle: the amaxes that went in, over 448"""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, kernel_init=nn.initializers.ones, name="up")(x)
+            return nn.Dense(2, name="down")(-x)
+
+    x = jnp.full((2, 64), 3.0)
+    for recipe in (qt.recipes.te_current, qt.recipes.te_delayed_hybrid):
+        module = qt.linen.wrap(Net(), recipe)
+        variables = module.init(jax.random.key(0), x)
+        assert qt.linen.input_scales(module, variables, x) == {}  # nothing is known yet
+        if recipe.is_delayed:
+            loss = qt.linen.value_and_grad(lambda v, x, m=module: (m.apply(v, x) ** 2).sum())
+            variables = {**variables, "qtoolkit": loss(variables, x)[2]}
+        else:
+            found = qt.linen.calibrate(module, variables, [x])
+            module, variables = qt.linen.freeze(module, variables, found)
+        scales = qt.linen.input_scales(module, variables, x)
+        assert scales.keys() == {"up.kernel", "down.kernel"}
+        for name, amax in (("up", 3), ("down", 192)):  # a history holds bounds
+            most = 1.125 if recipe.is_delayed else 1.0001
+            assert amax / 448 * 0.9999 <= scales[f"{name}.kernel"] <= most * amax / 448
 
 
 def test_what_cannot_be_sent():
