@@ -143,9 +143,9 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
 def input_scales(wrapped: nn.Module, variables: Any, batch: Any) -> dict[str, float]:
     """The static scales of activations that an engine needs: those that training used.
 
-    As `qtoolkit.nnx.input_scales`, by the names of parameters in "params". The module is traced with
-    a batch, as for `calibrate`, to see which recipe each matmul has. Layers that `nn.scan` stacks
-    share one scale, the largest; of a kernel with several uses it is the largest, too.
+    As `qtoolkit.nnx.input_scales`, by the names of parameters in "params". The module is traced
+    with a batch, as for `calibrate`, to see which recipe each matmul has. Layers that `nn.scan`
+    stacks share one scale, the largest; of a kernel with several uses it is the largest, too.
 
     Raises:
       TypeError: As `calibrate`.

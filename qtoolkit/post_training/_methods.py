@@ -399,6 +399,6 @@ def _check_operand(name: str, operand: Operand) -> None:
     if not is_plain or operand.transform is not None or operand.joined:
         raise ValueError(
             f"quantize: {name}: the recipe rounds the kernel by {operand}, expected current scales "
-            "and rounding to nearest, which is what GPTQ, AWQ and SmoothQuant improve on, of kernels "
-            "that are not joined"
+            "and rounding to nearest, which is what GPTQ, AWQ and SmoothQuant improve on, and a "
+            "kernel that is not joined"
         )

@@ -1,4 +1,4 @@
-"""The scale of a matmul's input that does not follow from the input: `input_scales` of nnx, linen."""
+"""The scale of a matmul's input, where it does not follow from the input."""
 
 from collections.abc import Mapping
 from typing import Any

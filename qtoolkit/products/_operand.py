@@ -234,8 +234,8 @@ class Operand:
       gather_axis: The axis of the kernel that is cut into shards, as the matmul gets it; None: the
         longest one that can be cut, the first of equals. Not needed where the mesh axis has the
         type Explicit. If the kernel lies otherwise, XLA moves it first: `native_calls` says so.
-      joined: Groups of names in the paths of kernels, (("q", "k", "v"),): kernels whose paths differ
-        only in these names have one tensor scale. `policies.join` sets it.
+      joined: Groups of names in the paths of kernels, (("q", "k", "v"),): kernels whose paths
+        differ only in these names have one tensor scale. `policies.join` sets it.
 
     Raises:
       ValueError: The format is unknown, or cannot have this scaling.
@@ -384,10 +384,11 @@ class Operand:
     @property
     def has_one_scale(self) -> bool:
         """Whether an amax gives it one scale for the whole tensor, in float32 or similar."""
-        return self._is_by_tensor and not self.spec.zero_point
+        return self.is_by_tensor and not self.spec.zero_point
 
     @property
-    def _is_by_tensor(self) -> bool:
+    def is_by_tensor(self) -> bool:
+        """Whether the whole tensor has one scale, in float32 or similar, or a zero point, too."""
         fmt = self.spec
         is_tensor = fmt.block == () and fmt.other_axes is None
         return is_tensor and fmt.scale is not None and not fmt.has_powers and not fmt.tensor_scale
@@ -395,7 +396,7 @@ class Operand:
     @property
     def _finds_zero_points(self) -> bool:
         if isinstance(self.scaling, Learned):
-            return self.scaling.offset and self._is_by_tensor
+            return self.scaling.offset and self.is_by_tensor
         return self.scaling == Current()
 
     def __str__(self) -> str:

@@ -137,7 +137,7 @@ def join(recipe: Recipe, *groups: Sequence[str]) -> Recipe:
       ValueError: A kernel has a tensor scale and a transform, or a calibrated scale.
 
     Examples:
-      >>> weights = qt.spec("nvfp4").with_(tensor_scale_divides=True)  # as compressed-tensors has it
+      >>> weights = qt.spec("nvfp4").with_(tensor_scale_divides=True)  # compressed-tensors'
       >>> recipe = qt.Recipe((None, weights), gradient=None)
       >>> print(qt.policies.join(recipe, ["q", "k", "v"], ["gate", "up"]).forward[1])
       nvfp4, tensor scale divides, one scale for q, k, v, one scale for gate, up

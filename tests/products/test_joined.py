@@ -1,6 +1,5 @@
 """One tensor scale for q, k and v. Oracle: NVFP4 in NumPy, after compressed-tensors' formulas."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -37,7 +36,7 @@ class LinenAttention(linen.Module):
 
 
 def nvfp4(kernel, amax):
-    """(codes, scales, tensor scale, numbers) of a kernel [inputs, outputs], as [outputs, inputs]."""
+    """(codes, scales, tensor scale, numbers) of a kernel [inputs, outputs], transposed."""
     second = np.float32(6 * 448) * (np.float32(1) / np.float32(amax))
     w = np.asarray(kernel).T.reshape(16, 2, 16)
     scale = np.abs(w).max(-1, keepdims=True) / np.float32(6) * second
@@ -143,7 +142,7 @@ def test_what_cannot_be_joined():
     with pytest.raises(TypeError, match=r"join: group 'qk', expected names"):
         qt.policies.join(RECIPE, "qk")
     batches = [(jnp.eye(32),)]
-    with pytest.raises(ValueError, match="of kernels that are not joined"):
+    with pytest.raises(ValueError, match="a kernel that is not joined"):
         qt.nnx.quantize(Attention(nnx.Rngs(0)), RECIPE, batches, method="gptq")
     assert qt.recipes.from_json(qt.recipes.to_json(RECIPE)) == RECIPE
     assert "one scale for q, k, v" in str(qt.nnx.report(wrapped, jnp.eye(32)))
