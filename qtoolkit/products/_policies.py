@@ -148,8 +148,9 @@ def join(recipe: Recipe, *groups: Sequence[str]) -> Recipe:
     joined = tuple(map(tuple, groups))
 
     def of(operand: Operand | None) -> Operand | None:
-        has_second = operand is not None and operand.spec.tensor_scale is not None
-        return dataclasses.replace(operand, joined=joined) if has_second else operand
+        if operand is None or operand.spec.tensor_scale is None:
+            return operand
+        return dataclasses.replace(operand, joined=joined)
 
     (lhs, rhs), (cotangent, of_dgrad) = check_recipe("join", recipe).forward, recipe.dgrad
     return dataclasses.replace(recipe, forward=(lhs, of(rhs)), dgrad=(cotangent, of(of_dgrad)))
