@@ -38,6 +38,11 @@ def split_alike(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     return _split_like(a, b), _split_like(b, a)
 
 
+def split(source: Checkpoint) -> Checkpoint:
+    """The checkpoint with a weight for each expert in place of each stack."""
+    return _split(source, source.tensors)
+
+
 def _split_like(a: Checkpoint, b: Checkpoint) -> Checkpoint:
     """`a` with those stacks split of which `b` has the first expert on its own."""
     return _split(a, {n for n in a.tensors if _name(n, 0, _projections(n)[0]) in b.tensors})

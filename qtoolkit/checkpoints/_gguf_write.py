@@ -9,6 +9,7 @@ llama.cpp makes of modelopt's folders.
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path as LocalPath
 from typing import Any
@@ -20,6 +21,7 @@ from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._experts import split
 from qtoolkit.checkpoints._gguf_models import Model, model_of
 from qtoolkit.checkpoints._gguf_vocab import write_vocabulary
 from qtoolkit.checkpoints._report import Progress, Report, TensorReport
@@ -40,6 +42,8 @@ TYPES = {
 OWN_TYPES = ("q8_0", "q4_0", "q4_1")  # which no other container has
 _SPELLINGS = {"f16": "float16", "bf16": "bfloat16"}
 ENDING = ".gguf"
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.weight)")
+_ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
 _LARGEST = np.float32(np.finfo(np.float16).max)
 
@@ -190,7 +194,7 @@ def _items(source: Checkpoint, model: Model, kind: str, gguf: Any) -> Iterator[_
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.architecture.name], model.layers)
     for name, values in model.extra_tensors().items():
         yield _Item(name, "F32", values.shape, values=values)
-    for tensor in source.tensors.values():
+    for tensor in _stacked(source):
         name = model.renamed(names, tensor.name)
         if not name:
             continue
@@ -198,12 +202,50 @@ def _items(source: Checkpoint, model: Model, kind: str, gguf: Any) -> Iterator[_
         is_small = len(tensor.shape) < 2 or name.endswith("_norm.weight")
         if is_small or not name.endswith(".weight"):
             type_, reason = "F32", "not a matrix"
+        elif name.endswith(_ROUTERS):
+            type_, reason = "F32", "routers are F32"
         elif name in _EMBEDDINGS and kind in ("Q4_0", "Q4_1", "MXFP4", "NVFP4"):
             type_, reason = "Q8_0", "embeddings are Q8_0"
         length = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]][0]
         if tensor.shape and tensor.shape[-1] % length:
             type_, reason = "F16", f"rows are no multiple of {length}"
         yield _Item(name, type_, tensor.shape, tensor, reason=reason)
+
+
+def _stacked(source: Checkpoint) -> Iterator[Tensor]:
+    """The tensors of a model; the experts of a layer are one tensor, as llama.cpp has them."""
+    experts: dict[str, dict[int, Tensor]] = {}
+    for tensor in split(source).tensors.values():
+        if match := _EXPERT.fullmatch(tensor.name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        else:
+            yield tensor
+    for name, numbered in experts.items():
+        parts = [numbered[number] for number in sorted(numbered)]
+        kinds = {(part.dtype, part.shape) for part in parts}
+        if sorted(numbered) != [*range(len(parts))] or len(kinds) > 1:
+            raise CheckpointError(
+                f"{source.path}: tensors {shown(name)} of {len(parts)} experts, expected experts "
+                "0, 1 and so on, of one shape and dtype; fetch the folder again"
+            )
+        yield _stack(name, parts)
+
+
+def _stack(name: str, parts: list[Tensor]) -> Tensor:
+    def read_into(start: int, buffer: memoryview) -> None:
+        while len(buffer):
+            number, place = divmod(start, parts[0].nbytes)
+            count = min(len(buffer), parts[0].nbytes - place)
+            parts[number].read_into(place, buffer[:count])
+            start, buffer = start + count, buffer[count:]
+
+    return dataclasses.replace(
+        parts[0],
+        name=name,
+        shape=(len(parts), *parts[0].shape),
+        read_into=read_into,
+        stored_nbytes=sum(part.stored_nbytes for part in parts),
+    )
 
 
 def _check_layers(items: list[_Item], model: Model) -> None:
@@ -240,7 +282,9 @@ def _announce(writer: Any, items: list[_Item], gguf: Any) -> None:
         nbytes = math.prod(item.shape) // length * size
         writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), nbytes, kind)
         if item.type == "NVFP4":
-            writer.add_tensor_info(_scale_name(item.name), (1,), np.dtype(np.float32), 4)
+            count = item.shape[0] if len(item.shape) == 3 else 1  # each expert has its own
+            scale = _scale_name(item.name)
+            writer.add_tensor_info(scale, (count,), np.dtype(np.float32), 4 * count)
 
 
 def _write(
@@ -317,12 +361,15 @@ def _encoded(x: np.ndarray, kind: str, gguf: Any) -> tuple[list[np.ndarray], np.
     factor: list[np.ndarray] = []
     with np.errstate(all="ignore"):
         if kind == "NVFP4":
-            data, scale = _nvfp4(x)
-            factor = [np.full(1, scale, np.float32)]
+            pairs = [_nvfp4(part) for part in x.reshape(-1, *x.shape[-2:])]
+            data = np.stack([data for data, _ in pairs]).reshape(*x.shape[:-1], -1)
+            factor = [np.array([scale for _, scale in pairs], np.float32)]
         else:
             data = gguf.quants.quantize(x, type_)
         values = gguf.quants.dequantize(data, type_)
-    return [np.ascontiguousarray(data), *factor], values * (factor[0] if factor else 1)
+    return [np.ascontiguousarray(data), *factor], values * (
+        factor[0].reshape(-1, *(1,) * (x.ndim - 1)) if factor else 1
+    )
 
 
 def _nvfp4(x: np.ndarray) -> tuple[np.ndarray, float]:
