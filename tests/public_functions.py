@@ -441,12 +441,12 @@ EXCLUDED = {
             for shell in ("nnx", "linen")
             for name in (
                 *("allocate", "calibrate", "freeze", "numerics", "quantize", "report"),
-                *("sensitivity", "start_scales", "value_and_grad"),
+                *("input_scales", "sensitivity", "start_scales", "value_and_grad"),
             )
         ),
         OF_MODELS,
     ),
-    **dict.fromkeys(("nnx.roll", "nnx.input_scales"), OF_MODELS),
+    "nnx.roll": OF_MODELS,
     **dict.fromkeys(
         (f"nnx.{name}" for name in ("LsqOffset", "LsqScale", "Probe", "ScalingState")), HELD
     ),
