@@ -24,12 +24,45 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 _PROGRAMS = "QTOOLKIT_TESTS_PROGRAMS"  # in the environment of workers, the folder that they share
 
+# The guards of the layers stand against XLA's optimizations, so their tests run as users' programs.
+# What is built on them is compiled with few optimizations, in a third of the time.
+GUARDED = {"formats", "casts", "scaling", "gradients", "conformance", "exhaustive"}
+GUARDED |= {"test_fusion.py", "test_export.py"}
+_FEW_OPTIMIZATIONS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+if jax.__version_info__ < (0, 11):  # 0.12 ends a process that is given this option
+    _FEW_OPTIMIZATIONS.append("--xla_cpu_use_fusion_emitters=false")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part",
+        choices=("guarded", "models"),
+        help="run what is in GUARDED of tests/conftest.py, or the rest, compiled faster",
+    )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """By --part."""
+    path = collection_path.relative_to(config.rootpath / "tests")
+    part = config.getoption("part")
+    if part and path.parts and (path.is_dir() or path.suffix == ".py"):
+        return ((path.parts[0] in GUARDED) != (part == "guarded")) or None
+    return None
+
 
 def pytest_configure(config):
     """The workers of pytest-xdist share what they have compiled, for the time of one run.
 
     Many tests compile programs that others have compiled: a seventh of the suite's CPU time.
     """
+    if config.getoption("part") == "models":
+        with pytest.MonkeyPatch.context() as patch:  # XLA reads it once; child processes do not
+            flags = (os.environ.get("XLA_FLAGS", ""), *_FEW_OPTIMIZATIONS)
+            patch.setenv("XLA_FLAGS", " ".join(flags))
+            jax.jit(lambda: 0)()
     if not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="qtoolkit-tests-")
         config.add_cleanup(folder.cleanup)

@@ -8,6 +8,7 @@ themselves come from the packages, so that a new one is missed.
 
 import functools
 import importlib
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -414,65 +415,37 @@ DTYPES = {
 # optax adds float32 numbers: XLA contracts such a sum with a product that was made in the same jit.
 ADDED_BY_OPTAX = ("optim.master_weights",)
 
-# Public callables that are not in the table.
-DATA = "says how, and computes nothing"
-HELD = "holds results"
-OF_MODELS = "takes a model, and runs outside of jit or runs the model's products, which are here"
+# Public functions that are not in the table.
 EXCLUDED = {
-    "formats": "without JAX",
-    "checkpoints": "of files",
-    "plots": "draws",
-    **dict.fromkeys(("Projection", "Stochastic", "Bins", "Observer"), DATA),
-    **dict.fromkeys(
-        ("Metrics", "MetricsTable", "Tally", "Product", "Report", "Numerics", "Sensitivity"), HELD
-    ),
-    "Estimator": "a type, for annotations",
-    **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
-    **dict.fromkeys(("Operand", "Recipe"), DATA),
-    **dict.fromkeys(("Allocation", "Calibration", "InputStatistics"), HELD),
-    **dict.fromkeys(("Gain", "NativeCalls"), HELD),
-    "Gpu": DATA,
-    **dict.fromkeys(("expected_gain", "native_calls"), OF_MODELS),
+    **dict.fromkeys(("expected_gain", "native_calls"), "of a model, outside of jit"),
     "all_to_all": "of a mesh; quantizes as `quantize` does, which is here",
     **dict.fromkeys(("gptq", "awq_factors"), "run once, over a trained kernel; sums decide"),
-    **dict.fromkeys(
-        (
-            f"{shell}.{name}"
-            for shell in ("nnx", "linen")
-            for name in (
-                *("allocate", "calibrate", "freeze", "numerics", "quantize", "report"),
-                *("input_scales", "sensitivity", "start_scales", "value_and_grad"),
-            )
-        ),
-        OF_MODELS,
-    ),
-    "nnx.roll": OF_MODELS,
-    **dict.fromkeys(
-        (f"nnx.{name}" for name in ("LsqOffset", "LsqScale", "Probe", "ScalingState")), HELD
-    ),
-    **dict.fromkeys(
-        (f"optim.{name}State" for name in ("MasterWeights", "Quantized", "StochasticRound")),
-        HELD,
-    ),
-    "optim.SecondMoment": DATA,
-    "onnx.DataType": DATA,
     "onnx.range": "its length follows from the values of its arguments, which no jit has",
     "openvino.promoted_type": "gives the name of a type",
-    "pypto.CastMode": DATA,
-    "pypto.SaturationMode": DATA,
 }
+WITHOUT_ARRAYS = ("formats", "checkpoints", "plots")
+METHODS = ("observe", "slope", "dequantize", "store", "__call__")  # of classes that compute
 
 
 def public_callables():
-    """By name: what the packages list in their `__all__`, as far as it can be called."""
+    """By name: what the packages list in their `__all__`, as far as it computes with arrays."""
     return {
-        name if package in LAYERS else f"{package}.{name}": getattr(module, name)
+        name if package in LAYERS else f"{package}.{name}": value
         for package in qt._NAMES_BY_PACKAGE
-        if package not in EXCLUDED
+        if package not in WITHOUT_ARRAYS
         for module in [importlib.import_module(f"qtoolkit.{package}")]
         for name in module.__all__
-        if callable(getattr(module, name))
+        if callable(value := getattr(module, name)) and computes(package, name, value)
     }
+
+
+def computes(package, name, value):
+    """Not classes of data, nor what takes a model and runs its products, which are here."""
+    if not inspect.isclass(value):
+        return package not in ("nnx", "linen") or name == "wrap"
+    if value in (scaling.Observer, gradients.Estimator) or issubclass(value, nnx.Variable):
+        return False
+    return any(method in dir(value) for method in METHODS)
 
 
 def public_name(name):

@@ -7,6 +7,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from each import each
+from refused import refused
 
 import qtoolkit
 
@@ -125,17 +127,6 @@ def files_in_a_circle(package: Path) -> list[str]:
 @pytest.mark.parametrize("package", sorted(set(LEVEL) - CIRCLES))
 def test_no_files_of_a_package_import_one_another_in_a_circle(package):
     assert files_in_a_circle(PACKAGE / package) == []
-
-
-@pytest.mark.quick
-def test_a_circle_is_found_also_where_an_import_stands_in_a_function(tmp_path):
-    package = tmp_path / "house" / "room"
-    package.mkdir(parents=True)
-    (package / "_a.py").write_text("from house.room import _b\n")
-    (package / "_b.py").write_text("def f():\n    from house.room._c import g\n")
-    (package / "_c.py").write_text("from house.room._a import x\n")
-    (package / "_d.py").write_text("from house.room._a import x\n")
-    assert files_in_a_circle(package) == [f"house.room.{name}" for name in ("_a", "_b", "_c")]
 
 
 # Two tiers of names: `__init__` for users, `internal.py` for the packages above it. All other files
@@ -307,18 +298,6 @@ def test_one_file_walks_loops():
     assert walking == set(MAY_WALK_LOOPS)
 
 
-@pytest.mark.quick
-def test_what_these_tests_look_for_is_found(tmp_path):
-    (tmp_path / "nnx").mkdir()
-    (tmp_path / "nnx" / "_file.py").write_text(
-        "import weakref\nclass Own(jax.core.Trace): ...\nknown = {id(x): x}\n", encoding="utf-8"
-    )
-    found = ways_around_a_program(tmp_path)
-    assert sorted(found) == [f"nnx/_file.py: {x}" for x in ("Own(Trace)", "id(...)", "weakref")]
-    assert loops_named(ast.parse('if name == "scan" or name in ("while",): ...'))
-    assert called(ast.parse("x = jax.make_user_context(None)")) == ["make_user_context"]
-
-
 def run(code: str, *, cwd: Path) -> str:
     """The output of `code` in a fresh interpreter that knows nothing of this one."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
@@ -403,7 +382,7 @@ def test_help_of_the_command(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", dir(qtoolkit))
+@each("name", dir(qtoolkit))
 def test_every_public_name_resolves(name):
     value = getattr(qtoolkit, name)
     assert value is getattr(qtoolkit, name)
@@ -443,8 +422,8 @@ def test_no_top_level_name_is_given_twice():
 
 @pytest.mark.quick
 def test_unknown_attributes_raise():
-    with pytest.raises(AttributeError, match="module 'qtoolkit' has no attribute 'nothing'"):
+    with refused(AttributeError, "module 'qtoolkit' has no attribute 'nothing'"):
         qtoolkit.nothing  # noqa: B018
     assert not hasattr(qtoolkit, "_HOME")
-    with pytest.raises(ImportError, match="nothing"):
+    with refused(ImportError, "nothing"):
         from qtoolkit import nothing  # noqa: F401

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax import export
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit import optim, products, scaling
@@ -21,10 +22,8 @@ from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import projection_of
 from qtoolkit.formats import Rules
 from qtoolkit.post_training import InputStatistics
-from qtoolkit.products._calibration import Calibration
-from qtoolkit.products._numerics import Numerics, Row
-from qtoolkit.products._report import Product
-from qtoolkit.products._sensitivity import Sensitivity
+from qtoolkit.products import Calibration, Numerics, Product, Sensitivity
+from qtoolkit.products._numerics import Row
 from qtoolkit.scaling.internal import TALLY_SIZE, Contraction, tally_of
 
 PACKAGE = Path(qt.__file__).parent
@@ -224,12 +223,11 @@ def test_a_target_of_another_format_is_refused():
 
     data = serialization.to_bytes({"w": qt.quantize(X, "nvfp4")})
     target = {"w": qt.quantize(X, "int8")}
-    with pytest.raises(ValueError, match=r"QArray at '\./w'.*tensor_scale, expected codes, scale"):
-        serialization.from_bytes(target, data)
+    refused(ValueError, r"QArray at '\./w'.*tensor_scale", serialization.from_bytes, target, data)
 
 
 def test_export_refuses_static_data_without_a_text():
     spec = qt.spec("nvfp4").with_(rule=lambda amax, largest: amax / largest)
     array = qt.quantize(X, spec)
-    with pytest.raises(TypeError, match=r"export of QArray.*has a function as its rule"):
+    with refused(TypeError, r"export of QArray.*has a function as its rule"):
         export.export(jax.jit(lambda q: q.dequantize()))(array).serialize()

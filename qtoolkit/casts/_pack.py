@@ -6,6 +6,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from qtoolkit.formats import FormatLike, format
+from qtoolkit.formats.internal import packed_words
 
 WIDTHS = (1, 2, 4, 6)
 
@@ -110,20 +111,13 @@ def _group(bits: int) -> tuple[int, int]:
 @jax.jit(static_argnums=(1, 2))
 def _pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     group, width = _group(bits)
-    size = codes.shape[axis]
-    padding = [(0, 0)] * codes.ndim
-    padding[axis] = (0, -size % group)
-    codes = jnp.pad(codes, padding)
-    before, groups, after = codes.shape[:axis], codes.shape[axis] // group, codes.shape[axis + 1 :]
-    grouped = codes.reshape((*before, groups, group, *after))
-    grouped = jnp.moveaxis(grouped, axis + 1, -1).astype(jnp.uint32)
-    shifts = np.arange(group, dtype=np.uint32) * np.uint32(bits)
-    shifts = shifts.reshape((1,) * (grouped.ndim - 1) + (group,))
-    word = jnp.sum((grouped & np.uint32((1 << bits) - 1)) << shifts, axis=-1, dtype=jnp.uint32)
-    if width == 1:
-        return word.astype(jnp.uint8)
-    parts = [(word >> np.uint32(8 * i)).astype(jnp.uint8) for i in range(width)]
-    return jnp.stack(parts, axis=axis + 1).reshape((*before, groups * width, *after))
+    dtype = np.dtype(np.uint8 if width == 1 else np.uint32)
+    codes = jnp.moveaxis(codes, axis, -1) & np.uint8((1 << bits) - 1)
+    words = packed_words(codes, bits, group, dtype)
+    if width > 1:
+        parts = [(words >> np.uint32(8 * i)).astype(jnp.uint8) for i in range(width)]
+        words = jnp.stack(parts, axis=-1).reshape((*words.shape[:-1], words.shape[-1] * width))
+    return jnp.moveaxis(words, -1, axis)
 
 
 @jax.jit(static_argnums=(1, 2, 3))

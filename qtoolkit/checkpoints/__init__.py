@@ -49,7 +49,6 @@ from qtoolkit.checkpoints._report import (
 )
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
 from qtoolkit.checkpoints._safetensors import (
-    SafetensorsFile,
     TensorInfo,
     layout,
     write_safetensors,
@@ -73,7 +72,6 @@ __all__ = [
     "Layout",
     "Plan",
     "Report",
-    "SafetensorsFile",
     "TensorComparison",
     "TensorInfo",
     "TensorPlan",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Mapping
@@ -50,7 +51,7 @@ class Tensor:
             object.__setattr__(self, "stored_dtype", self.dtype)
             object.__setattr__(self, "stored_nbytes", self.nbytes)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return math.prod(self.shape)
 
@@ -58,7 +59,7 @@ class Tensor:
     def nbytes(self) -> int:
         return self.size * DTYPE_BITS[self.dtype] // 8
 
-    @property
+    @functools.cached_property
     def entry(self) -> Entry:
         return Entry(self.name, self.dtype, self.shape)
 

@@ -7,7 +7,7 @@ from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._folder import NOT_READ, PICKLE, open_folder
 from qtoolkit.checkpoints._gguf import open_gguf
-from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._safetensors import open_safetensors
 from qtoolkit.checkpoints._storage import Path, is_url
 from qtoolkit.checkpoints._tensors import CheckpointError
 from qtoolkit.checkpoints._writing import old_name
@@ -41,7 +41,7 @@ def open_source(path: Path) -> Checkpoint:
     if kind == "folder":
         return open_folder(path)
     if kind == "safetensors":
-        return SafetensorsFile(path).checkpoint()
+        return open_safetensors(path)
     if kind == "orbax":
         try:
             from qtoolkit.checkpoints._orbax import open_orbax  # loads JAX

@@ -11,8 +11,7 @@ from qtoolkit.checkpoints._codes import check_quantized
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._formats import InputScales
-from qtoolkit.checkpoints._gguf_write import check_container, is_gguf, write_gguf
-from qtoolkit.checkpoints._plan import make_plan
+from qtoolkit.checkpoints._gguf_write import GgufPlan, check_container, plan_for, write_gguf
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
@@ -69,7 +68,8 @@ def convert(
         folder behind a URL each file appears when it is complete, config.json last. A name that
         ends with .gguf: a file for llama.cpp, of a folder with a language model of Llama, Qwen or
         Gemma and its tokenizer; `format` is then "q8_0", "q4_0", "q4_1", "float16", "bfloat16",
-        "mxfp4" or "nvfp4", and only `overwrite`, `allow_nonfinite` and `progress` have an effect.
+        "mxfp4" or "nvfp4"; weights in `skip` keep their dtype, and arguments that GGUF has no use
+        for are refused.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes,
         allow_split, keep_unfitting: As in `make_plan`.
       max_shard_size: The most bytes of a file of a folder, a number or text; None: "5GB".
@@ -117,22 +117,13 @@ def convert(
             "dequantize_checkpoint writes unquantized weights"
         )
     check_container(format, dst)
-    if is_gguf(dst):
-        no_effect: dict[str, Any] = {"layout": layout, "scaling": scaling, "skip": skip}
-        no_effect |= {"keep-dtype": keep_dtype, "shard": shard, "max-shard-size": max_shard_size}
-        no_effect |= {"input-scales": input_scales, "allow-codes": allow_codes}
-        return write_gguf(
-            *(src, dst, format, no_effect),
-            overwrite=overwrite,
-            allow_nonfinite=allow_nonfinite,
-            progress=progress,
-        )
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
     with _begun(destination, workers, max_memory, progress) as (opened, threads):
         source = dequantized(opened)
-        plan = make_plan(
+        plan = plan_for(
+            dst,
             source,
             format=format,
             scaling=scaling,
@@ -189,7 +180,8 @@ def dequantize_checkpoint(
     )
     with _begun(destination, workers, max_memory, progress) as (opened, threads):
         source = check_quantized(opened)
-        plan = make_plan(source, format=None, keep_dtype=dtype, allow_codes=allow_codes)
+        arguments: dict[str, Any] = {"keep_dtype": dtype, "allow_codes": allow_codes}
+        plan = plan_for(dst, source, format=None, **arguments)
         return _written(destination, source, plan, True, progress, threads)
 
 
@@ -222,8 +214,9 @@ def _written(
     progress: Progress | None,
     threads: Workers,
 ) -> Report:
-    report = plan.report(source.path, destination.dst)
-    report = dataclasses.replace(report, left=_not_written(source, plan), tensors=())
+    report = plan.report(source.path, destination.dst, (), _not_written(source, plan))
+    if isinstance(plan, GgufPlan):
+        return write_gguf(destination.dst, plan, report, allow_nonfinite, progress)
     production = Production(plan.tensors, threads, progress, source.stored)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
     if source.folder is not None:

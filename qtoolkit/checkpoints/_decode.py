@@ -103,18 +103,16 @@ def _decoded_without_config(
     They follow from the metadata that `save` writes, and from the names of the tensors.
     """
     where = str(checkpoint.path)
-    encodings, own = saved_arrays(checkpoint.metadata, headers, where)
-    others = headers.without(own)
+    encodings, stored_in = saved_arrays(checkpoint.metadata, headers, where)
     layouts = ["plain"] if encodings else []
     # Several layouts may accept the same names. The one that `convert` recorded comes first, then
-    # ComfyUI's, which marks what has other values than its names say to others.
-    first = (own_layout(checkpoint), "comfyui")
-    for name in sorted(LAYOUTS, key=lambda name: first.index(name) if name in first else 2):
-        decoded = LAYOUTS[name].decode({}, others, where)
-        layouts += [name] if any(weight not in encodings for weight in decoded) else []
-        if name == "comfyui":
-            marked = (entry for encoding in decoded.values() for entry in encoding.entries)
-            others = others.without({entry.name for entry in marked})
+    # those that mark their weights, which may have other values than their names say to others.
+    own = own_layout(checkpoint)
+    for layout in sorted(LAYOUTS.values(), key=lambda one: (one.name != own, not one.has_marks)):
+        headers = headers.without(stored_in) if stored_in else headers
+        decoded = layout.decode({}, headers, where)
+        stored_in = {entry.name for encoding in decoded.values() for entry in encoding.entries}
+        layouts += [layout.name] if decoded.keys() - encodings.keys() else []
         encodings = decoded | encodings
     return layouts[0] if layouts else "", encodings
 

@@ -28,7 +28,12 @@ from qtoolkit.checkpoints._reader import spec_of_rank
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._tensors import DTYPE_OF, NUMPY_DTYPES, CheckpointError, shown
-from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
+from qtoolkit.checkpoints.layouts._encoding import (
+    Encoding,
+    Packing,
+    packed_zero_points,
+    words_of,
+)
 from qtoolkit.formats import E8M0FNU, FormatLike, Rules, SpecLike
 from qtoolkit.scaling import QArray, amax, quantize
 
@@ -264,17 +269,13 @@ def _written(
         q = _checked(x, encoding, tensor_scale)
     else:
         q = quantize(x, spec, tensor_scale=tensor_scale)
-    if encoding.tensor_scale is not None:
-        assert q.tensor_scale is not None
-        yield encoding.tensor_scale.name, q.tensor_scale.reshape(encoding.tensor_scale.shape)
-    dtypes = encoding.codes.dtype, "" if encoding.scale is None else encoding.scale.dtype
-    codes, scale = _entries(q, encoding.packing, dtypes)
-    yield encoding.codes.name, codes.reshape(encoding.codes.shape)
-    if encoding.scale is not None:
-        yield encoding.scale.name, scale.reshape(encoding.scale.shape)
-    if encoding.zero_point is not None and encoding.zero_packing is not None:
-        zeros = _zero_points(q, encoding.zero_packing, encoding.zero_point.dtype)
-        yield encoding.zero_point.name, zeros.reshape(encoding.zero_point.shape)
+    entries = encoding.codes, encoding.scale, encoding.zero_point
+    dtypes = tuple("" if entry is None else entry.dtype for entry in entries)
+    arrays = _entries(q, (encoding.packing, encoding.zero_packing), dtypes)
+    written = zip((encoding.tensor_scale, *entries), (q.tensor_scale, *arrays), strict=True)
+    for part, array in written:
+        if part is not None:
+            yield part.name, array.reshape(part.shape)
 
 
 def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:
@@ -313,47 +314,28 @@ def _tensor_scale(members: Sequence[Any], encoding: Encoding) -> jax.Array:
     return tensor_scales_from(largest, encoding.spec)
 
 
-@functools.partial(jax.jit, static_argnames=("packing", "dtypes"))
+@functools.partial(jax.jit, static_argnames=("packings", "dtypes"))
 def _entries(
-    q: QArray, packing: Packing | None, dtypes: tuple[str, str]
-) -> tuple[jax.Array, jax.Array | None]:
-    """Codes and scales of a quantized array as a file has them."""
-    element, scale = q.spec.element, q.scale
+    q: QArray, packings: tuple[Packing | None, Packing | None], dtypes: tuple[str, str, str]
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Codes, scales and zero points of a quantized array as a file has them."""
+    element, scale, zeros = q.spec.element, q.scale, None
+    packing, zero_packing = packings
     if packing is None:
         codes = _in_dtype(q.codes, dtypes[0], element)
     else:
-        codes = _packed(q.codes, packing, element.bits).astype(NUMPY_DTYPES[dtypes[0]])
-    if scale is None:
-        return codes, None
-    dtype = NUMPY_DTYPES[dtypes[1]]
-    if q.spec.scale == E8M0FNU and dtype == np.uint8:
-        return codes, codes_from_dtype(scale, E8M0FNU)
-    return codes, scale.astype(dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("packing", "dtype"))
-def _zero_points(q: QArray, packing: Packing, dtype: str) -> jax.Array:
-    """The zero points of a matrix, packed along its rows."""
-    assert packing.axis == -2
-    assert q.zero_point is not None
-    codes = q.zero_point.astype(jnp.uint8)
-    return _packed(codes.T, packing, q.spec.element.bits).T.astype(NUMPY_DTYPES[dtype])
+        codes = words_of(q.codes, packing, element.bits).astype(NUMPY_DTYPES[dtypes[0]])
+    if scale is not None:
+        dtype = NUMPY_DTYPES[dtypes[1]]
+        is_power = q.spec.scale == E8M0FNU and dtype == np.uint8
+        scale = codes_from_dtype(scale, E8M0FNU) if is_power else scale.astype(dtype)
+    if q.zero_point is not None and zero_packing is not None:
+        words = packed_zero_points(q.zero_point, zero_packing, element.bits)
+        zeros = words.astype(NUMPY_DTYPES[dtypes[2]])
+    return codes, scale, zeros
 
 
 def _in_dtype(codes: jax.Array, dtype: str, element: Any) -> jax.Array:
     array = dtype_from_codes(codes, element)
     assert array.dtype == NUMPY_DTYPES[dtype]
     return array
-
-
-def _packed(codes: jax.Array, packing: Packing, bits: int) -> jax.Array:
-    """Words of codes along the last axis of an array, unsigned; see `layouts._encoding.packed`."""
-    count = packing.word // bits
-    word = np.dtype(f"uint{packing.word}")
-    if packing.biased:
-        codes = (codes ^ np.uint8(1 << (bits - 1))) & np.uint8((1 << bits) - 1)
-    missing = -codes.shape[-1] % count
-    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)]).astype(word)
-    places = packing.order or range(count)
-    parts = (codes[..., p::count] << word.type(at * bits) for p, at in enumerate(places))
-    return functools.reduce(jnp.bitwise_or, parts)

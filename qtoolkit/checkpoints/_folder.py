@@ -1,7 +1,6 @@
 """Folders as Hugging Face has them: safetensors files, an index, config.json, files to copy."""
 
 import contextlib
-import functools
 import glob
 import json
 import os
@@ -11,7 +10,7 @@ from typing import Any
 
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checkpoint import Checkpoint, FolderFiles, Tensor, same_bytes
-from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._safetensors import open_safetensors
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, listed, shown
 from qtoolkit.checkpoints._writing import plan_in
@@ -54,7 +53,9 @@ def open_folder(path: Path) -> Checkpoint:
     generated = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
     copied, not_copied = _others(path, inside, _modules(path, names))
     with contextlib.ExitStack() as opening:
-        files = {name: opening.enter_context(SafetensorsFile(join(path, name))) for name in weights}
+        files = {
+            name: opening.enter_context(open_safetensors(join(path, name))) for name in weights
+        }
         tensors = _tensors(path, files, index, join(path, index_name))
         opened = opening.pop_all()
     return Checkpoint(
@@ -77,7 +78,7 @@ def open_folder(path: Path) -> Checkpoint:
 
 def _tensors(
     path: Path,
-    files: Mapping[str, SafetensorsFile],
+    files: Mapping[str, Checkpoint],
     index: Mapping[str, str] | None,
     index_path: str,
 ) -> dict[str, Tensor]:
@@ -85,14 +86,13 @@ def _tensors(
     tensors: dict[str, Tensor] = {}
     place_of: dict[str, str] = {}
     for file_name, file in files.items():
-        for name, info in file.tensors.items():
+        for name, tensor in file.tensors.items():
             if index is not None and name not in index:
                 raise CheckpointError(
                     f"{index_path}: tensor {shown(name)} of {shown(file_name)} is not in it, "
                     "expected every tensor; fetch both again, or delete the index where the "
                     "folder holds all weights"
                 )
-            tensor = Tensor(name, info.dtype, info.shape, functools.partial(file.read_into, name))
             if name in tensors and not same_bytes(tensors[name], tensor):
                 raise CheckpointError(
                     f"{path}: tensor {shown(name)}: other values in {shown(place_of[name])} than "

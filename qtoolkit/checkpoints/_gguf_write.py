@@ -7,10 +7,10 @@ llama.cpp makes of modelopt's folders.
 """
 
 import dataclasses
-import math
+import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as LocalPath
 from typing import Any
 
@@ -18,16 +18,17 @@ import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
+from qtoolkit.checkpoints._checks import skip_patterns
 from qtoolkit.checkpoints._codes import check_explained
-from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._experts import split
 from qtoolkit.checkpoints._gguf_models import Model, model_of
 from qtoolkit.checkpoints._gguf_vocab import write_vocabulary
-from qtoolkit.checkpoints._report import Progress, Report, TensorReport
-from qtoolkit.checkpoints._storage import Path, is_url
-from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, shown
-from qtoolkit.checkpoints._writing import exists_already, partial_name
+from qtoolkit.checkpoints._plan import make_plan
+from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorPlan, TensorReport
+from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, MisuseError, shown
+from qtoolkit.checkpoints._writing import GGUF, is_gguf, partial_name
+from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 # By the value of --format: the type of blocks, and `general.file_type` of a file of them.
 TYPES = {
@@ -41,30 +42,72 @@ TYPES = {
 }
 OWN_TYPES = ("q8_0", "q4_0", "q4_1")  # which no other container has
 _SPELLINGS = {"f16": "float16", "bf16": "bfloat16"}
-ENDING = ".gguf"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.weight)")
 _ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
 _LARGEST = np.float32(np.finfo(np.float16).max)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Item:
-    """A tensor of the target.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufTensor(TensorPlan):
+    """A tensor of a GGUF file; its `dtype` is a type of GGUF, such as "Q8_0".
 
-    `source` is None of one that llama.cpp alone has, whose values are `values`.
+    Attributes:
+      target: Its name there.
+      block: The elements of a block, and the bytes of one.
     """
 
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    source: Tensor | None = None
-    values: np.ndarray | None = None
-    reason: str = ""
+    target: str
+    block: tuple[int, int]
+
+    @property
+    def format_name(self) -> str:
+        return self.dtype.lower() if self.action == "quantize" else ""
+
+    @functools.cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        one = Entry(self.target, self.dtype, self.source.shape)
+        if self.dtype != "NVFP4":
+            return (one,)
+        return one, Entry(self.scale_name, "F32", self.scale_shape)
+
+    @property
+    def scale_shape(self) -> tuple[int]:
+        """One for the tensor, or for each expert."""
+        return (self.source.shape[0] if len(self.source.shape) == 3 else 1,)
+
+    @property
+    def data_nbytes(self) -> int:
+        return self.source.size // self.block[0] * self.block[1]
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return self.data_nbytes + sum(entry.nbytes for entry in self.entries[1:])
+
+    @property
+    def scale_name(self) -> str:
+        return f"{self.target.removesuffix('weight')}scale"
 
 
-def is_gguf(path: Path) -> bool:
-    return str(path).lower().endswith(ENDING)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufPlan(Plan):
+    """What is written to a GGUF file.
+
+    Attributes:
+      type_name: The key of `TYPES`.
+      model: The model as llama.cpp sees it.
+      extra: Tensors that llama.cpp alone has.
+      writer: The package's writer, which knows all of the file but the numbers of its tensors.
+    """
+
+    type_name: str
+    model: Model
+    extra: Mapping[str, np.ndarray]
+    writer: Any
+
+    @property
+    def format_names(self) -> str:
+        return self.type_name
 
 
 def gguf_type(format: Any) -> str | None:
@@ -78,83 +121,34 @@ def check_container(format: Any, dst: Path) -> None:
     """Raises for a type of GGUF in another container."""
     if isinstance(format, str) and gguf_type(format) in OWN_TYPES and not is_gguf(dst):
         raise CheckpointError(
-            f"{dst}: format {format} is a type of GGUF, expected a target that ends with {ENDING}"
+            f"{dst}: format {format} is a type of GGUF, expected a target that ends with {GGUF}"
         )
 
 
-def write_gguf(
-    src: Path,
-    dst: Path,
-    format: Any,
-    options: dict[str, Any],
+def plan_for(dst: Path, source: Checkpoint, **arguments: Any) -> Plan:
+    """The plan of a conversion to `dst`, with the arguments of `make_plan`."""
+    return (plan_gguf if is_gguf(dst) else make_plan)(source, **arguments)
+
+
+def plan_gguf(
+    source: Checkpoint,
     *,
-    overwrite: bool,
-    allow_nonfinite: bool,
-    progress: Progress | None,
-) -> Report:
-    """Writes the model of a folder to a GGUF file; `options` are those that must not be given."""
-    name, gguf = _checked(dst, format, options)
-    target = _target(dst, overwrite)
-    with open_source(src) as opened:
-        if opened.folder is None or is_url(src):
-            raise CheckpointError(
-                f"{src}: no folder on this machine, expected one with config.json and tokenizer, "
-                "which a GGUF file holds; fetch it and give it"
-            )
-        source = dequantized(opened)
-        check_explained(source, lambda name: False)
-        model = model_of(src, source.config)
-        items = list(_items(source, model, TYPES[name][0], gguf))
-        _check_layers(items, model)
-        writer = _announced(src, source, model, items, name, gguf)
-        partial = partial_name(target)
-        try:
-            with storage.naming(dst):
-                reports = _write(writer, items, model, partial, allow_nonfinite, progress, gguf)
-                os.replace(partial, target)
-        finally:
-            if os.path.exists(partial):
-                os.remove(partial)
-        return Report(
-            source=str(src),
-            target=str(dst),
-            layout="GGUF",
-            format=name,
-            scaling="none",
-            dequantized=source.layout,
-            left=tuple(source.auxiliary),
-            tensors=tuple(reports),
-        )
-
-
-def _checked(dst: Path, format: Any, options: dict[str, Any]) -> tuple[str, Any]:
-    """The key of `TYPES`, and the package gguf, which knows it."""
-    name = gguf_type(format)
-    if name is None:
-        raise CheckpointError(
-            f"{dst}: format {format} for GGUF, expected one of {', '.join(TYPES)}; llama.cpp's "
-            "llama-quantize makes its other types of a bfloat16 file"
-        )
-    if given := next((option for option, value in options.items() if value), None):
-        raise MisuseError(f"{dst}: GGUF, for which --{given} has no effect; omit it")
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError(
-            f"{dst}: a GGUF file, which the package gguf writes; write pip install gguf"
-        ) from error
-    if TYPES[name][0] not in gguf.GGMLQuantizationType.__members__:
-        raise CheckpointError(f"{dst}: {name} is newer than the package gguf; upgrade it")
-    return name, gguf
-
-
-def _announced(
-    src: Path, source: Checkpoint, model: Model, items: list[_Item], name: str, gguf: Any
-) -> Any:
-    """A writer that knows all of the file but the numbers of its tensors."""
-    arch = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[model.architecture.name]]
-    writer = gguf.GGUFWriter(None, arch)
-    _announce(writer, items, gguf)
+    format: Any,
+    skip: Sequence[str] = (),
+    channel_axis: str = "auto",
+    **options: Any,
+) -> GgufPlan:
+    """The plan of a GGUF file of a folder; `options` are those that have no effect."""
+    src = source.path
+    name, gguf = _checked(src, format, options)
+    patterns = skip_patterns(skip, source.tensors)
+    check_explained(source, lambda name: False)
+    model = model_of(src, source.config)
+    tensors = tuple(_tensors(source, model, TYPES[name][0], patterns, gguf))
+    _check_layers(tensors, model)
+    extra = model.extra_tensors()
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[model.architecture.name]])
+    _announce(writer, extra, tensors, gguf)
     writer.add_type(gguf.GGUFType.MODEL)
     count, *others = writer.get_total_parameter_count()
     about = _metadata(src, count, gguf)
@@ -166,18 +160,42 @@ def _announced(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     vocabulary = _vocabulary_size(source, model)
     write_vocabulary(writer, str(src), vocabulary, model.architecture.is_gemma)
-    return writer
+    return GgufPlan(
+        layout="GGUF",
+        format=None,
+        scaling="none",
+        tensors=tensors,
+        metadata={},
+        quantization_config={},
+        files={},
+        dequantizes=source.layout,
+        type_name=name,
+        model=model,
+        extra=extra,
+        writer=writer,
+    )
 
 
-def _target(dst: Path, overwrite: bool) -> str:
-    if is_url(dst):
-        raise CheckpointError(f"{dst}: GGUF is written to files alone; write it and copy it")
-    target = os.path.realpath(dst)
-    if os.path.isdir(target) or not os.path.isdir(os.path.dirname(target)):
-        raise CheckpointError(f"{dst}: expected the name of a file in a folder that exists")
-    if os.path.exists(target) and not overwrite:
-        raise exists_already(dst)
-    return target
+def _checked(src: Path, format: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
+    """The key of `TYPES`, and the package gguf, which knows it."""
+    name = gguf_type(format)
+    if name is None:
+        raise CheckpointError(
+            f"{src}: format {format} for GGUF, expected one of {', '.join(TYPES)}; llama.cpp's "
+            "llama-quantize makes its other types of a bfloat16 file"
+        )
+    if given := next((option for option, value in options.items() if value), None):
+        option = given.replace("_", "-")
+        raise MisuseError(f"{src}: GGUF, for which --{option} has no effect; omit it")
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"{src}: the package gguf writes GGUF files; write pip install gguf"
+        ) from error
+    if TYPES[name][0] not in gguf.GGMLQuantizationType.__members__:
+        raise CheckpointError(f"{src}: {name} is newer than the package gguf; upgrade it")
+    return name, gguf
 
 
 def _vocabulary_size(source: Checkpoint, model: Model) -> int:
@@ -189,11 +207,11 @@ def _vocabulary_size(source: Checkpoint, model: Model) -> int:
     return embedding.shape[0]
 
 
-def _items(source: Checkpoint, model: Model, kind: str, gguf: Any) -> Iterator[_Item]:
+def _tensors(
+    source: Checkpoint, model: Model, kind: str, skip: Sequence[re.Pattern[str]], gguf: Any
+) -> Iterator[GgufTensor]:
     """The tensors of the target, in their order."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.architecture.name], model.layers)
-    for name, values in model.extra_tensors().items():
-        yield _Item(name, "F32", values.shape, values=values)
     for tensor in _stacked(source):
         name = model.renamed(names, tensor.name)
         if not name:
@@ -204,12 +222,22 @@ def _items(source: Checkpoint, model: Model, kind: str, gguf: Any) -> Iterator[_
             type_, reason = "F32", "not a matrix"
         elif name.endswith(_ROUTERS):
             type_, reason = "F32", "routers are F32"
+        elif any(pattern.search(tensor.name) for pattern in skip):
+            type_, reason = tensor.dtype if tensor.dtype in HIGH_PRECISION else "F32", "--skip"
         elif name in _EMBEDDINGS and kind in ("Q4_0", "Q4_1", "MXFP4", "NVFP4"):
             type_, reason = "Q8_0", "embeddings are Q8_0"
         length = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]][0]
         if tensor.shape and tensor.shape[-1] % length:
             type_, reason = "F16", f"rows are no multiple of {length}"
-        yield _Item(name, type_, tensor.shape, tensor, reason=reason)
+        is_quantized = type_ not in ("F32", "F16", "BF16") and not reason
+        yield GgufTensor(
+            source=tensor,
+            action="quantize" if is_quantized else "cast",
+            reason=reason,
+            dtype=type_,
+            target=name,
+            block=gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]],
+        )
 
 
 def _stacked(source: Checkpoint) -> Iterator[Tensor]:
@@ -248,9 +276,9 @@ def _stack(name: str, parts: list[Tensor]) -> Tensor:
     )
 
 
-def _check_layers(items: list[_Item], model: Model) -> None:
+def _check_layers(tensors: Iterable[GgufTensor], model: Model) -> None:
     """Raises where layers of config.json are missing, or lack what other layers have."""
-    parts = (item.name.split(".", 2) for item in items if item.name.startswith("blk."))
+    parts = (one.target.split(".", 2) for one in tensors if one.target.startswith("blk."))
     found: dict[int, set[str]] = {layer: set() for layer in range(model.layers)}
     for _, number, name in parts:
         found.setdefault(int(number), set()).add(name)
@@ -275,88 +303,88 @@ def _metadata(src: Path, count: int, gguf: Any) -> Any:
         ) from error
 
 
-def _announce(writer: Any, items: list[_Item], gguf: Any) -> None:
-    for item in items:
-        kind = gguf.GGMLQuantizationType[item.type]
-        length, size = gguf.GGML_QUANT_SIZES[kind]
-        nbytes = math.prod(item.shape) // length * size
-        writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), nbytes, kind)
-        if item.type == "NVFP4":
-            count = item.shape[0] if len(item.shape) == 3 else 1  # each expert has its own
-            scale = _scale_name(item.name)
-            writer.add_tensor_info(scale, (count,), np.dtype(np.float32), 4 * count)
+def _announce(
+    writer: Any, extra: Mapping[str, np.ndarray], tensors: Iterable[GgufTensor], gguf: Any
+) -> None:
+    float32 = np.dtype(np.float32)
+    for name, values in extra.items():
+        writer.add_tensor_info(name, values.shape, float32, values.nbytes)
+    for one in tensors:
+        kind = gguf.GGMLQuantizationType[one.dtype]
+        writer.add_tensor_info(one.target, one.source.shape, float32, one.data_nbytes, kind)
+        if one.dtype == "NVFP4":
+            count = one.scale_shape[0]
+            writer.add_tensor_info(one.scale_name, (count,), float32, 4 * count)
+
+
+def write_gguf(
+    dst: Path, plan: GgufPlan, report: Report, allow_nonfinite: bool, progress: Progress | None
+) -> Report:
+    """Writes the file, under a temporary name until it is whole."""
+    target = os.path.realpath(dst)
+    partial = partial_name(target)
+    try:
+        with storage.naming(dst):
+            reports = _write(plan, partial, allow_nonfinite, progress)
+            os.replace(partial, target)
+    finally:
+        if os.path.exists(partial):
+            os.remove(partial)
+    return dataclasses.replace(report, tensors=tuple(reports))
 
 
 def _write(
-    writer: Any,
-    items: list[_Item],
-    model: Model,
-    partial: str,
-    allow_nonfinite: bool,
-    progress: Progress | None,
-    gguf: Any,
+    plan: GgufPlan, partial: str, allow_nonfinite: bool, progress: Progress | None
 ) -> list[TensorReport]:
+    writer = plan.writer
     total = sum(info.nbytes for infos in writer.tensors for info in infos.values())
     writer.write_header_to_file(partial)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     reports, written = [], 0
     try:
-        for item in items:
-            arrays, report = _made(item, model, allow_nonfinite, gguf)
+        for values in plan.extra.values():
+            writer.write_tensor_data(np.ascontiguousarray(values))
+            written += values.nbytes
+        for tensor in plan.tensors:
+            arrays, report = _made(tensor, plan.model, allow_nonfinite)
             for array in arrays:
                 writer.write_tensor_data(array)
-                written += array.nbytes
-            reports += [] if report is None else [report]
+            reports.append(report)
+            written += tensor.nbytes
             if progress is not None:
-                progress(item.name, written, total)
+                progress(shown(tensor.name), written, total)
     finally:
         writer.close()
     return reports
 
 
-def _scale_name(name: str) -> str:
-    return f"{name.removesuffix('weight')}scale"
-
-
 def _made(
-    item: _Item, model: Model, allow_nonfinite: bool, gguf: Any
-) -> tuple[list[np.ndarray], TensorReport | None]:
+    tensor: TensorPlan, model: Model, allow_nonfinite: bool
+) -> tuple[list[np.ndarray], TensorReport]:
     """The arrays of a tensor, and what was done to it."""
-    if item.source is None:
-        return [np.ascontiguousarray(item.values)], None
-    stored = item.source.read_all()
-    x = np.ascontiguousarray(model.changed(item.source.name, stored), np.float32)
+    from qtoolkit.scaling.internal import error_sums  # loads JAX
+
+    x = np.ascontiguousarray(model.changed(tensor.name, tensor.source.read_all()), np.float32)
     nonfinite = int(x.size - np.isfinite(x).sum())
     if nonfinite and not allow_nonfinite:
         raise CheckpointError(
-            f"{model.path}: NaN or Inf in weights: {shown(item.source.name)} ({nonfinite:,}); "
+            f"{model.path}: NaN or Inf in weights: {shown(tensor.name)} ({nonfinite:,}); "
             "expected finite numbers; pass --allow-nonfinite"
         )
     overflowed = 0
-    if item.type == "F16":
+    if tensor.dtype == "F16":
         overflowed = int((np.isfinite(x) & (np.abs(x) > _LARGEST)).sum())
         x = np.where(np.isfinite(x), np.clip(x, -_LARGEST, _LARGEST), x)
-    arrays, values = _encoded(x, item.type, gguf)
-    is_quantized = item.type not in ("F32", "F16", "BF16")
-    action: Any = "quantize" if is_quantized and not item.reason else "cast"
-    report = TensorReport(
-        name=item.source.name,
-        action=action,
-        reason=item.reason,
-        dtype=item.type,
-        format=item.type.lower() if action == "quantize" else "",
-        bytes_before=item.source.stored_nbytes,
-        bytes_after=sum(array.nbytes for array in arrays),
-        sqnr_db=_sqnr(x, values),
-        nonfinite=nonfinite,
-        overflowed=overflowed,
-    )
-    return arrays, report
+    arrays, values = _encoded(x, tensor.dtype)
+    sums = error_sums(x.reshape(-1), values.reshape(-1))
+    return arrays, tensor.report(sqnr_db=sums.sqnr_db, nonfinite=nonfinite, overflowed=overflowed)
 
 
-def _encoded(x: np.ndarray, kind: str, gguf: Any) -> tuple[list[np.ndarray], np.ndarray]:
+def _encoded(x: np.ndarray, kind: str) -> tuple[list[np.ndarray], np.ndarray]:
     """The arrays that a file holds of a tensor, and the numbers that they stand for."""
+    import gguf
+
     type_ = gguf.GGMLQuantizationType[kind]
     factor: list[np.ndarray] = []
     with np.errstate(all="ignore"):
@@ -383,13 +411,3 @@ def _nvfp4(x: np.ndarray) -> tuple[np.ndarray, float]:
     packed = codes[..., 0, :] | codes[..., 1, :] << 4
     blocks = np.concatenate([scales, packed.reshape(rows, -1, 32)], -1)
     return blocks.reshape(rows, -1), float(np.asarray(array.tensor_scale))
-
-
-def _sqnr(x: np.ndarray, values: np.ndarray) -> float | None:
-    with np.errstate(all="ignore"):
-        finite = np.isfinite(x)
-        signal = np.square(x[finite], dtype=np.float64).sum()
-        noise = np.square(x[finite] - values[finite], dtype=np.float64).sum()
-        if not signal:
-            return None
-        return float(10 * np.log10(signal / noise)) if noise else float("inf")

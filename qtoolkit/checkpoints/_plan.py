@@ -48,7 +48,6 @@ from qtoolkit.checkpoints._roles import (
     fused_group,
     is_stack_of_experts,
 )
-from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, listed, shown
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION, SCALINGS
@@ -60,7 +59,7 @@ METADATA_KEY = "qtoolkit"
 
 
 def make_plan(
-    source: Checkpoint | SafetensorsFile,
+    source: Checkpoint,
     *,
     format: SpecLike | Rules[Any] | None = "e4m3fn",
     scaling: str | None = None,
@@ -135,8 +134,6 @@ def make_plan(
     ):
         if value is not None and value not in [*choices]:  # the argument may have no hash
             raise ValueError(f"convert: {name}={value!r}, expected one of {', '.join(choices)}")
-    if isinstance(source, SafetensorsFile):
-        source = source.checkpoint()
     format, scaling = by_scheme(format, scaling)
     chosen = LAYOUTS[layout or default_layout(source, format, scaling)]
     model = source.config.get("model_type")

@@ -7,24 +7,30 @@ import collections
 import concurrent.futures
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Tensor, Transposer
 from qtoolkit.checkpoints._quantize import (
+    BATCH,
     QuantizedSlab,
     Weight,
     largest_magnitudes,
     prepared,
-    quantize_slab,
+    quantize_slabs,
     tensor_scales_from,
 )
 from qtoolkit.checkpoints._reader import WeightReader, grid_of
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
-from qtoolkit.checkpoints._slabs import Grid, Slab
+from qtoolkit.checkpoints._slabs import SLAB, Grid, Slab
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, shown
-from qtoolkit.checkpoints.layouts._encoding import packed, packed_zero_points, same_numbers
+from qtoolkit.checkpoints.layouts._encoding import (
+    Encoding,
+    packed,
+    packed_zero_points,
+    same_numbers,
+)
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 Item = TypeVar("Item")
@@ -108,6 +114,14 @@ class _Part(NamedTuple):
     weight: Weight | None = None
     values: WeightReader | None = None
 
+    @property
+    def alike(self) -> tuple[Any, ...] | None:
+        """What small weights have in common that are quantized in one call; None of all others."""
+        if self.start or not self.is_last or self.weight is None or self.stop * BATCH > SLAB:
+            return None
+        weight = self.weight
+        return weight.spec, weight.grid, weight.tensor.dtype, weight.tensor_scale is None
+
 
 class Production:
     """Makes the bytes of tensors.
@@ -147,13 +161,14 @@ class Production:
         sums = ErrorSums()  # of the tensor that is being made
         zeros: list[np.ndarray] = []  # its zero points, which are packed along all rows
         parts = (part for tensor in tensors for part in self._parts(tensor))
-        for part, output in self._workers.map(_output, parts):
+        batches = self._workers.map(_outputs, _batches(parts))
+        for part, output in itertools.chain.from_iterable(batches):
             tensor = part.tensor
             entries = [*_entries(part, output)]
             if output.zero_point is not None:
                 zeros.append(output.zero_point)
             if part.is_last and zeros:
-                entries.append(packed_zero_points(tensor.encoding, np.concatenate(zeros)))
+                entries.append(_zero_points(tensor.encoding, np.concatenate(zeros)))
                 zeros = []
             for name, data in entries:
                 yield name, data
@@ -225,20 +240,34 @@ class Production:
         return prepared(Weight(source, spec, grid_of(encoding), tensor_scale), self._workers.map)
 
 
-def _output(part: _Part) -> tuple[_Part, QuantizedSlab]:
-    """What becomes of a part: computed in a thread."""
-    if part.slab is None:
-        return part, _copied(part)
-    if part.values is not None:
-        output = _unchanged(part, part.slab, part.values)
-    else:
-        assert part.weight is not None
-        output = quantize_slab(part.weight, part.slab)
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Parts that are computed together: small weights that are alike, and follow one another."""
+    for is_small, run in itertools.groupby(parts, lambda part: part.alike):
+        size, is_compiled = BATCH if is_small else 1, False
+        while batch := [*itertools.islice(run, size)]:
+            is_compiled |= len(batch) == size
+            yield from [batch] if is_compiled else ([part] for part in batch)
+
+
+def _outputs(parts: Sequence[_Part]) -> Iterable[tuple[_Part, QuantizedSlab]]:
+    """What becomes of some parts: computed in a thread."""
+    slabs = [(p.weight, p.slab) for p in parts if p.weight is not None and p.slab is not None]
+    outputs = quantize_slabs(slabs) if slabs else [_stored(part) for part in parts]
+    return [*zip(parts, map(_packed, parts, outputs), strict=True)]
+
+
+def _stored(part: _Part) -> QuantizedSlab:
+    if part.slab is None or part.values is None:
+        return _copied(part)
+    return _unchanged(part, part.slab, part.values)
+
+
+def _packed(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
     encoding = part.tensor.encoding
-    if encoding is not None and encoding.packing is not None:
-        codes = packed(output.codes, encoding.packing, encoding.spec.element.bits)
-        output = output._replace(codes=codes)
-    return part, output
+    if part.slab is None or encoding is None or encoding.packing is None:
+        return output
+    codes = packed(output.codes, encoding.packing, encoding.spec.element.bits)
+    return output._replace(codes=codes)
 
 
 def _unchanged(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
@@ -288,3 +317,13 @@ def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[str, np.ndarr
         dtype = NUMPY_DTYPES[encoding.scale.dtype]
         is_byte = scale.itemsize == dtype.itemsize == 1  # E8M0, which some layouts call U8
         yield encoding.scale.name, scale.view(dtype) if is_byte else scale.astype(dtype, copy=False)
+
+
+def _zero_points(encoding: Encoding | None, zeros: np.ndarray) -> tuple[str, np.ndarray]:
+    """The entry of the zero points of a matrix: its name, its bytes."""
+    assert encoding is not None
+    assert encoding.zero_point is not None
+    assert encoding.zero_packing is not None
+    matrix = zeros.reshape(encoding.matrix_shape[0], -1)
+    words = packed_zero_points(matrix, encoding.zero_packing, encoding.spec.element.bits)
+    return encoding.zero_point.name, np.ascontiguousarray(words)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from qtoolkit.checkpoints._checkpoint import Tensor
@@ -72,6 +72,11 @@ class TensorPlan:
         """The element format; None where it is copied."""
         return None if self.spec is None else self.spec.element
 
+    @property
+    def format_name(self) -> str:
+        """The name of the format to which it is quantized; "" if it is not."""
+        return self.format.name if self.action == "quantize" and self.format else ""
+
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
         """The tensors of the target that are written for it: name, dtype and shape of each."""
@@ -91,7 +96,7 @@ class TensorPlan:
             action=self.action,
             reason=self.reason,
             dtype=self.dtype,
-            format=self.format.name if self.action == "quantize" and self.format else "",
+            format=self.format_name,
             bytes_before=self.source.stored_nbytes,
             bytes_after=self.nbytes,
             **measured,
@@ -131,8 +136,16 @@ class Plan:
         """Every tensor of the target, placed in one file."""
         return placed(entry for tensor in self.tensors for entry in tensor.entries)
 
-    def report(self, source: object, target: object) -> "Report":
-        """The report of the conversion; nothing of it is measured yet."""
+    def report(
+        self,
+        source: object,
+        target: object,
+        tensors: "Sequence[TensorReport] | None" = None,
+        left: Sequence[str] = (),
+    ) -> "Report":
+        """The report of the conversion; without `tensors` nothing of it is measured yet."""
+        if tensors is None:
+            tensors = [tensor.report() for tensor in self.tensors]
         return Report(
             source=str(source),
             target=str(target),
@@ -143,7 +156,8 @@ class Plan:
             loads_nowhere=self.loads_nowhere,
             quantization_config=self.quantization_config,
             caution=self.caution,
-            tensors=tuple(tensor.report() for tensor in self.tensors),
+            left=tuple(left),
+            tensors=tuple(tensors),
         )
 
     @property
@@ -359,6 +373,10 @@ class Comparison:
         """Whether both hold the same tensors with the same values."""
         same = all(tensor.equal for tensor in self.tensors)
         return same and not self.only_a and not self.only_b
+
+    def to_json(self) -> str:
+        """Everything as one JSON object; of equal tensors the SQNR, infinity, becomes null."""
+        return json.dumps(_finite(dataclasses.asdict(self) | {"equal": self.equal}), indent=2)
 
 
 def _finite(value: Any) -> Any:

@@ -12,7 +12,7 @@ import math
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +43,7 @@ _DAMAGED = "it is damaged or no safetensors file; fetch or write it again"
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """The entry of one tensor in a header.
+    """The place of a tensor in a file.
 
     Attributes:
       name: As in the file.
@@ -67,127 +67,49 @@ class TensorInfo:
     def nbytes(self) -> int:
         return self.stop - self.start
 
-    @property
-    def numpy_dtype(self) -> np.dtype | None:
-        """The numpy dtype of the elements; None for those narrower than a byte."""
-        return NUMPY_DTYPES.get(self.dtype)
-
 
 # Reading.
 
 
-class SafetensorsFile:
-    """An open safetensors file, its header read and checked. A context manager.
+def open_safetensors(path: Path) -> Checkpoint:
+    """Opens a file, whose header is read and checked; its tensors are in the order of the data."""
+    storage.check_path(path, "path")
+    with contextlib.ExitStack() as opening:
+        file = storage.open_file(path)
+        opening.callback(file.close)
+        start = bytearray(min(8, file.size))
+        with storage.naming(path):
+            storage.fill(file, 0, memoryview(start), f"{path}: header")
+            length = int.from_bytes(start, "little")
+            if file.size < 8 or length > min(MAX_HEADER_BYTES, file.size - 8):
+                raise CheckpointError(
+                    f"{path}: header length {length} of {file.size} bytes, expected at most "
+                    f"{MAX_HEADER_BYTES} and 8 less than the file; {_DAMAGED}"
+                )
+            text = bytearray(length)
+            storage.fill(file, 8, memoryview(text), f"{path}: header")
+        infos, metadata = _parsed(path, text, file.size - 8 - length)
 
-    Attributes:
-      path: As given.
-      tensors: What the file holds, by name, in the order of the data.
-      metadata: The strings under `__metadata__`.
-
-    Raises:
-      CheckpointError: The header lies or the file is truncated.
-      OSError: The file cannot be opened or read; it names the file.
-
-    Examples:
-      >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones((4, 2), jnp.float8_e4m3fn)})
-      >>> with qt.checkpoints.SafetensorsFile("model.safetensors") as file:
-      ...     print(file.tensors["w"], file.read("w").dtype)
-      TensorInfo(name='w', dtype='F8_E4M3', shape=(4, 2), start=0, stop=8) float8_e4m3fn
-    """
-
-    def __init__(self, path: Path) -> None:
-        storage.check_path(path, "path")
-        self.path = path
-        self._file = storage.open_file(path)
-        size = self._file.size
-        start = bytearray(min(8, size))
-        try:
+        def read(info: TensorInfo, first: int, buffer: memoryview) -> None:
+            if first + len(buffer) > info.nbytes:
+                raise IndexError(
+                    f"tensor {shown(info.name)}: bytes {first}:{first + len(buffer)} of "
+                    f"{info.nbytes}"
+                )
             with storage.naming(path):
-                storage.fill(self._file, 0, memoryview(start), f"{path}: header")
-                length = int.from_bytes(start, "little")
-                if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                    raise CheckpointError(
-                        f"{path}: header length {length} of {size} bytes, expected at most "
-                        f"{MAX_HEADER_BYTES} and 8 less than the file; {_DAMAGED}"
-                    )
-                text = bytearray(length)
-                storage.fill(self._file, 8, memoryview(text), f"{path}: header")
-            self._data = 8 + length
-            self.tensors, self.metadata = _parsed(path, text, self._file.size - self._data)
-        except BaseException:
-            self._file.close()
-            raise
+                where = f"{path}: tensor {shown(info.name)}"
+                storage.fill(file, 8 + length + info.start + first, memoryview(buffer), where)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def checkpoint(self) -> Checkpoint:
-        """The file as a checkpoint, which closes it."""
-        opened = contextlib.ExitStack()
-        opened.callback(self.close)
-        tensors = {name: self._tensor(name) for name in self.tensors}
-        return Checkpoint(self.path, tensors, self.metadata, opened=opened)
-
-    def _tensor(self, name: str) -> Tensor:
-        info = self.tensors[name]
-        return Tensor(name, info.dtype, info.shape, functools.partial(self.read_into, name))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def read(self, name: str) -> np.ndarray:
-        """The whole tensor `name`, a new array.
-
-        Raises:
-          KeyError: The file has no such tensor.
-          CheckpointError: numpy has no dtype for its elements, or the file has shrunk.
-        """
-        info = self.tensors[name]
-        return self.read_flat(name, 0, info.size).reshape(info.shape)
-
-    def read_flat(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Elements `start` to `stop` of tensor `name` in C order: a new array of one dimension.
-
-        Raises:
-          IndexError: They are not all in the tensor.
-          KeyError, CheckpointError: As `read`.
-        """
-        info = self.tensors[name]
-        if not 0 <= start <= stop <= info.size:
-            raise IndexError(f"tensor {shown(name)}: elements {start}:{stop} of {info.size}")
-        return self._tensor(name).read(start, stop)
-
-    def read_bytes(self, name: str, start: int, stop: int) -> bytearray:
-        """Bytes `start` to `stop` of tensor `name`, whatever its dtype. Raises: as `read_into`."""
-        data = bytearray(stop - start)
-        self.read_into(name, start, data)
-        return data
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fills `buffer` from byte `start` of tensor `name` on.
-
-        Raises:
-          IndexError: The tensor ends before the buffer is full.
-          KeyError: The file has no such tensor.
-          CheckpointError: The file has shrunk.
-          OSError: It cannot be read; it names the file.
-        """
-        info = self.tensors[name]
-        if not 0 <= start <= start + len(buffer) <= info.nbytes:
-            raise IndexError(
-                f"tensor {shown(name)}: bytes {start}:{start + len(buffer)} of {info.nbytes}"
-            )
-        with storage.naming(self.path):
-            where = f"{self.path}: tensor {shown(name)}"
-            storage.fill(self._file, self._data + info.start + start, memoryview(buffer), where)
+        tensors = {
+            info.name: Tensor(info.name, info.dtype, info.shape, functools.partial(read, info))
+            for info in infos
+        }
+        return Checkpoint(path, tensors, metadata, opened=opening.pop_all())
 
 
 def _parsed(
     path: Path, text: bytearray, data_bytes: int
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+) -> tuple[list[TensorInfo], dict[str, str]]:
     """The tensors that a header describes, in the order of their data, and the metadata."""
     try:
         if text[:1] != b"{":
@@ -213,7 +135,7 @@ def _parsed(
             raise ValueError(f"{data_bytes} bytes of data, expected {end} by the header ({what})")
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError, JSONDecodeError, our own
         raise CheckpointError(f"{path}: header: {shown(str(error))}; {_DAMAGED}") from error
-    return {tensor.name: tensor for tensor in tensors}, metadata
+    return tensors, metadata
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -369,7 +291,8 @@ def write_arrays(
     infos = layout((name, DTYPE_OF[a.dtype.name], a.shape) for name, a in arrays.items())
     # order="C": the bytes of a transposed array would otherwise be written in another order.
     chunks = (
-        (info.name, np.asarray(arrays[info.name], info.numpy_dtype, order="C")) for info in infos
+        (info.name, np.asarray(arrays[info.name], NUMPY_DTYPES[info.dtype], order="C"))
+        for info in infos
     )
     write_safetensors(path, infos, chunks, metadata, overwrite=overwrite)
 

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._checkpoint import Checkpoint
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._safetensors import layout as safetensors_layout
+from qtoolkit.checkpoints._safetensors import open_safetensors, write_safetensors
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._target import (
     Destination,
@@ -108,8 +108,8 @@ class _Unfinished:
         """Whether the tensors of a complete file are those that were written."""
         expected = (self.record(name) or {}).get("checksums")
         try:
-            with SafetensorsFile(self.inside(name)) as file:
-                return expected == {tensor: _checksum(file, tensor) for tensor in file.tensors}
+            with open_safetensors(self.inside(name)) as file:
+                return expected == {name: _checksum(one) for name, one in file.tensors.items()}
         except CheckpointError:
             return False
 
@@ -127,12 +127,12 @@ class _Unfinished:
         storage.remove_folder(self.partial)
 
 
-def _checksum(file: SafetensorsFile, name: str) -> int:
+def _checksum(tensor: Tensor) -> int:
     """The CRC-32 of a tensor's bytes."""
-    checksum, size = 0, file.tensors[name].nbytes
-    for start in range(0, size, _READ):
-        buffer = bytearray(min(_READ, size - start))
-        file.read_into(name, start, memoryview(buffer))
+    checksum = 0
+    for start in range(0, tensor.nbytes, _READ):
+        buffer = bytearray(min(_READ, tensor.nbytes - start))
+        tensor.read_into(start, memoryview(buffer))
         checksum = zlib.crc32(buffer, checksum)
     return checksum
 
@@ -359,9 +359,9 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
     weight_map: dict[str, str] = {}
     total = 0
     for name in shared["files"]:
-        with SafetensorsFile(unfinished.inside(name)) as file:
+        with open_safetensors(unfinished.inside(name)) as file:
             weight_map |= dict.fromkeys(file.tensors, name)
-            total += sum(info.nbytes for info in file.tensors.values())
+            total += sum(tensor.nbytes for tensor in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     # Index and config.json come last: no loader opens a folder without them, so that behind a URL,
     # where nothing is renamed, what can be opened is whole.

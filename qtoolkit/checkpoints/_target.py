@@ -30,7 +30,7 @@ from qtoolkit.checkpoints._folder import (
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, configs_in, listed, shown
-from qtoolkit.checkpoints._writing import check_target, exists_already
+from qtoolkit.checkpoints._writing import GGUF, check_target, exists_already, is_gguf
 from qtoolkit.checkpoints.layouts import _mlx
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
@@ -61,7 +61,18 @@ class Destination:
     def check(self) -> None:
         """Raises if `src` cannot be converted to `dst`; looks at names and kinds of files only."""
         is_folder = container_of(self.src, "src") == "folder"
-        if not is_folder:
+        if is_gguf(self.dst):
+            self._check_unsharded(f"{self.dst}: is a GGUF file")
+            if not is_folder or is_url(self.src):
+                raise CheckpointError(
+                    f"{self.src}: no folder on this machine, expected one with config.json and "
+                    "tokenizer, which a GGUF file holds; fetch it and give it"
+                )
+            if is_url(self.dst):
+                raise CheckpointError(
+                    f"{self.dst}: GGUF is written to files alone; write it and copy it"
+                )
+        elif not is_folder:
             self._check_unsharded(f"{self.src}: is a file, which becomes one file")
         storage.check_path(self.dst, "dst")
         storage.check_writable(self.dst)
@@ -72,12 +83,13 @@ class Destination:
                 "if the result is not what you want"
             )
         inner, outer = (target, source) if len(target) > len(source) else (source, target)
-        if inner.startswith(outer + "/") and storage.kind_at(self.src) == "folder":
+        is_inside = inner.startswith(outer + "/") and not is_gguf(self.dst)
+        if is_inside and storage.kind_at(self.src) == "folder":
             raise CheckpointError(
                 f"{self.dst}: the source and the target lie inside one another; choose another"
             )
-        if not is_folder:
-            check_target(self.dst, self.overwrite)
+        if not is_folder or is_gguf(self.dst):
+            check_target(self.dst, self.overwrite, (GGUF,) if is_folder else ())
         elif str(self.dst).rstrip("/").endswith(".safetensors"):
             raise CheckpointError(
                 f"{self.dst}: named as a file, and {self.src} is a folder, which becomes a folder, "

@@ -13,7 +13,7 @@ import hashlib
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from qtoolkit.checkpoints import _storage as storage
@@ -27,7 +27,8 @@ PARTIAL = ".qtoolkit-partial"
 WHOLE = "is written and whole"
 _PLAN_KEYS = {"fingerprint", "shards", "files", "copied", "json", "report"}
 _MAX_JSON = 2**30
-_OTHER_FILES = (".npz", ".npy", ".msgpack", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5")
+GGUF = ".gguf"
+_OTHER_FILES = (".npz", ".npy", ".msgpack", GGUF, ".bin", ".pt", ".pth", ".ckpt", ".h5")
 _LONGEST = 200  # bytes of a name, so that there is room for more
 _SMALL = 2**16  # bytes that are written at once: to hand them to the thread takes longer
 _AHEAD = 8  # writes that may wait
@@ -40,8 +41,15 @@ class OvertakenError(CheckpointError):
     __module__ = "qtoolkit.checkpoints"
 
 
-def check_target(path: Path, overwrite: bool) -> str:
-    """The real path of a file to write; raises where that cannot work or would lose a file."""
+def is_gguf(path: Path) -> bool:
+    return str(path).lower().endswith(GGUF)
+
+
+def check_target(path: Path, overwrite: bool, endings: Sequence[str] = ()) -> str:
+    """The real path of a file to write; raises where that cannot work or would lose a file.
+
+    `endings` are those of other containers than safetensors that its name may have.
+    """
     storage.check_path(path, "path")
     storage.check_writable(path)
     target = str(path) if is_url(path) else os.path.realpath(path)
@@ -51,7 +59,7 @@ def check_target(path: Path, overwrite: bool) -> str:
         raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
     if kind == "other":
         raise CheckpointError(f"{path}: is not a regular file, expected one or a new name")
-    if ending.lower() in _OTHER_FILES or stem.endswith("/"):
+    if ending.lower() in {*_OTHER_FILES} - {*endings} or stem.endswith("/"):
         raise CheckpointError(
             f"{path}: the target is a safetensors file, expected a name that ends so; name it "
             f"{stem.rstrip('/')}.safetensors"

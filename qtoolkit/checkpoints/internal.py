@@ -9,7 +9,7 @@ from qtoolkit.checkpoints._codes import check_explained, check_quantized
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
-from qtoolkit.checkpoints._gguf_write import OWN_TYPES, check_container, is_gguf
+from qtoolkit.checkpoints._gguf_write import OWN_TYPES, check_container, plan_for
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._target import (
@@ -20,5 +20,5 @@ from qtoolkit.checkpoints._target import (
     worker_count,
 )
 from qtoolkit.checkpoints._tensors import MisuseError, listed, shown
-from qtoolkit.checkpoints._writing import WHOLE, check_target, whole
+from qtoolkit.checkpoints._writing import WHOLE, whole
 from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding

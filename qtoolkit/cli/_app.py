@@ -10,11 +10,11 @@ import typer
 
 from qtoolkit._version import __version__
 from qtoolkit.cli._checkpoints import convert, dequantize, finalize
-from qtoolkit.cli._compare import compare, picture, verify
+from qtoolkit.cli._compare import compare, verify
 from qtoolkit.cli._errors import failure, one_line_errors, os_failure
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
 from qtoolkit.cli._inspect import inspect, layouts
-from qtoolkit.cli._options import completion
+from qtoolkit.cli._options import completion, picture
 from qtoolkit.cli._tables import page_width, table
 from qtoolkit.formats import BLOCK_FORMATS, FORMATS, Format
 from qtoolkit.formats import format as resolve
@@ -82,7 +82,7 @@ EXAMPLES = {
     "layouts": ("qtoolkit layouts", "qtoolkit layouts compressed-tensors"),
     "compare": (
         "qtoolkit compare SmolLM2 SmolLM2-fp8",
-        "qtoolkit compare SmolLM2 SmolLM2-fp8 --plot sqnr.png",
+        "qtoolkit compare model.safetensors model-fp8.safetensors --json",
     ),
     "verify": (
         "qtoolkit verify SmolLM2 SmolLM2-fp8",

@@ -14,13 +14,12 @@ from qtoolkit import checkpoints
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
     Destination,
-    MisuseError,
     check_container,
     check_quantized,
     dequantized,
     file_limit,
     files_of_shard,
-    is_gguf,
+    plan_for,
     read_json,
     resolve_target,
     shown,
@@ -168,14 +167,12 @@ def _print_report(report: checkpoints.Report, style: str) -> None:
 def _dry_run(destination: Destination, arguments: dict[str, Any], style: str) -> None:
     """Print the plan that `make_plan` makes with these arguments."""
     check_container(arguments["format"], destination.dst)
-    if is_gguf(destination.dst):
-        raise MisuseError(f"{destination.dst}: GGUF, of which no plan is made; omit --dry-run")
     destination.check()
     dst, shard = str(destination.dst), destination.shard
     files = []
     with checkpoints.open_source(destination.src) as opened:
         source = dequantized(opened) if arguments["format"] else check_quantized(opened)
-        plan = checkpoints.make_plan(source, **arguments)
+        plan = plan_for(destination.dst, source, **arguments)
         if shard is not None and opened.folder is not None:
             limit = file_limit(destination.max_shard_size)
             names, count = files_of_shard(plan, opened, limit, shard)

@@ -1,48 +1,26 @@
 """The commands that judge checkpoints: compare, verify."""
 
 import dataclasses
-import importlib.util
 import json
 import math
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import Comparison, TensorComparison
-from qtoolkit.checkpoints.internal import check_target, listed, shown
-from qtoolkit.cli._errors import note, one_line_errors
+from qtoolkit.checkpoints.internal import listed, shown
+from qtoolkit.cli._errors import one_line_errors
 from qtoolkit.cli._options import JSON
 from qtoolkit.cli._summaries import counted
 from qtoolkit.cli._tables import progress, table
 
 _HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "underflowed", "NaN, Inf")
-_IMAGES = (".png", ".svg", ".pdf")
-
-
-def picture(path: Path | None) -> Path | None:
-    """A callback for options that name a picture file: refuses others before any work."""
-    if path is not None and path.suffix.lower() not in _IMAGES:
-        raise typer.BadParameter(
-            f"{shown(path.name)}, expected a name that ends in {', '.join(_IMAGES)}"
-        )
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("matplotlib is missing; pip install matplotlib")
-    return path
 
 
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A folder or file: the reference.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another version of it.")],
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            callback=picture,
-            help="Draw the SQNR of each tensor, too; needs matplotlib.",
-        ),
-    ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Compare the numbers of two checkpoints.
@@ -53,22 +31,14 @@ def compare(
     """
     checkpoints.compare  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):
-        if plot is not None:
-            check_target(plot, overwrite=True)
         with progress("comparing") as callback:
             comparison = checkpoints.compare(a, b, progress=callback)
         if as_json:
-            # JSON has no infinity: the SQNR of equal tensors is null, as `equal` says.
-            data, known = dataclasses.asdict(comparison), _lossy(comparison)
-            for tensor in data["tensors"]:
-                tensor["sqnr_db"] = known.get(tensor["name"])
-            typer.echo(json.dumps({**data, "equal": comparison.equal}, indent=2))
+            typer.echo(comparison.to_json())
         else:
             table(_HEADER, [_row(tensor) for tensor in comparison.tensors], right=_HEADER[2:])
             for line in _summary(comparison):
                 typer.echo(line)
-        if plot is not None:
-            _draw(comparison, plot)
 
 
 def verify(
@@ -136,15 +106,3 @@ def _lossy(comparison: Comparison) -> dict[str, float]:
         for tensor in comparison.tensors
         if tensor.sqnr_db is not None and math.isfinite(tensor.sqnr_db)
     }
-
-
-def _draw(comparison: Comparison, path: Path) -> None:
-    known = _lossy(comparison)
-    if not known:
-        note(f"{path} not written: no tensor differs, so there is no SQNR to draw")
-        return
-    from qtoolkit.plots import sqnr_by_tensor  # loads matplotlib
-
-    axes = sqnr_by_tensor(known)
-    axes.figure.savefig(path)
-    note(f"{path} written")

@@ -4,9 +4,11 @@ A value that is wrong by itself ends the command with exit code 2.
 """
 
 import dataclasses
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -22,10 +24,13 @@ from qtoolkit.checkpoints.internal import (
     compiled,
     resolve_target,
     scheme_named,
+    shown,
     target_names,
     worker_count,
 )
 from qtoolkit.cli._errors import failure
+
+_IMAGES = (".png", ".svg", ".pdf")
 
 
 def one_of(name: str, choices: Sequence[str]) -> dict[str, Any]:
@@ -37,6 +42,17 @@ def one_of(name: str, choices: Sequence[str]) -> dict[str, Any]:
         return value
 
     return {"metavar": "NAME", "callback": check, "autocompletion": completion(choices)}
+
+
+def picture(path: Path | None) -> Path | None:
+    """A callback for options that name a picture file: refuses others before any work."""
+    if path is not None and path.suffix.lower() not in _IMAGES:
+        raise typer.BadParameter(
+            f"{shown(path.name)}, expected a name that ends in {', '.join(_IMAGES)}"
+        )
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("matplotlib is missing; pip install matplotlib")
+    return path
 
 
 def completion(choices: Sequence[str]) -> Callable[[str], list[str]]:

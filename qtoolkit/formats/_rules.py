@@ -1,6 +1,7 @@
 """`Rules`: which value applies to which path or class. No JAX here."""
 
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,6 +124,13 @@ class Rules(Generic[Value]):
             return
         names = [path if isinstance(path, str) else path[0] for path in paths]
         names = [name or "'' (the whole)" for name in names]
+        close = [
+            name
+            for key in unused
+            if isinstance(key, str)
+            for name in difflib.get_close_matches(key, names, n=1)
+        ]
+        names = [*close, *(name for name in names if name not in close)]
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ValueError(
             f"{where}: {', '.join(map(_key_text, unused))} matches nothing, expected every rule to "

@@ -2,7 +2,7 @@
 
 The collection "qtoolkit" holds, in the scope of the wrapped module, a dictionary for each layer
 with matmuls, "self.mlp.Dense_0"; that holds one for each matmul, named after its kernel, "kernel",
-or its place, "attend@3:12", with arrays as `products._states` names them. The collection
+or its place, "attend@matmul(q,k_T)", with arrays as `products._states` names them. The collection
 "qtoolkit_scales" holds learned scales likewise.
 """
 

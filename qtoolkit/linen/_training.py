@@ -43,9 +43,8 @@ def value_and_grad(
     or without the collection, all scales are current ones. A warning says so. Calls of `apply` that
     are not differentiated use the delayed scales and do not change them. A matmul with a kernel is
     identified by the kernel, "kernel"; a matmul of two activations, or one of several with one
-    kernel, by its place in the code of the module, "attend@3:12": function, line and column. A
-    matmul that did not run in `init`, because of an `if` in Python, has no history and uses current
-    scales.
+    kernel, by the text of its code in the module, "attend@matmul(q,k_T)". A matmul that did not run
+    in `init`, because of an `if` in Python, has no history and uses current scales.
 
     Args:
       loss: A function of (variables, *args, **kwargs) that returns a scalar or (scalar, aux). It

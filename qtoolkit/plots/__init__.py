@@ -9,7 +9,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from qtoolkit._names import hint_at_names
-from qtoolkit.plots._curves import loss_curves, sqnr_by_tensor
+from qtoolkit.plots._curves import loss_curves
 from qtoolkit.plots._errors import error_against_magnitude
 from qtoolkit.plots._histograms import code_histogram
 from qtoolkit.plots._number_line import number_line
@@ -21,7 +21,6 @@ __all__ = [
     "loss_curves",
     "number_line",
     "numerics_map",
-    "sqnr_by_tensor",
 ]
 
 hint_at_names(__name__)

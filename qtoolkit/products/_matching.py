@@ -52,9 +52,15 @@ def _within(paths: Sequence[str], kernel: str) -> list[str]:
 def training_rules(recipe: Any) -> Rules[Recipe]:
     """The recipes for a model to be trained, as `wrap` takes them."""
     check = functools.partial(check_recipe, "wrap")
-    if isinstance(recipe, Rules):
-        return recipe.map(check)
-    return Rules((), default=check(recipe))
+    if not isinstance(recipe, Rules):
+        return Rules((), default=check(recipe))
+    rules = recipe.map(check)
+    if all(value is None for _, value in rules.rules) and rules.default is None:
+        raise ValueError(
+            "wrap: the rules exclude every layer, expected a recipe for one or more; layers "
+            "without a rule get the default, as Rules({...}, default=qtoolkit.recipes.te_current)"
+        )
+    return rules
 
 
 def unused_rules(rules: Rules[Recipe], modules: Sequence[FoundModule]) -> list[str | type]:

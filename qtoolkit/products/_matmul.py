@@ -52,9 +52,10 @@ class Matmul(NamedTuple):
     Attributes:
       primitive: Its name in JAX.
       path, name: Where its state is. With a kernel: the module that owns it, and its name there,
-        "up"; if the call uses it several times, also the place in the user's code, "up@attend@3:12"
-        (`place_of`). For two activations: the module that runs, and the place there, or a number in
-        layers of Flax. "#2" follows for the second one at a place, as in a loop of Python.
+        "up"; if the call uses it several times, also the place in the user's code,
+        "up@attend@dot(x,s_up)" (`Site`). For two activations: the module that runs, and the place
+        there, or a number in layers of Flax. "#2" follows for the second one at a place, as in a
+        loop of Python.
       place: That place.
       parameter: The kernel, or None for two activations.
       kernel: Which operand that is: 0, 1, or None.

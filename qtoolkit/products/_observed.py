@@ -29,11 +29,11 @@ from qtoolkit.scaling.internal import BUCKETS, amax_of, histogram
 Array = jax.Array
 
 MISSING = (
-    "{name}: differentiated without state: the model has none for this matmul, because wrap was "
-    "not given inputs that run it, or init did not run it, or the variables lack their collection; "
-    "its delayed scales are current ones, and it has no warm-up; wrap(model, recipe, inputs=(x,)) "
-    'of qtoolkit.nnx traces the model; to qtoolkit.linen pass {{**variables, "params": params}}, '
-    'with the collection "qtoolkit" that init returned'
+    "differentiated without state: the model has none for some of its matmuls, so their delayed "
+    "scales are computed in the same step, and they have no warm-up; with qtoolkit.nnx write "
+    "wrap(model, recipe, inputs=(x,)), which traces the model and gives each matmul its state; "
+    'with qtoolkit.linen pass {**variables, "params": params}, with the collection "qtoolkit" that '
+    'init returned; report(...) says "current" for the matmuls without state'
 )
 STALE = (
     "differentiated without qtoolkit.{nnx,linen}.value_and_grad: histories of delayed scales and "
@@ -73,7 +73,7 @@ _observed_p.multiple_results = True
 
 
 def observed(
-    kept: Mapping[str, Array], lhs: Any, rhs: Any, recipe: Recipe, *, moves: bool, name: str = ""
+    kept: Mapping[str, Array], lhs: Any, rhs: Any, recipe: Recipe, *, moves: bool
 ) -> tuple[dict[str, Array], Array]:
     """The state by which a matmul is computed, and what a training step sees of it.
 
@@ -82,11 +82,11 @@ def observed(
     scales; where the state does not move, all scales are current ones, and a warm-up has ended.
 
     Args:
+      kept: Empty for a matmul that the state does not know.
       lhs, rhs: The operands in the order (input, kernel).
-      name: Of a matmul that the state does not know, for the warning.
     """
     names = tuple(part for part in (HISTORY, STEP) if part in kept)
-    warning = MISSING.format(name=name) if name else STALE
+    warning = STALE if kept else MISSING
     if moves:
         warning = COTANGENTS if recipe.delayed[2] and HISTORY in kept else ""
     matmul = _Matmul(names, PROBE in kept, moves, warning)

@@ -54,6 +54,12 @@ dgrad: (e5m2 by tensor) x (e4m3fn by tensor); wgrad: (e4m3fn by tensor) x (e5m2 
 
     def rules(self, paths: Sequence[str]) -> Rules[Recipe]:
         """The rules for layers of these paths, in the order in which they run."""
+        if paths and len(paths) <= self.first + self.last:
+            raise ValueError(
+                f"wrap: first_last_high_precision leaves none of {len(paths)} layers to quantize, "
+                f"expected more than {self.first} first and {self.last} last ones; give "
+                "first_last_high_precision other numbers, or wrap the recipe itself"
+            )
         kept = [*paths[: self.first], *paths[max(0, len(paths) - self.last) :]]
         return Rules({f"^{re.escape(path)}$": None for path in kept}, default=self.recipe)
 

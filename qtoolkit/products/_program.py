@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from qtoolkit.products._lines import Places, librarys_line, places_of, users_line
+from qtoolkit.products._lines import librarys_line, users_line
 from qtoolkit.products._lookups import Lookup, looked_up, lookup_of
 from qtoolkit.products._loops import (
     OPAQUE,
@@ -53,6 +53,7 @@ from qtoolkit.products._matmul import (
 )
 from qtoolkit.products._origins import CONSTANT, Origin, Parameter, Step, original_of, origins_after
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._sites import Site, site_of
 from qtoolkit.products._taps import Seen
 from qtoolkit.scaling import QArray
 
@@ -159,10 +160,10 @@ class _Around(NamedTuple):
     has_derivative: bool = True
     line: str = ""
     body: str | None = None  # the name of the jitted function, "" in other bodies
-    places: Places = Places("", "", False)  # of the equation whose body it is
+    site: Site = Site("", "", False)  # of the equation whose body it is
 
-    def places_of(self, eqn: Any) -> Places:
-        return places_of(eqn, self.body).within(self.places)
+    def site_of(self, eqn: Any) -> Site:
+        return site_of(eqn, self.body).within(self.site)
 
     def within(self, eqn: Any) -> "_Around":
         """The same for an equation: its name stack says more."""
@@ -187,7 +188,7 @@ class _Around(NamedTuple):
             has_derivative=self.has_derivative and name != "while",
             line=users_line(eqn) or self.line,
             body=str(eqn.params["name"]) if name in ("jit", "pjit") else "",
-            places=self.places_of(eqn),
+            site=self.site_of(eqn),
         )
 
 
@@ -270,12 +271,12 @@ class _Finder:
             if x.parameter is not None and parameters[1 - side] is not None:
                 self.other_uses.add(x.parameter)
         parameter = None if kernel is None else parameters[kernel]
-        places = around.places_of(eqn)
+        site = around.site_of(eqn)
         return Matmul(
             primitive=eqn.primitive.name,
             path=(around.module or "") if parameter is None else parameter.path,
             name="" if parameter is None else parameter.name,
-            place=places.in_module if parameter is None else places.in_call,
+            place=site.in_module if parameter is None else site.in_call,
             parameter=parameter,
             kernel=kernel,
             module=around.module,

@@ -164,10 +164,9 @@ class Quantizing:
             kept = with_first_scales(kept, operands, recipe)
         if matmul.kernel is not None and matmul.origins[matmul.kernel].stored:
             recipe = recipe.with_stored(1)
-        shown = f"{matmul.path or MODEL}:{matmul.name}"
         if not kept and self.rng is None:
             if recipe.is_delayed or recipe.warm_up:
-                observed({}, *operands, recipe, moves=False, name=shown)
+                observed({}, *operands, recipe, moves=False)
             recipe = recipe.without_state()
         elif self.observes and any(part in kept for part in (HISTORY, KEY, STEP)):
             kept, histograms = observed(kept, *operands, recipe, moves=self.moves)

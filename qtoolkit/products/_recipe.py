@@ -396,12 +396,13 @@ def check_not_none(where: str, recipe: Any, instead: str) -> None:
 
 
 def _instead(value: Any) -> str:
-    """What to write in place of something that is no Recipe; "" if nothing is known of it."""
+    """What to write in place of something that is no Recipe."""
     if isinstance(value, dict):
         return " or Rules; write qtoolkit.Rules({...}, default=qtoolkit.Recipe())"
-    name = value if isinstance(value, str) else getattr(value, "name", None)
+    of_dtype = getattr(getattr(value, "dtype", None), "name", None)  # of jnp.float8_e4m3fn
+    name = value if isinstance(value, str) else getattr(value, "name", of_dtype)
     if not isinstance(name, str):
-        return ""
+        return ", e.g. qtoolkit.recipes.te_current"
     from qtoolkit.products import _presets  # not at the top: `_presets` imports this file
 
     presets = [n for n in _presets.__all__ if isinstance(getattr(_presets, n), Recipe)]

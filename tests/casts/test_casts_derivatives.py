@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 import qtoolkit as qt
 
@@ -48,33 +49,20 @@ def test_a_derivative_raises_and_names_fake_cast(function, where, name):
         return jnp.sum(function(x, name))
 
     for transform in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
-        with pytest.raises(TypeError, match=_both_names(where)):
-            transform(X)
-    with pytest.raises(TypeError, match=_both_names(where)):
-        jax.jvp(loss, (X,), (np.ones_like(X),))
-    with pytest.raises(TypeError, match=_both_names(where)):
-        jax.linearize(loss, X)
-    with pytest.raises(TypeError, match=_both_names(where)):
+        refused(TypeError, _both_names(where), transform, X)
+    refused(TypeError, _both_names(where), jax.jvp, loss, (X,), (np.ones_like(X),))
+    refused(TypeError, _both_names(where), jax.linearize, loss, X)
+    with refused(TypeError, _both_names(where)):
         jax.vmap(jax.grad(lambda x: jnp.sum(function(x, name))))(X[:, None])
 
 
 @pytest.mark.sample(
-    "round_to_format-e4m3fn-to_odd",
-    "round_to_format-e4m3fn-toward_zero",
-    "round_to_format-e4m3fn-stochastic",
-    "encode-bfloat16-to_odd",
-    "encode-bfloat16-toward_zero",
-    "encode-bfloat16-random_bits",
-    "cast-int4-toward_zero",
-    "cast-int4-stochastic",
-    "cast-e8m0fnu-to_odd",
-    "cast-e8m0fnu-toward_zero",
-    "cast-e8m0fnu-random_bits",
-    "cast-bool-toward_zero",
-    "cast-bool-stochastic",
-    "encode-e2m1fn-to_odd",
-    "encode-e2m1fn-stochastic",
-    "encode-e2m1fn-random_bits",
+    *("round_to_format-e4m3fn-to_odd", "round_to_format-e4m3fn-toward_zero"),
+    *("round_to_format-e4m3fn-stochastic", "encode-bfloat16-to_odd", "encode-bfloat16-toward_zero"),
+    *("encode-bfloat16-random_bits", "cast-int4-toward_zero", "cast-int4-stochastic"),
+    *("cast-e8m0fnu-to_odd", "cast-e8m0fnu-toward_zero", "cast-e8m0fnu-random_bits"),
+    *("cast-bool-toward_zero", "cast-bool-stochastic", "encode-e2m1fn-to_odd"),
+    *("encode-e2m1fn-stochastic", "encode-e2m1fn-random_bits"),
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
@@ -93,16 +81,14 @@ def test_no_mode_has_a_derivative(where, name, mode):
         return jnp.sum(getattr(qt, where)(x, name, **MODES[mode]).astype(jnp.float32))
 
     for transform in (jax.grad(loss), jax.grad(jax.jit(loss))):
-        with pytest.raises(TypeError, match=_both_names(where)):
-            transform(X)
-    with pytest.raises(TypeError, match=_both_names(where)):
-        jax.jvp(loss, (X,), (np.ones_like(X),))
+        refused(TypeError, _both_names(where), transform, X)
+    refused(TypeError, _both_names(where), jax.jvp, loss, (X,), (np.ones_like(X),))
 
 
 @pytest.mark.parametrize("name", ["nf4", "hifloat8", "posit8", "e2m3fn", "tf32", "binary8p3se"])
 def test_codes_of_formats_without_a_dtype_have_none_either(name):
     for where, function in (("encode", _encode), ("round_to_format", _round)):
-        with pytest.raises(TypeError, match=_both_names(where)):
+        with refused(TypeError, _both_names(where)):
             jax.grad(lambda x, f=function: jnp.sum(f(x, name)))(X)
 
 
@@ -230,7 +216,7 @@ def test_cast_with_float64():
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, [1, 1, 0])
         for name in ("e4m3fn", "int8", "int64", "bool"):
-            with pytest.raises(TypeError, match=_both_names("cast")):
+            with refused(TypeError, _both_names("cast")):
                 jax.grad(lambda x, name=name: jnp.sum(_cast(x, name)))(x)
 
 

@@ -251,17 +251,8 @@ def test_decode_of_every_code_equals_ml_dtypes(name):
 
 
 @pytest.mark.sample(
-    "e4m3fn",
-    "e2m3fn",
-    "e8m0fnu",
-    "e4m3b11fnuz",
-    "e1m2fn",
-    "binary8p3se",
-    "binary8p5sf",
-    "binary8p7se",
-    "binary8p2uf",
-    "binary8p4ue",
-    "binary8p6uf",
+    *("e4m3fn", "e2m3fn", "e8m0fnu", "e4m3b11fnuz", "e1m2fn", "binary8p3se", "binary8p5sf"),
+    *("binary8p7se", "binary8p2uf", "binary8p4ue", "binary8p6uf"),
 )
 @pytest.mark.parametrize("name", GFLOAT)
 def test_decode_of_every_code_equals_gfloat(name):
@@ -336,16 +327,8 @@ def test_encode_gives_every_code_back(name):
 
 
 @pytest.mark.sample(
-    "e5m2",
-    "e4m3fnuz",
-    "e4m3b11fnuz",
-    "e4m3_ieee",
-    "e8m0fnu",
-    "bfloat16",
-    "int2",
-    "int4",
-    "int16",
-    "uint8",
+    *("e5m2", "e4m3fnuz", "e4m3b11fnuz", "e4m3_ieee", "e8m0fnu", "bfloat16", "int2", "int4"),
+    *("int16", "uint8"),
 )
 @pytest.mark.parametrize("name", [name for name in DTYPES if SPECS[name].bits <= 16])
 def test_decode_takes_arrays_of_the_formats_own_dtype(name):
@@ -364,14 +347,8 @@ def test_decode_takes_arrays_of_the_formats_own_dtype(name):
 
 
 @pytest.mark.sample(
-    "e4m3fn-float16",
-    "e5m2-float16",
-    "e4m3fnuz-bfloat16",
-    "e5m2fnuz-bfloat16",
-    "hifloat8-float16",
-    "int8-float16",
-    "int8-bfloat16",
-    "float16-float16",
+    *("e4m3fn-float16", "e5m2-float16", "e4m3fnuz-bfloat16", "e5m2fnuz-bfloat16"),
+    *("hifloat8-float16", "int8-float16", "int8-bfloat16", "float16-float16"),
 )
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casts_oracle import (
-    SPECS,
-    assert_same_bits,
-    bits_of,
-    fraction_code,
-    p3109,
-    stochastic_codes,
-)
+from casts_oracle import SPECS, assert_same_bits, bits_of, fraction_code, p3109, stochastic_codes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -303,14 +296,8 @@ WIDE = [
 
 
 @pytest.mark.sample(
-    "int32-float32-16-A",
-    "int32-float32-16-C",
-    "uint32-float32-24-C",
-    "int32-bfloat16-23-B",
-    "int64-float64-11-B",
-    "uint64-float64-24-A",
-    "uint64-float64-24-B",
-    "int64-float32-24-A",
+    *("int32-float32-16-A", "int32-float32-16-C", "uint32-float32-24-C", "int32-bfloat16-23-B"),
+    *("int64-float64-11-B", "uint64-float64-24-A", "uint64-float64-24-B", "int64-float32-24-A"),
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("source", "name", "bits"), WIDE)

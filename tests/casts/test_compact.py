@@ -16,10 +16,7 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import E4M3FN, FORMATS, Overflow, Specials
 
-UNLIMITED = (
-    *("e4m3fn", "e5m2", "e3m4", "e4m3_ieee", "float16"),
-    *("e2m1fn", "e2m3fn", "e3m2fn"),
-)
+UNLIMITED = (*("e4m3fn", "e5m2", "e3m4", "e4m3_ieee", "float16"), *("e2m1fn", "e2m3fn", "e3m2fn"))
 
 
 def rounded(x, fmt):

@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import (
@@ -18,7 +19,6 @@ from qtoolkit.checkpoints import (
 )
 
 E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
-F4 = ml_dtypes.float4_e2m1fn
 WIDE = {"b.weight": np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)}
 SCALE = np.ones(64, np.float32)
 
@@ -69,7 +69,7 @@ def test_convert_refuses_codes_of_layouts_that_are_not_read(tmp_path, program):
     if program[:1].isupper():
         assert f"by the names of its entries it is of {program}, which is not read" in message
         assert f"dequantize it with {program}" in message
-    with pytest.raises(CheckpointError, match="may be codes"):
+    with refused(CheckpointError, "may be codes"):
         dequantize_checkpoint(tmp_path / "f", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -109,8 +109,7 @@ def test_a_scale_of_a_weight_in_high_precision_is_refused(tmp_path, name):
     """What is not read as codes has no scale; a loader may multiply by it, so it was copied."""
     save(tmp_path / "f", {"a.weight": WIDE["b.weight"], name: SCALE, **WIDE})
     message = rf"tensor {name}: F32 \[64\]: a scale by its name, of a weight in high precision"
-    with pytest.raises(CheckpointError, match=message):
-        convert(tmp_path / "f", tmp_path / "out")
+    refused(CheckpointError, message, convert, tmp_path / "f", tmp_path / "out")
     convert(tmp_path / "f", tmp_path / "out", skip=[r"^a\."])
     np.testing.assert_array_equal(stored(tmp_path / "out")[name], SCALE)
 
@@ -130,8 +129,7 @@ def test_entries_that_may_change_a_quantized_weight_are_refused(tmp_path, name):
     save(tmp_path / "f", {**FP8, f"a.{name}": np.ones((8, 8), np.float32), **WIDE})
     message = rf"tensor a\.{name}: .* of a quantized weight, expected no such entry"
     for act in (convert, dequantize_checkpoint):
-        with pytest.raises(CheckpointError, match=message):
-            act(tmp_path / "f", tmp_path / "out")
+        refused(CheckpointError, message, act, tmp_path / "f", tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["down_proj_zeros", "down_proj_scale_2", "down_proj.absmax"])
@@ -143,9 +141,7 @@ def test_entries_of_a_weight_whose_name_is_no_module_are_refused(tmp_path, name)
     save(tmp_path / "f", {**experts, "experts.down_proj_bias": SCALE, **WIDE})
     convert(tmp_path / "f", tmp_path / "out")
     save(tmp_path / "g", {**experts, f"experts.{name}": SCALE, **WIDE})
-    with pytest.raises(
-        CheckpointError, match=rf"tensor experts\.{name}: .* expected no such entry"
-    ):
+    with refused(CheckpointError, rf"tensor experts\.{name}: "):
         convert(tmp_path / "g", tmp_path / "out2")
 
 
@@ -208,8 +204,7 @@ def test_a_weight_or_a_scale_alone_is_named(tmp_path, changes, message, act):
         "compare": lambda: compare(source, source),
         "load": lambda: load(source),
     }
-    with pytest.raises(CheckpointError, match=message):
-        do[act]()
+    refused(CheckpointError, message, do[act])
 
 
 @pytest.mark.parametrize(
@@ -224,7 +219,7 @@ def test_a_weight_or_a_scale_alone_is_named(tmp_path, changes, message, act):
 )
 def test_a_scale_alone_is_named_without_a_config_too(tmp_path, name, array):
     save(tmp_path / "f", {name: array, **WIDE})
-    with pytest.raises(CheckpointError, match=rf"tensor {name}: .*: of a weight that is not there"):
+    with refused(CheckpointError, rf"tensor {name}: .*: of a weight that is not there"):
         convert(tmp_path / "f", tmp_path / "out")
     convert(tmp_path / "f", tmp_path / "out", layout="plain", allow_codes=True)
 
@@ -267,5 +262,5 @@ def test_nan_in_floats_of_8_bits_is_counted(tmp_path, dtype, bytes_, count):
 def test_gptq_without_its_config_is_refused(tmp_path):
     words = {"a.qweight": np.ones((8, 64), np.int32), "a.qzeros": np.ones((1, 8), np.int32)}
     save(tmp_path / "f", {**words, "a.scales": np.ones((1, 64), np.float16), **WIDE})
-    with pytest.raises(CheckpointError, match=r"a\.qweight: of .* GPTQ.*give the folder with it"):
+    with refused(CheckpointError, r"a\.qweight: of .* GPTQ.*give the folder with it"):
         convert(tmp_path / "f", tmp_path / "out")

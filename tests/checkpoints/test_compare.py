@@ -7,20 +7,20 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from command import run
+from refused import refused
 from stored import stored
-from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
     CheckpointError,
-    SafetensorsFile,
     compare,
     convert,
     dequantize,
     load,
+    open_source,
     save,
     verify,
 )
-from qtoolkit.cli._app import app
 
 LAYOUTS = [
     ("plain", "e4m3fn", "tensor"),
@@ -51,9 +51,7 @@ def model(folder):
 
 
 @pytest.mark.sample(
-    "plain-e4m3fn-tensor",
-    "plain-float16-None",
-    "compressed-tensors-nvfp4-None",
+    *("plain-e4m3fn-tensor", "plain-float16-None", "compressed-tensors-nvfp4-None"),
     "compressed-tensors-int4_group128-None",
 )
 @pytest.mark.parametrize(("layout", "fmt", "scaling"), LAYOUTS)
@@ -64,10 +62,11 @@ def test_a_changed_byte_does_not_verify(tmp_path, layout, fmt, scaling):
     assert found.problems == ()
     assert (found.tensors, found.quantized) == (4, 0 if fmt == "float16" else 3)
     file = dst / "model.safetensors"
-    with SafetensorsFile(file) as opened:
+    with open_source(file) as opened:
         names = list(opened.tensors)
-        data = file.stat().st_size - sum(info.nbytes for info in opened.tensors.values())
-        places = {name: data + info.start for name, info in opened.tensors.items()}
+        sizes = [tensor.nbytes for tensor in opened.tensors.values()]
+        ends = file.stat().st_size - sum(sizes) + np.cumsum(sizes)
+        places = dict(zip(names, (ends - sizes).tolist(), strict=True))
     whole = file.read_bytes()
     for name in names:
         damaged = bytearray(whole)
@@ -181,38 +180,23 @@ def test_what_cannot_be_compared(tmp_path):
     save(tmp_path / "a", {"x": np.ones((2, 3), np.float32)})
     save(tmp_path / "b", {"y": np.ones((2, 3), np.float32)})
     save(tmp_path / "c", {"x": np.ones((3, 2), np.float32)})
-    with pytest.raises(CheckpointError, match=r"b: no tensor has a name that .*a has"):
+    with refused(CheckpointError, r"b: no tensor has a name that .*a has"):
         compare(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(CheckpointError, match=r"c: tensor x: shape \[3, 2\], and \[2, 3\] in .*a"):
+    with refused(CheckpointError, r"c: tensor x: shape \[3, 2\], and \[2, 3\] in .*a"):
         compare(tmp_path / "a", tmp_path / "c")
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def test_the_commands(tmp_path):
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     save(tmp_path / "a", {"w.weight": x})
     convert(tmp_path / "a", tmp_path / "b")
-    done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", tmp_path / "p.png")
+    done = run("compare", tmp_path / "a", tmp_path / "b")
     assert done.exit_code == 0
     assert "e4m3fn" in done.stdout
-    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     done = run("compare", tmp_path / "a", tmp_path / "a", "--json")
     data = json.loads(done.stdout)
     assert data["equal"] is True
     assert data["tensors"][0]["sqnr_db"] is None
-    done = run("compare", tmp_path / "a", tmp_path / "a", "--plot", tmp_path / "q.png")
-    assert done.exit_code == 0
-    assert not (tmp_path / "q.png").exists()
-    assert "no tensor differs, so there is no SQNR to draw" in done.stderr
-    done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", "p.gif")
-    assert done.exit_code == 2
-    assert "expected a name that ends in .png, .svg, .pdf" in done.stderr
-    done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", tmp_path / "no" / "p.png")
-    assert (done.exit_code, done.stdout) == (1, "")  # before the work
-    assert "its folder does not exist; create it" in done.stderr
     done = run("verify", tmp_path / "a", tmp_path / "b")
     assert done.exit_code == 0
     assert "1 tensor, 1 of them quantized: as expected" in done.stdout
@@ -241,6 +225,7 @@ def test_what_convert_and_compare_say_is_what_float64_says(tmp_path, scaling, sc
     assert report.sqnr_db == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.sample("options1")
 @pytest.mark.parametrize("options", [{}, {"format": "nvfp4"}, {"layout": "finegrained-fp8"}])
 def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, options):
     """The exact values of a format's 256 codes were computed for each tensor: 8 times as long."""
@@ -248,7 +233,7 @@ def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, option
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text('{"model_type": "qwen3_moe"}')
     names = (
-        f"layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(500) for p in ("up", "gate")
+        f"layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(200) for p in ("up", "gate")
     )
     save(tmp_path / "a" / "model.safetensors", dict.fromkeys(names, weight))
     acts = {
@@ -257,7 +242,7 @@ def test_many_small_tensors_take_no_longer_than_converting_them(tmp_path, option
         "compare": lambda: compare(tmp_path / "a", tmp_path / "b"),
     }
     seconds = dict.fromkeys(acts, math.inf)
-    for _ in range(4):  # the first compiles
+    for _ in range(3):  # the first compiles
         for name, act in acts.items():
             start = time.process_time()
             act()

@@ -9,10 +9,10 @@ import shlex
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from command import run
+from refused import refused
 
 from qtoolkit.checkpoints import CheckpointError, convert, make_plan, open_source, save, verify
-from qtoolkit.cli._app import app
 from qtoolkit.formats import Rules
 
 RNG = np.random.default_rng(0)
@@ -94,8 +94,7 @@ def test_rules_that_split_a_layer_are_for_plain_only(tmp_path):
     src = folder(tmp_path / "src", of_layers(*JOINED[0][0]))
     rules = Rules({"q_proj": "e4m3fn", "[kv]_proj": "int8"})
     message = r"q_proj.weight \(e4m3fn .*and so for 1 more; expected one for all parts"
-    with pytest.raises(CheckpointError, match=message):
-        plan(src, format=rules, scaling="channel")
+    refused(CheckpointError, message, plan, src, format=rules, scaling="channel")
     plan(src, format=rules, scaling="channel", allow_split=True)
     plan(src, skip=["k_proj"], layout="plain")
 
@@ -103,10 +102,10 @@ def test_rules_that_split_a_layer_are_for_plain_only(tmp_path):
 def test_the_command_refuses_and_takes_split_layers(tmp_path):
     src = folder(tmp_path / "src", of_layers(*JOINED[0][0]))
     arguments = ["convert", str(src), str(tmp_path / "dst"), "--skip", "k_proj", "--dry-run"]
-    refused = CliRunner().invoke(app, arguments)
-    assert refused.exit_code == 1
-    assert "--allow-split" in refused.stderr
-    assert CliRunner().invoke(app, [*arguments, "--allow-split"]).exit_code == 0
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert "--allow-split" in done.stderr
+    assert run(*arguments, "--allow-split").exit_code == 0
 
 
 SIZES = {
@@ -121,7 +120,7 @@ def test_all_matrices_that_do_not_fit_are_named_at_once(tmp_path):
     src = folder(tmp_path / "src", SIZES)
     arguments = ["convert", str(src), str(tmp_path / "dst"), "--format", "mxfp4"]
     for dry in ([], ["--dry-run"]):
-        result = CliRunner().invoke(app, [*arguments, *dry])
+        result = run(*arguments, *dry)
         assert result.exit_code == 1
         text = " ".join(result.stderr.split())
         assert (
@@ -180,18 +179,18 @@ def test_formats_by_the_names_of_their_publishers(tmp_path, name, fmt, scaling):
     expected = plan(src, format=fmt, scaling=scaling, layout="compressed-tensors")
     assert by_rule.quantization_config == expected.quantization_config
     arguments = ["convert", str(src), str(tmp_path / "dst"), "--format", name, "--dry-run"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert run(*arguments).exit_code == 0
 
 
 def test_a_name_with_another_scaling_is_refused(tmp_path):
     src = folder(tmp_path / "src", {"model.layers.0.mlp.down_proj.weight": (128, 128)})
-    with pytest.raises(CheckpointError, match=r"--scaling tensor: FP8_DYNAMIC is e4m3fn"):
+    with refused(CheckpointError, r"--scaling tensor: FP8_DYNAMIC is e4m3fn"):
         plan(src, format="FP8_DYNAMIC", scaling="tensor")
 
 
 def test_a_folder_is_not_written_into_the_name_of_a_file(tmp_path):
     src = folder(tmp_path / "src", {"model.layers.0.mlp.down_proj.weight": (128, 128)})
-    with pytest.raises(CheckpointError, match=r"out.safetensors: named as a file, .* is a folder"):
+    with refused(CheckpointError, r"out.safetensors: named as a file, .* is a folder"):
         convert(src, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -256,10 +255,10 @@ def test_the_summary_says_how_much_of_a_model_stays_as_it_was(tmp_path):
     src = folder(tmp_path / "src", shapes | {"model.layers.0.self_attn.o_proj.weight": (32, 64)})
     arguments = ["convert", str(src), str(tmp_path / "dst")]
     for dry in (["--dry-run"], []):
-        result = CliRunner().invoke(app, [*arguments, *dry])
+        result = run(*arguments, *dry)
         reason = "3 dimensions, compressed-tensors holds matrices"
         assert f"excluded   1 tensor ({reason}: 1), 88.9 % of" in result.stdout
-    report = CliRunner().invoke(app, [*arguments, "--overwrite", "--json"])
+    report = run(*arguments, "--overwrite", "--json")
     assert json.loads(report.stdout)["kept_share"] == 16384 / 18432
 
 
@@ -282,7 +281,7 @@ def test_summary_and_metadata_are_true_of_several_schemes(tmp_path, rules, words
         "--rules",
         str(tmp_path / "rules.json"),
     ]
-    result = CliRunner().invoke(app, arguments)
+    result = run(*arguments)
     assert title in result.stdout
     with open_source(tmp_path / "dst") as source:
         assert json.loads(source.metadata["qtoolkit"])["scaling"] == words

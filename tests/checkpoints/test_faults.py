@@ -12,6 +12,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, convert, layout, save, write_safetensors
@@ -41,7 +42,7 @@ def test_of_two_writers_of_a_file_one_fails(tmp_path, ended):
         with contextlib.nullcontext() if ended else pytest.raises(OSError, match="the second"):
             write_safetensors(tmp_path / TARGET, outputs, second(), overwrite=True)
 
-    with pytest.raises(CheckpointError, match=r"dst\.safetensors: another conversion is writ"):
+    with refused(CheckpointError, r"dst\.safetensors: another conversion is writ"):
         write_safetensors(tmp_path / TARGET, outputs, first(), overwrite=True)
     assert os.listdir(tmp_path) == ([TARGET] if ended else [])
     assert not ended or stored(tmp_path / TARGET)["x"].tobytes() == b"5678"
@@ -96,15 +97,14 @@ def test_the_bytes_are_the_same_whatever_the_number_of_threads(tmp_path):
 @pytest.mark.parametrize("workers", [0, 65, True, "2"])
 def test_workers_out_of_range(tmp_path, workers):
     save(tmp_path / "src", {"a.weight": np.ones((2, 2), np.float32)})
-    with pytest.raises(ValueError, match=r"workers=.*, expected 1 to 64"):
-        convert(tmp_path / "src", tmp_path / TARGET, workers=workers)
+    refused(ValueError, r"workers=", convert, tmp_path / "src", tmp_path / TARGET, workers=workers)
     assert os.listdir(tmp_path) == ["src"]
 
 
 @pytest.mark.parametrize("memory", ["359MiB", 0, "much"])
 def test_memory_out_of_range(tmp_path, memory):
     save(tmp_path / "src", {"a.weight": np.ones((2, 2), np.float32)})
-    with pytest.raises(ValueError, match=r"max_memory=.*, expected "):
+    with refused(ValueError, r"max_memory="):
         convert(tmp_path / "src", tmp_path / TARGET, max_memory=memory)
     assert os.listdir(tmp_path) == ["src"]
 

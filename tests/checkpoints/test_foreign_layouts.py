@@ -12,6 +12,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -385,24 +386,17 @@ def folder(path, config, entries):
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_have_the_values_of_the_programs_own_formula(tmp_path, case):
+    """As `dequantize_checkpoint` writes them, and as `load` gives them."""
     config, entries, expected = CASES[case]()
     source = folder(tmp_path / "source", config, entries)
     dequantize_checkpoint(source, tmp_path / "values", dtype="float32")
-    found = load(tmp_path / "values")
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found.pop(name), values, err_msg=name)
-    assert {name for name in found if not name.endswith("bias")} == set()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_load_gives_arrays_with_the_same_values(tmp_path, case):
-    config, entries, expected = CASES[case]()
-    loaded = load(folder(tmp_path / "source", config, entries))
+    written, loaded = load(tmp_path / "values"), load(source)
+    assert {name for name in written if not name.endswith("bias")} == expected.keys()
     for name, values in expected.items():
         array = loaded[name]
-        if isinstance(array, QArray):
-            array = array.dequantize("float32")
-        np.testing.assert_array_equal(array, values, err_msg=name)
+        array = array.dequantize("float32") if isinstance(array, QArray) else array
+        for found in (written[name], array):
+            np.testing.assert_array_equal(found, values, err_msg=name)
 
 
 @pytest.mark.parametrize("case", FEW)
@@ -475,7 +469,7 @@ def test_groups_of_inputs_that_are_no_groups_are_named(tmp_path, index):
     config, entries, _ = gptq(4)
     entries[f"{MODULE}.g_idx"] = index.astype(np.int32)
     source = folder(tmp_path / "source", config, entries)
-    with pytest.raises(CheckpointError, match=r"down_proj\.g_idx: groups of .*expected 32 in each"):
+    with refused(CheckpointError, r"down_proj\.g_idx: groups of"):
         dequantize_checkpoint(source, tmp_path / "values")
 
 
@@ -519,5 +513,4 @@ def test_a_missing_entry_is_named(tmp_path, case, entry):
     source = folder(tmp_path / "source", config, entries)
     message = f"tensor {re.escape(entry)}: no such tensor, expected .*; fetch the checkpoint again"
     for act in (dequantize_checkpoint, convert):
-        with pytest.raises(CheckpointError, match=message):
-            act(source, tmp_path / "values")
+        refused(CheckpointError, message, act, source, tmp_path / "values")

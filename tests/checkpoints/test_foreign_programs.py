@@ -8,6 +8,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -86,8 +87,7 @@ def test_what_comfyui_marks_as_another_format_is_refused(tmp_path, case, mark):
         lambda: compare(tmp_path / "f", tmp_path / "f"),
         lambda: dequantize(load(tmp_path / "f")),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            act()
+        refused(CheckpointError, message, act)
     assert not (tmp_path / "out").exists()
 
 
@@ -96,8 +96,7 @@ def test_marks_that_contradict_a_config_are_refused(tmp_path):
     tensors, _ = LOOK_ALIKES["nvfp4"]
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     src = folder(tmp_path / "src", comfy(tensors, {"format": "nvfp4"}), config)
-    with pytest.raises(CheckpointError, match=r"by \{'format': 'nvfp4'\}, expected only float8"):
-        convert(src, tmp_path / "out")
+    refused(CheckpointError, r"by \{'format': 'nvfp4'\}", convert, src, tmp_path / "out")
 
 
 @pytest.mark.parametrize("mark", ["tensor", "metadata"])
@@ -160,8 +159,7 @@ def test_entries_that_change_the_numbers_are_refused(tmp_path, name, array):
         lambda: load(src),
         lambda: dequantize(load(src / "model.safetensors")),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            act()
+        refused(CheckpointError, message, act)
 
 
 def test_zero_points_of_activations_go_with_their_scales(tmp_path):
@@ -188,8 +186,7 @@ def test_a_weight_that_is_rounded_at_run_time_is_refused(tmp_path):
     src = folder(tmp_path / "src", tensors, config)
     message = rf"tensor {WEIGHT}: BF16 .128, 256. with a scale, expected codes"
     for act in (lambda: convert(src, tmp_path / "out", layout="plain"), lambda: load(src)):
-        with pytest.raises(CheckpointError, match=message):
-            act()
+        refused(CheckpointError, message, act)
 
 
 @pytest.mark.parametrize("name", ["dense/kernel", "dense.kernel", "w"])
@@ -197,8 +194,7 @@ def test_ambiguous_scales_of_a_square_are_refused(tmp_path, name):
     codes, scale = INT8[:, :128], SCALE[:, 0]
     save(tmp_path / "f", {name: codes, f"{name}_scale": scale})
     message = r"_scale: .128. of .128, 128., expected .128, 1., of rows, or .1, 128., of columns"
-    with pytest.raises(CheckpointError, match=message):
-        dequantize_checkpoint(tmp_path / "f", tmp_path / "out")
+    refused(CheckpointError, message, dequantize_checkpoint, tmp_path / "f", tmp_path / "out")
     save(tmp_path / "g", {name: codes, f"{name}_scale": scale[None]})
     found = values(tmp_path / "g", tmp_path / "values")
     np.testing.assert_array_equal(found[name], codes * scale)
@@ -269,7 +265,7 @@ def test_mxfp4_of_quark_is_read(tmp_path):
 @pytest.mark.parametrize("codes", [INT8, np.ones((128, 32), np.int32)])
 def test_integers_of_quark_are_refused(tmp_path, codes):
     src = folder(tmp_path / "src", *quark({WEIGHT: codes, f"{WEIGHT}_scale": SCALE}))
-    with pytest.raises(CheckpointError, match=rf"tensor {WEIGHT}: I.*the program that made it"):
+    with refused(CheckpointError, rf"tensor {WEIGHT}: I.*the program that made it"):
         convert(src, tmp_path / "out")
 
 
@@ -309,11 +305,7 @@ def test_fused_experts_of_modelopt_may_be_wider_than_a_block(tmp_path, axis, met
             {WEIGHT: np.ones((64, 32), np.uint32), f"{MODULE}.biases": np.ones((64, 4), BF16)},
             {"config": {"group_size": 64, "bits": 4}, "quantization": {"bits": 4}},
         ),
-        (
-            "torchao",
-            {f"{MODULE}._weight_qdata": FP8, f"{MODULE}._weight_scale": SCALE},
-            {},
-        ),
+        ("torchao", {f"{MODULE}._weight_qdata": FP8, f"{MODULE}._weight_scale": SCALE}, {}),
         (
             "Nunchaku",
             {f"{MODULE}.qweight": INT8, f"{MODULE}.wscales": np.ones((4, 128), BF16)},
@@ -333,8 +325,7 @@ def test_programs_are_named(tmp_path, program, tensors, more):
         lambda: convert(src, tmp_path / "out"),
         lambda: dequantize_checkpoint(src, tmp_path / "out"),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            act()
+        refused(CheckpointError, message, act)
 
 
 def test_another_program_is_not_taken_for_comfyui(tmp_path):

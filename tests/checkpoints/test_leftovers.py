@@ -11,13 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    convert,
-    finalize,
-    open_source,
-    save,
-)
+from qtoolkit.checkpoints import CheckpointError, convert, finalize, open_source, save
 from qtoolkit.checkpoints._writing import partial_name
 
 SIZE = "40KB"  # two matrices of codes to a file

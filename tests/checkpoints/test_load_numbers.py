@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save
@@ -86,7 +87,7 @@ def test_a_table_of_names_a_state_of_nnx_and_another_shape(tmp_path):
     table = {f"{key}.kernel": (f"attn.{x}_proj.weight", (1, 0)) for key, x in names.items()}
     like = nnx.state(heads, nnx.Param)
     options = {"dtype": "bfloat16", "names": table}
-    with pytest.raises(CheckpointError, match=r"tensor rotary\.inv_freq, which `like` has not"):
+    with refused(CheckpointError, r"tensor rotary\.inv_freq, which `like` has not"):
         load(tmp_path / "model.safetensors", like, **options)
     state = load(tmp_path / "model.safetensors", like, skip=["inv_freq"], **options)
     assert isinstance(state, nnx.State)
@@ -99,17 +100,14 @@ def test_a_table_of_names_a_state_of_nnx_and_another_shape(tmp_path):
 
 def test_what_names_and_skip_need(source):
     for options in ({"names": {}}, {"skip": ["a"]}):
-        with pytest.raises(TypeError, match=r"load: names or skip without like"):
-            load(source, **options)
-    with pytest.raises(TypeError, match=r"load: names without dtype"):
-        load(source, structs(), names=flax_name)
-    with pytest.raises(CheckpointError, match=r"dtype int8 .*expected float32, bfloat16"):
-        load(source, dtype="int8")
-    with pytest.raises(CheckpointError, match=r"kernel, which the file has not"):
+        refused(TypeError, r"load: names or skip without like", load, source, **options)
+    refused(TypeError, r"load: names without dtype", load, source, structs(), names=flax_name)
+    refused(CheckpointError, r"dtype int8", load, source, dtype="int8")
+    with refused(CheckpointError, r"kernel, which the file has not"):
         load(source, structs(), dtype="bfloat16", names={})
     like = {"a": jax.ShapeDtypeStruct((1, 3), jnp.bfloat16)}
     table = {"a": "model.layers.0.up_proj.weight"}
-    with pytest.raises(CheckpointError, match=r"shape \(256, 128\), expected \(1, 3\)"):
+    with refused(CheckpointError, r"shape \(256, 128\)"):
         load(source, like, dtype="bfloat16", names=table)
 
 

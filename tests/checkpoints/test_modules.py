@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit import Rules
 from qtoolkit.checkpoints import CheckpointError, convert, save
@@ -31,12 +32,7 @@ def found(patterns, module):
 
 TOWER = layers("vision_tower.encoder.", ("self_attn.q_proj", "mlp.down_proj"))
 MODELS = {  # kept, quantized: as in the checkpoint; kept, quantized: as transformers calls them
-    "llama, tied": (
-        ["model.embed_tokens"],
-        layers("model."),
-        ["lm_head"],
-        layers("model."),
-    ),
+    "llama, tied": (["model.embed_tokens"], layers("model."), ["lm_head"], layers("model.")),
     "llava": (
         [*TOWER, "multi_modal_projector.linear_1", "language_model.lm_head"],
         layers("language_model.model."),
@@ -138,7 +134,7 @@ def test_the_experts_of_llama_4_are_refused(tmp_path):
     }
     save(tmp_path / "in.safetensors", tensors)
     arguments = (tmp_path / "in.safetensors", tmp_path / "out.safetensors")
-    with pytest.raises(CheckpointError, match=r"experts.down_proj: all experts of a Llama 4 layer"):
+    with refused(CheckpointError, r"experts.down_proj: all experts of a Llama 4 layer"):
         convert(*arguments, layout="compressed-tensors")
     assert convert(*arguments, layout="plain").tensors
 

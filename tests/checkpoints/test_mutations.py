@@ -11,10 +11,10 @@ import safetensors
 
 from qtoolkit.checkpoints import (
     CheckpointError,
-    SafetensorsFile,
     compare,
     convert,
     dequantize_checkpoint,
+    open_source,
     save,
     verify,
 )
@@ -51,7 +51,7 @@ def test_200_headers_with_random_bytes(tmp_path):
             changed[draw.randrange(len(changed))] = draw.randrange(32, 127)
         write(tmp_path / "f", bytes(changed), data)
         try:
-            with SafetensorsFile(tmp_path / "f"):
+            with open_source(tmp_path / "f"):
                 pass
         except CheckpointError as error:
             errors.append(str(error))

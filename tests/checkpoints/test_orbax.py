@@ -9,6 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from refused import refused
 from stored import stored
 
 import qtoolkit as qt
@@ -121,20 +122,19 @@ def test_a_leaf_called_value_among_others_has_its_name(tmp_path):
     assert bytes(data) == np.asarray(attention["value"]).tobytes()
 
 
-def refused(path, message):
-    with pytest.raises(CheckpointError, match=message):
-        open_source(path)
+def not_opened(path, message):
+    refused(CheckpointError, message, open_source, path)
 
 
 def test_what_is_not_read(folder, tmp_path):
-    refused(folder / "steps", "no weights in the folder, but 12, as orbax names steps")
-    refused(folder / "items/0", r"with items (params, more|more, params), expected one; give")
+    not_opened(folder / "steps", "no weights in the folder, but 12, as orbax names steps")
+    not_opened(folder / "items/0", r"with items (params, more|more, params), expected one; give")
     with open_source(folder / "items/0/more") as source:
         assert list(source.tensors) == ["w"]
     quantized = qt.nnx.quantize(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "e4m3fn")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "codes", nnx.state(quantized))
-    refused(tmp_path / "codes", r"codes of a QArray.*is quantized already")
+    not_opened(tmp_path / "codes", r"codes of a QArray.*is quantized already")
 
 
 def no_json(folder):
@@ -184,4 +184,4 @@ def test_many_small_arrays_are_read_together(tmp_path, monkeypatch):
 def test_leaves_that_are_no_arrays(tmp_path):
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "text", {"w": jnp.ones(3), "name": "hello"})
-    refused(tmp_path / "text", "name: a string, expected an array")
+    not_opened(tmp_path / "text", "name: a string, expected an array")

@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import (
@@ -70,7 +71,7 @@ def test_the_size_of_a_block_is_not_found_by_dividing(layout):
         f"a.weight{suffix}": Entry(f"a.weight{suffix}", "F32", (256, 2)),
     }
     if layout == "finegrained-fp8":
-        with pytest.raises(CheckpointError, match=r"\[256, 192\] with scales \[256, 2\], expected"):
+        with refused(CheckpointError, r"\[256, 192\] with scales \[256, 2\]"):
             LAYOUTS[layout].decode({}, headers, "here")
         config = {"weight_block_size": [1, 96]}
         assert LAYOUTS[layout].decode(config, headers, "here")["a.weight"].lengths == (1, 96)

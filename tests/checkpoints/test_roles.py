@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from stored import stored
 
-from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, make_plan, save
+from qtoolkit.checkpoints import CheckpointError, convert, make_plan, open_source, save
 from qtoolkit.formats import Rules
 
 # Of each model with one layer the weights of linear layers and experts, and the other matrices,
@@ -191,7 +191,7 @@ def test_only_linear_layers_of_real_models_are_quantized(tmp_path, model):
     else:
         linear, wide = (names.split() for names in MODELS[model])
     save(tmp_path / "f", {name: np.zeros((2, 4), np.float32) for name in (*linear, *wide)})
-    with SafetensorsFile(tmp_path / "f") as source:
+    with open_source(tmp_path / "f") as source:
         plan = make_plan(source)
     found = {tensor.name: tensor.reason for tensor in plan.tensors}
     assert found == dict.fromkeys(linear, "") | dict.fromkeys(wide, "skipped by default")
@@ -317,7 +317,7 @@ def test_tables_are_targeted_by_their_class(tmp_path, others, targets):
     """As llm-compressor does it: vLLM's models do not tell all tables their names."""
     x = np.ones((128, 128), np.float32)
     save(tmp_path / "f", {f"{name}.weight": x for name in ("embed_tokens", "mlp", "lm_head")})
-    with SafetensorsFile(tmp_path / "f") as source:
+    with open_source(tmp_path / "f") as source:
         rules = Rules({"embed_tokens": "int8_group128", "mlp": others})
         plan = make_plan(source, format=rules, layout="compressed-tensors")
     groups = plan.quantization_config["config_groups"].values()
@@ -329,7 +329,7 @@ def test_tables_are_targeted_by_their_class(tmp_path, others, targets):
 def test_embeddings_are_refused_for_layouts_of_linear_layers(tmp_path, name):
     tensors = {f"{name}.weight": np.zeros((128, 128), np.float32)}
     save(tmp_path / "f", tensors | {"embed_out.weight": np.zeros((128, 128), np.float32)})
-    with SafetensorsFile(tmp_path / "f") as source:
+    with open_source(tmp_path / "f") as source:
         with pytest.raises(CheckpointError, match="a table of embeddings by its name"):
             make_plan(source, format=Rules((), default="e4m3fn"), layout="compressed-tensors")
         rules = Rules({"embed_out": "e4m3fn"})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from stored import stored
 
-from qtoolkit.checkpoints import SafetensorsFile, compare, convert, save, verify
+from qtoolkit.checkpoints import compare, convert, open_source, save, verify
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.self_attn.o_proj.weight"
@@ -102,7 +102,7 @@ def test_codes_that_are_converted_again_stay_as_they_are(tmp_path, fmt):
     convert(src, tmp_path / "once", format=fmt)
     convert(tmp_path / "once", tmp_path / "twice", format=fmt)
     paths = [tmp_path / name / "model.safetensors" for name in ("once", "twice")]
-    with SafetensorsFile(paths[0]) as once, SafetensorsFile(paths[1]) as twice:
+    with open_source(paths[0]) as once, open_source(paths[1]) as twice:
         assert once.tensors.keys() == twice.tensors.keys()
         if fmt != "nvfp4":  # its second scale follows from the largest of the others
             for name in once.tensors:

@@ -19,7 +19,7 @@ from qtoolkit.checkpoints._quantize import (
     Weight,
     largest_magnitudes,
     prepared,
-    quantize_slab,
+    quantize_slabs,
     tensor_scales_from,
 )
 from qtoolkit.checkpoints._reader import slab_values
@@ -55,7 +55,9 @@ def quantized(x, fmt, workers=1, **options):
     """Codes, scales, tensor scale and sums, put together from the slabs."""
     weight = weight_of(x, fmt, **options)
     with Workers(workers) as threads:
-        slabs = [*threads.map(lambda slab: quantize_slab(weight, slab), weight.grid.slabs())]
+        slabs = [
+            *threads.map(lambda slab: quantize_slabs([(weight, slab)])[0], weight.grid.slabs())
+        ]
     codes = np.concatenate([slab.codes.reshape(-1) for slab in slabs]).reshape(x.shape)
     sums, scales = ErrorSums(), None
     if weight.spec.scale is not None:
@@ -127,14 +129,10 @@ CASES = {
 
 
 @pytest.mark.sample(
-    "a scale for the tensor-float32-1024",
-    "for each output-bfloat16-1024",
-    "for each input of experts-float16-1024",
-    "of a convolution-float32-1024",
-    "groups with a tail-bfloat16-1024",
-    "groups with a tensor scale-float16-1024",
-    "groups of 128-float16-1024",
-    "blocks of experts-float32-1024",
+    *("a scale for the tensor-float32-1024", "for each output-bfloat16-1024"),
+    *("for each input of experts-float16-1024", "of a convolution-float32-1024"),
+    *("groups with a tail-bfloat16-1024", "groups with a tensor scale-float16-1024"),
+    *("groups of 128-float16-1024", "blocks of experts-float32-1024"),
 )
 @pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -143,6 +141,22 @@ def test_the_bits_are_those_of_quantize(monkeypatch, fmt, shape, dtype, chunk):
     monkeypatch.setattr(_slabs, "SLAB", chunk)
     x = weights(shape, dtype)
     assert_as_quantize(x, fmt, *quantized(x, fmt, workers=2))
+
+
+@pytest.mark.parametrize("name", ["a scale for the tensor", "for each input", "blocks", "no scale"])
+def test_weights_that_are_alike_share_a_call(name):
+    fmt, shape = CASES[name]
+    arrays = [
+        weights(shape, ml_dtypes.bfloat16, seed) * ml_dtypes.bfloat16(2.0**-power)
+        for seed, power in enumerate((0, 10, 120))  # the last one has subnormal values
+    ]
+    made = [weight_of(x, fmt) for x in arrays]
+    (slab,) = made[0].grid.slabs()
+    for x, weight, each in zip(
+        arrays, made, quantize_slabs([(w, slab) for w in made]), strict=True
+    ):
+        codes = each.codes.reshape(x.shape)
+        assert_as_quantize(x, fmt, codes, each.scale, weight.tensor_scale, each.sums)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.exhaustive)])

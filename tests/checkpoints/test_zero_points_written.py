@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from refused import refused
 from safetensors.numpy import load_file
 
 import qtoolkit as qt
@@ -106,5 +107,5 @@ def test_activations_with_zero_points(tmp_path, as_rules):
 @pytest.mark.parametrize("layout", ["plain", "modelopt", "finegrained-fp8"])
 def test_other_layouts_refuse_it_by_name(tmp_path, layout):
     checkpoints.save(tmp_path / "a.safetensors", {NAME: np.ones((128, 128), np.float32)})
-    with pytest.raises(CheckpointError, match=f"layout {layout}: cannot hold .*zero_point=True"):
+    with refused(CheckpointError, f"layout {layout}: cannot hold .*zero_point=True"):
         convert(tmp_path / "a.safetensors", tmp_path / "b", format="W4A16_ASYM", layout=layout)

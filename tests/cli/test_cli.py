@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import typer
+from command import fails, run
 from stored import stored
-from typer.testing import CliRunner
 
 import qtoolkit as qt
 from qtoolkit import __version__
@@ -24,22 +24,6 @@ from qtoolkit.cli import _tables
 from qtoolkit.cli._app import EXAMPLES, app
 
 COMMAND = (sys.executable, "-m", "qtoolkit")
-
-
-def run(*arguments):
-    """The command in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def fails(*arguments, code=1):
-    """The one line that a failing command prints; nothing else, no traceback."""
-    result = run(*arguments)
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("converting")]
-    assert result.exit_code == code, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert (len(lines), result.stdout) == (1, "")
-    assert lines[0].startswith("qtoolkit: ")
-    return lines[0].removeprefix("qtoolkit: ")
 
 
 @pytest.fixture
@@ -396,7 +380,7 @@ def test_the_examples_of_help_are_of_that_command_and_can_be_parsed():
     group = typer.main.get_command(app)
     assert set(EXAMPLES) == set(group.commands)
     for name, lines in EXAMPLES.items():
-        shown = CliRunner().invoke(app, [name, "--help"]).output
+        shown = run(name, "--help").output
         assert len(lines) == 2
         for line in lines:
             assert f"    {line}\n" in shown

@@ -4,11 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from command import run
 from stored import stored
-from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import save
-from qtoolkit.cli._app import app
 from qtoolkit.formats import Rules
 
 MODEL = {
@@ -17,10 +16,6 @@ MODEL = {
     "up.weight": np.ones((4, 6), np.float32),
     "bias": np.ones(6, np.float32),
 }
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from each import each
 from typer.testing import CliRunner
 
 import qtoolkit as qt
@@ -129,8 +130,8 @@ def properties(text):
     return {name: " ".join(value.split()) for name, value in pairs}
 
 
-@pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("columns", [80, 120])
+@each("name", PAGES)
+@each("columns", [80, 120])
 def test_every_page_is_plain_text_of_the_width(name, columns):
     result = run(name, columns=columns)
     assert result.exit_code == 0, result.output

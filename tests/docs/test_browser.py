@@ -134,12 +134,7 @@ def test_stochastic_probabilities(page):
     for name, x in (("e4m3fn", 0.3), ("e5m2", -1.07), ("int8", 2.4), ("e4m3fn", 1.0)):
         page.select_option("#format", name)
         page.fill("#number", str(x))
-        codes = qt.encode(
-            np.full(2**16, x),
-            name,
-            rounding="stochastic",
-            random_bits=random,
-        )
+        codes = qt.encode(np.full(2**16, x), name, rounding="stochastic", random_bits=random)
         away = page.evaluate(
             "([name, x]) => explorer.formats.get(name).stochastic(x).high", [name, x]
         )

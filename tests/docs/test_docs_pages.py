@@ -31,38 +31,6 @@ def test_the_examples_of_a_page(page):
     assert examples.run(page) == examples.expected(page)
 
 
-def test_most_pages_have_examples():
-    assert len(WITH_EXAMPLES) >= 14
-
-
-@pytest.mark.quick
-def test_an_example_that_prints_something_else_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\nx = 2\n```\n\n```pycon\n>>> x + 1\n4\n>>> for i in range(2):\n...     i\n0\n1\n"
-        ">>> 1 / 0\n```\n\n```sh\nqtoolkit formats e5m2  # a comment\nmake run\n```\n\n"
-        "```console\n$ qtoolkit --version\nqtoolkit 0.0\n$ qtoolkit --version\n```\n"
-    )
-    found = examples.run(page)
-    assert list(found.values()) == [
-        "3\n",
-        "0\n1\n",
-        "Traceback (most recent call last):\n    ...\nZeroDivisionError: division by zero\n",
-        f"qtoolkit {qtoolkit.__version__}\n",
-        f"qtoolkit {qtoolkit.__version__}\n",
-    ]
-    assert examples.expected(page) != found
-    page.write_text(examples.written(page, found))
-    assert examples.run(page) == examples.expected(page)
-    assert [*examples.expected(page).values()] == [*found.values()]  # lines have moved
-    page.write_text("```sh\nqtoolkit formats nothing\n```\n")
-    with pytest.raises(RuntimeError, match="exit code 2"):
-        examples.run(page)
-    page.write_text("```console\n$ make run\n```\n")
-    with pytest.raises(RuntimeError, match="only `qtoolkit` runs here"):
-        examples.run(page)
-
-
 def hooks_without_mkdocs():
     """The functions of docs/hooks.py that make pages; mkdocs itself is not in the test extra."""
     text = (ROOT / "docs" / "hooks.py").read_text(encoding="utf-8")

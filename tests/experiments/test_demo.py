@@ -37,10 +37,7 @@ def corpus():
 def finished(tmp_path_factory):
     """A whole demo of three steps of a small model: its output and its folder."""
     folder = tmp_path_factory.mktemp("demo") / "new"
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as output,
-    ):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr(language_model, "ByteTransformer", small)
         demo.run(steps=3, out=folder, seed=1, format="F8_E5M2")
     return output.getvalue(), folder

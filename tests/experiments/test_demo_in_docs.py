@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from demo import Results
 
 ROOT = Path(__file__).parents[2]
@@ -69,13 +68,3 @@ def test_the_command_replaces_the_block_and_nothing_else(tmp_path):
         done = update(page, "demo", table)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert page.read_text() == f"{BEFORE}\n{table.read_text()}\n{AFTER}"
-
-
-@pytest.mark.parametrize("text", ["no markers", BEFORE, AFTER, f"{BEFORE}{AFTER}" * 2])
-def test_a_page_without_the_one_block_is_not_changed(tmp_path, text):
-    (tmp_path / "page.md").write_text(text)
-    (tmp_path / "table.md").write_text("| new |")
-    done = update(tmp_path / "page.md", "demo", tmp_path / "table.md")
-    assert done.returncode == 1
-    assert "blocks from <!-- demo --> to <!-- /demo -->, expected one" in done.stderr
-    assert (tmp_path / "page.md").read_text() == text

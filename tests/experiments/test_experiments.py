@@ -21,8 +21,7 @@ TRAINING = {
 
 @pytest.mark.sample("accumulation")
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.exhaustive if n in TRAINING else ()) for n in NAMES],
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in TRAINING else ()) for n in NAMES]
 )
 def test_its_quick_setting_bears_the_claims_out(name, tmp_path, capsys):
     experiment = importlib.import_module(name)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from each import each
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit import formats
@@ -103,17 +105,10 @@ OTHERS = {
     "float6_e3m2fn": "e3m2fn",
     **{fmt.name: fmt.name for fmt in formats.FORMATS},
 }
-CASES = [
-    pytest.param(spelling, name, id=f"{family}-{spelling}")
-    for family, spellings in (
-        *(("onnx", ONNX), ("openvino", OPENVINO), ("safetensors", SAFETENSORS)),
-        *(("pypto", PYPTO), ("others", OTHERS)),
-    )
-    for spelling, name in spellings.items()
-]
+SPELLINGS = {**ONNX, **OPENVINO, **SAFETENSORS, **PYPTO, **OTHERS}
 
 
-@pytest.mark.parametrize(("spelling", "name"), CASES)
+@each(("spelling", "name"), SPELLINGS.items())
 def test_strings_in_any_case(spelling, name):
     for text in (spelling, spelling.lower(), spelling.upper()):
         assert qt.format(text).name == name
@@ -121,7 +116,7 @@ def test_strings_in_any_case(spelling, name):
         assert qt.format(spelling) is getattr(formats, name.upper())
 
 
-@pytest.mark.parametrize("fmt", formats.FORMATS, ids=lambda fmt: fmt.name)
+@each("fmt", formats.FORMATS)
 def test_every_spelling_and_the_dtype(fmt):
     for spelling in (fmt.name, *fmt.spellings):
         assert qt.format(spelling) is fmt
@@ -148,7 +143,7 @@ JAX_DTYPES = {
 }
 
 
-@pytest.mark.parametrize(("attribute", "name"), JAX_DTYPES.items())
+@each(("attribute", "name"), JAX_DTYPES.items())
 def test_dtypes_of_jax(attribute, name):
     scalar, fmt = getattr(jnp, attribute), getattr(formats, name.strip("_").upper())
     assert qt.format(scalar) is fmt
@@ -182,34 +177,23 @@ def test_no_spelling_names_two_formats():
 
 
 AMBIGUOUS = {
-    "e4m3": r"'e4m3fn' \(largest value 448\) or 'e4m3_ieee' \(largest value 240\)",
-    **dict.fromkeys(
-        ("f8", "fp8", "float8"),
-        r"'e4m3fn' \(largest value 448\) or 'e5m2' \(largest value 57344\)",
-    ),
-    **dict.fromkeys(
-        ("f6", "fp6", "float6"),
-        r"'e2m3fn' \(largest value 7\.5\) or 'e3m2fn' \(largest value 28\)",
-    ),
+    "e4m3": ("e4m3fn", "e4m3_ieee"),
+    **dict.fromkeys(("f8", "fp8", "float8"), ("e4m3fn", "e5m2")),
+    **dict.fromkeys(("f6", "fp6", "float6"), ("e2m3fn", "e3m2fn")),
 }
 
 
-@pytest.mark.parametrize(("name", "choices"), AMBIGUOUS.items())
+@each(("name", "choices"), AMBIGUOUS.items())
 def test_names_of_several_formats_raise_with_each_of_them(name, choices):
+    one, other = choices
     for text, function in itertools.product((name, name.upper()), (qt.format, qt.spec)):
         where = function.__name__
-        with pytest.raises(
-            ValueError, match=rf"^{where}: '{text}' is ambiguous, expected {choices}$"
-        ):
-            function(text)
+        refused(ValueError, rf"^{where}: '{text}' is ambiguous.*'{one}'.*'{other}'", function, text)
 
 
 def test_both_formats_that_e4m3_may_mean():
     """The largest values are those of ml_dtypes."""
-    for name, dtype in (
-        ("e4m3fn", ml_dtypes.float8_e4m3fn),
-        ("e4m3_ieee", ml_dtypes.float8_e4m3),
-    ):
+    for name, dtype in (("e4m3fn", ml_dtypes.float8_e4m3fn), ("e4m3_ieee", ml_dtypes.float8_e4m3)):
         assert qt.format(name) is qt.format(dtype) is qt.format(np.dtype(dtype).name)
         assert qt.format(name).max_finite == float(ml_dtypes.finfo(dtype).max)
     assert qt.format(jnp.float8_e4m3) is formats.E4M3_IEEE
@@ -224,20 +208,16 @@ def test_block_formats_are_none_of_a_cast(fmt):
         rf"it, or its element format '{fmt.element.name}' in a cast$"
     )
     for name in (fmt.name, fmt.name.upper()):
-        with pytest.raises(ValueError, match=why.replace(fmt.name, name, 1) + "|" + why):
-            qt.format(name)
-    with pytest.raises(TypeError, match=why):
-        qt.format(fmt)
+        refused(ValueError, why.replace(fmt.name, name, 1) + "|" + why, qt.format, name)
+    refused(TypeError, why, qt.format, fmt)
     assert qt.format(fmt.element.name) is fmt.element
 
 
 @pytest.mark.parametrize("cast", [qt.cast, qt.encode, qt.round_to_format, qt.fake_cast])
 def test_casts_say_so_too(cast):
     x = np.ones(2, np.float32)
-    with pytest.raises(ValueError, match=r"^format: 'mxfp4' is a block format; use .* 'e2m1fn' in"):
-        cast(x, "mxfp4")
-    with pytest.raises(ValueError, match=r"^format: 'e4m3' is ambiguous, expected 'e4m3fn' "):
-        cast(x, "e4m3")
+    refused(ValueError, r"^format: 'mxfp4' is a block format; use .* 'e2m1fn' in", cast, x, "mxfp4")
+    refused(ValueError, r"^format: 'e4m3' is ambiguous", cast, x, "e4m3")
 
 
 ALL = "`qtoolkit formats` lists all"
@@ -313,9 +293,8 @@ def test_unknown_names_raise_with_the_closest(name, closest):
 def test_names_that_begin_or_resemble_block_formats(name, in_a_cast, in_a_spec):
     for function, hint in ((qt.format, in_a_cast), (qt.spec, in_a_spec)):
         where = function.__name__
-        with pytest.raises(
-            ValueError,
-            match=rf"^{where}: unknown format '{name}'; did you mean {hint}\? {ALL}$",
+        with refused(
+            ValueError, rf"^{where}: unknown format '{name}'; did you mean {hint}\? {ALL}$"
         ):
             function(name)
 
@@ -331,15 +310,12 @@ def test_names_without_a_close_one(name):
 
 @pytest.mark.parametrize("name", ["e4m3fn ", "int0", "int05", "int100"])
 def test_spellings_that_are_nearly_one(name):
-    with pytest.raises(ValueError, match=rf"^format: unknown format '{name}'; did you mean '"):
-        qt.format(name)
+    refused(ValueError, rf"^format: unknown format '{name}'; did you mean '", qt.format, name)
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, complex, str, np.dtype("datetime64[s]"), object])
 def test_dtypes_that_are_no_format(dtype):
-    with pytest.raises(
-        ValueError, match=rf"^format: unknown format '{re.escape(np.dtype(dtype).name)}'"
-    ):
+    with refused(ValueError, rf"^format: unknown format '{re.escape(np.dtype(dtype).name)}'"):
         qt.format(dtype)
 
 

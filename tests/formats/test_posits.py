@@ -9,6 +9,7 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refused import refused
 
 import qtoolkit as qt
 
@@ -91,11 +92,6 @@ def test_names_and_what_is_refused():
         ((8, -1), "es=-1 with n=8, expected 0 or more"),
         ((16, 8), r"es=8 with n=16, .*2\*\*\(2\*\*es \* 14\), that is a float64"),
     ):
-        with pytest.raises(ValueError, match=f"^posit: {why}"):
-            qt.posit(*arguments)
-    with pytest.raises(
-        TypeError, match=r"^posit: es=1\.5, expected an integer, as in posit\(8, 2\)"
-    ):
-        qt.posit(8, 1.5)
-    with pytest.raises(ValueError, match=r"^posit: n=32"):
-        qt.format("posit32")
+        refused(ValueError, f"^posit: {why}", qt.posit, *arguments)
+    refused(TypeError, r"^posit: es=1\.5", qt.posit, 8, 1.5)
+    refused(ValueError, r"^posit: n=32", qt.format, "posit32")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.formats import Overflow
@@ -50,17 +51,10 @@ def test_blocks():
 
 def test_errors_say_what_to_write():
     fmt = qt.format("e4m3fn")
-    with pytest.raises(
-        TypeError, match=r"^e4m3fn: with_\(bais=...\).* did you mean 'bias'\? It has"
-    ):
+    with refused(TypeError, r"^e4m3fn: with_\(bais=...\).* did you mean 'bias'\? It has"):
         fmt.with_(bais=5)
-    with pytest.raises(
-        TypeError, match=r"^mxfp4: with_\(z=...\), .* no field 'z'; it has element, "
-    ):
+    with refused(TypeError, r"^mxfp4: with_\(z=...\), .* no field 'z'; it has element, "):
         qt.spec("mxfp4").with_(z=5)
-    with pytest.raises(ValueError, match="name='E5M2' is that of another format, expected one of"):
-        fmt.with_(bias=5, name="E5M2")
-    with pytest.raises(ValueError, match="; write dtype_name=None"):
-        dataclasses.replace(fmt, bias=5)
-    with pytest.raises(ValueError, match=r"bias=100000, expected -2\*\*16 to 2\*\*16"):
-        fmt.with_(bias=100_000)
+    refused(ValueError, "name='E5M2' is that of another format", fmt.with_, bias=5, name="E5M2")
+    refused(ValueError, "; write dtype_name=None", dataclasses.replace, fmt, bias=5)
+    refused(ValueError, r"bias=100000", fmt.with_, bias=100_000)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit import fake_cast, fake_convert, fake_quantize, format
 from qtoolkit.gradients import Clipped, Estimator, Identity, Ramp, Zero
@@ -264,14 +265,11 @@ def test_they_are_hashable_constants():
 @pytest.mark.quick
 @pytest.mark.parametrize("width", [0, -1.0, np.inf, np.nan, "1", True])
 def test_the_width_is_checked(width):
-    with pytest.raises(ValueError, match=rf"Ramp: width={width!r}, expected a finite number above"):
-        Ramp(width)
+    refused(ValueError, rf"Ramp: width={width!r}", Ramp, width)
 
 
 def test_an_estimator_is_an_object_not_its_class():
-    with pytest.raises(ValueError, match=r"gradient=<class .*Ramp'>, expected one of .*Ramp\(0.5"):
+    with refused(ValueError, r"gradient=<class .*Ramp'>"):
         fake_cast(jnp.ones(1, jnp.float32), "e4m3fn", gradient=Ramp)
-    with pytest.raises(
-        ValueError, match=r"gradient='ramp', expected one of identity, clipped, zero"
-    ):
+    with refused(ValueError, r"gradient='ramp'"):
         fake_cast(jnp.ones(1, jnp.float32), "e4m3fn", gradient="ramp")

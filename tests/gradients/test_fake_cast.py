@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit import Stochastic, decode, encode, fake_cast, format
 from qtoolkit.casts import DETERMINISTIC, SATURATIONS
@@ -45,9 +46,7 @@ def bits(x):
 
 
 @pytest.mark.sample(
-    "e4m3fn-float16-finite",
-    "e4m3fn-bfloat16-none",
-    "e4m3fnuz-float16-propagate",
+    *("e4m3fn-float16-finite", "e4m3fn-bfloat16-none", "e4m3fnuz-float16-propagate"),
     "int8-float16-none",
 )
 @pytest.mark.quick
@@ -241,31 +240,19 @@ def test_estimators_are_hashable_constants():
 
 def test_errors():
     x = jnp.ones(3, jnp.float32)
-    with pytest.raises(TypeError, match=r"fake_cast: x has dtype int32, expected float32"):
-        fake_cast(jnp.ones(3, jnp.int32), E4M3FN)
-    with pytest.raises(TypeError, match=r"fake_cast: x has type int, expected float32, float16"):
-        fake_cast(1, E4M3FN)
-    with pytest.raises(TypeError, match=r"fake_cast: format float64 needs 64-bit types"):
-        fake_cast(x, "float64")
-    with pytest.raises(ValueError, match=r"fake_cast: dtype float32 does not hold every finite"):
+    refused(TypeError, r"fake_cast: x has dtype int32", fake_cast, jnp.ones(3, jnp.int32), E4M3FN)
+    refused(TypeError, r"fake_cast: x has type int", fake_cast, 1, E4M3FN)
+    refused(TypeError, r"fake_cast: format float64 needs 64-bit types", fake_cast, x, "float64")
+    with refused(ValueError, r"fake_cast: dtype float32 does not hold every finite"):
         fake_cast(x, "int32")
-    with pytest.raises(ValueError, match=r"unknown format 'e4m3fm'; did you mean 'e4m3fn'"):
-        fake_cast(x, "e4m3fm")
-    with pytest.raises(ValueError, match=r"fake_cast: stochastic rounding got neither key nor"):
+    refused(ValueError, r"unknown format 'e4m3fm'; did you mean 'e4m3fn'", fake_cast, x, "e4m3fm")
+    with refused(ValueError, r"fake_cast: stochastic rounding got neither key nor"):
         fake_cast(x, E4M3FN, rounding="stochastic")
-    with pytest.raises(TypeError, match=r"fake_cast: key has type int, expected a key"):
+    with refused(TypeError, r"fake_cast: key has type int"):
         fake_cast(x, E4M3FN, rounding="stochastic", key=0)
-    with pytest.raises(ValueError, match=r"fake_cast: rounding='up', expected one of nearest_even"):
-        fake_cast(x, E4M3FN, rounding="up")
-    with pytest.raises(
-        ValueError, match=r"saturation=True, expected one of finite, propagate, none"
-    ):
-        fake_cast(x, E4M3FN, saturation=True)
-    with pytest.raises(
-        ValueError, match=r"gradient='ste', expected one of identity, clipped, zero"
-    ):
-        fake_cast(x, E4M3FN, gradient="ste")
-    with pytest.raises(ValueError, match=r"gradient=<class .*Clipped'>, expected one of"):
-        fake_cast(x, E4M3FN, gradient=Clipped)
-    with pytest.raises(ValueError, match=r"float16 does not hold every finite value of bfloat16"):
+    refused(ValueError, r"fake_cast: rounding='up'", fake_cast, x, E4M3FN, rounding="up")
+    refused(ValueError, r"saturation=True", fake_cast, x, E4M3FN, saturation=True)
+    refused(ValueError, r"gradient='ste'", fake_cast, x, E4M3FN, gradient="ste")
+    refused(ValueError, r"gradient=<class .*Clipped'>", fake_cast, x, E4M3FN, gradient=Clipped)
+    with refused(ValueError, r"float16 does not hold every finite value of bfloat16"):
         fake_cast(x.astype(jnp.float16), "bfloat16")

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from refused import refused
 
 from qtoolkit import Stochastic, fake_cast, fake_convert, round_to_format
 from qtoolkit.casts import DETERMINISTIC
@@ -98,8 +99,7 @@ MODES = {
 
 
 @pytest.mark.sample(
-    "float32-e4m3fn-none-nearest_even",
-    "float32-e4m3fn-none-to_odd",
+    *("float32-e4m3fn-none-nearest_even", "float32-e4m3fn-none-to_odd"),
     "float16-int4-propagate-to_odd",
 )
 @pytest.mark.parametrize("name", MODES)
@@ -239,7 +239,7 @@ def test_a_small_float64_number_is_not_called_zero():
     """Neither by the message nor as a shift. Oracle: E4M3FN's next value above 2**-300 is 2**-9."""
     with jax.enable_x64(True):
         x = jnp.zeros(2, jnp.float64)
-        with pytest.raises(ValueError, match=r"scale=1e-299 is 1e-299 in float64, expected .*126"):
+        with refused(ValueError, r"scale=1e-299 is 1e-299 in float64"):
             fake_convert(x, 1e-299, fmt="e4m3fn")
         up = fake_convert(x, 1.0, -(2.0**-300), fmt="e4m3fn", rounding="toward_positive")
         np.testing.assert_array_equal(up, [2.0**-9] * 2)
@@ -321,37 +321,33 @@ def test_vmap_and_scan():
 
 @pytest.mark.parametrize("bad", [0, 0.0, -0.0, float("nan"), float("inf"), np.float64(0)])
 def test_a_degenerate_scale_given_as_a_number(bad):
-    with pytest.raises(ValueError, match=r"fake_convert: scale=.*expected a finite number other"):
+    with refused(ValueError, r"fake_convert: scale=.*expected a finite number other"):
         fake_convert(np.float32([1]), bad, fmt="e4m3fn")
 
 
 def test_errors():
     x = jnp.ones((2, 3), jnp.float32)
-    with pytest.raises(ValueError, match=r"scale=1e-10 is 0.0 in float16"):
+    with refused(ValueError, r"scale=1e-10 is 0.0 in float16"):
         fake_convert(x.astype(jnp.float16), 1e-10, fmt="e4m3fn")
-    with pytest.raises(ValueError, match=r"scale=1e-40 is 0.0 in float32"):
-        fake_convert(x, 1e-40, fmt="e4m3fn")
-    with pytest.raises(ValueError, match=r"is inf in float32, expected a finite number"):
-        fake_convert(x, 10**400, fmt="e4m3fn")
-    with pytest.raises(ValueError, match=r"shift=nan is nan in float32, expected a finite number"):
+    refused(ValueError, r"scale=1e-40 is 0.0 in float32", fake_convert, x, 1e-40, fmt="e4m3fn")
+    refused(ValueError, r"is inf in float32", fake_convert, x, 10**400, fmt="e4m3fn")
+    with refused(ValueError, r"shift=nan is nan in float32"):
         fake_convert(x, 1.0, float("nan"), fmt="e4m3fn")
-    with pytest.raises(ValueError, match=r"scale has shape \(2,\), expected one that broadcasts"):
+    with refused(ValueError, r"scale has shape \(2,\)"):
         fake_convert(x, jnp.ones(2, jnp.float32), fmt="e4m3fn")
-    with pytest.raises(ValueError, match=r"shift has shape \(4, 2, 3\), expected one that"):
+    with refused(ValueError, r"shift has shape \(4, 2, 3\)"):
         fake_convert(x, 1.0, jnp.ones((4, 2, 3), jnp.float32), fmt="e4m3fn")
-    with pytest.raises(TypeError, match=r"scale has dtype bfloat16, expected float32"):
+    with refused(TypeError, r"scale has dtype bfloat16"):
         fake_convert(x, jnp.ones((), jnp.bfloat16), fmt="e4m3fn")
-    with pytest.raises(TypeError, match=r"scale has type list, expected float32"):
-        fake_convert(x, [1.0], fmt="e4m3fn")
+    refused(TypeError, r"scale has type list", fake_convert, x, [1.0], fmt="e4m3fn")
     for wrong in (np.ones(3, np.int32), np.ones(3, ml_dtypes.float8_e5m2)):
         expected = rf"fake_convert: x has dtype {wrong.dtype}, expected float32, float16, bfl"
-        with pytest.raises(TypeError, match=expected):
-            fake_convert(wrong, fmt="e4m3fn")
+        refused(TypeError, expected, fake_convert, wrong, fmt="e4m3fn")
     with jax.enable_x64(True), pytest.raises(TypeError, match=r"scale has dtype float32, expected"):
         fake_convert(np.ones(3), np.float32([2, 2, 2]), fmt="e4m3fn")
-    with pytest.raises(ValueError, match=r"fake_convert: stochastic rounding got neither key"):
+    with refused(ValueError, r"fake_convert: stochastic rounding got neither key"):
         fake_convert(x, fmt="e4m3fn", rounding="stochastic")
-    with pytest.raises(ValueError, match=r"random_bits has shape \(2,\), expected one that broad"):
+    with refused(ValueError, r"random_bits has shape \(2,\)"):
         fake_convert(x, fmt="e4m3fn", rounding="stochastic", random_bits=np.zeros(2, np.uint16))
 
 

@@ -23,30 +23,10 @@ ASYMMETRIC = [
 
 
 @pytest.mark.sample(
-    "mxfp8_e4m3-float16",
-    "mxfp8_e4m3-float32",
-    "mxfp8_e5m2-float32",
-    "mxfp6_e2m3-bfloat16",
-    "mxfp6_e3m2-bfloat16",
-    "mxfp4-bfloat16",
-    "mxint8-float16",
-    "nvfp4-float16",
-    "deepseek_1x128-float32",
-    "deepseek_128x128-float32",
-    "deepseek_1x128_e8m0-bfloat16",
-    "deepseek_128x128_e8m0-bfloat16",
-    "int8_group128-bfloat16",
-    "int4_group32-float16",
-    "int4_group128-float16",
-    "nf4_block64-float32",
-    "float16, unscaled-float32",
-    "e5m2, unscaled-bfloat16",
-    "e4m3fn by tensor-bfloat16",
-    "int8 by tensor-float16",
-    "int4 by tensor-float16",
-    "int4 by tensor-float32",
-    "uint8 by channel@-1, zero_point=True-float32",
-    "int4 by tensor, rule=range-float32",
+    *("mxfp8_e4m3-float16", "mxfp6_e2m3-bfloat16", "mxfp4-bfloat16", "nvfp4-float16"),
+    *("deepseek_128x128-float32", "deepseek_1x128_e8m0-bfloat16", "int4_group32-float16"),
+    *("nf4_block64-float32", "float16, unscaled-float32", "e4m3fn by tensor-bfloat16"),
+    *("uint8 by channel@-1, zero_point=True-float32", "int4 by tensor, rule=range-float32"),
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(

@@ -9,15 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit import IntFormat, format
-from qtoolkit.gradients import (
-    lsq,
-    lsq_plus,
-    lsq_plus_scale_offset,
-    lsq_scale,
-)
+from qtoolkit.gradients import lsq, lsq_plus, lsq_plus_scale_offset, lsq_scale
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 INTEGERS = {  # n and p of the papers: -Qn and Qp
@@ -28,10 +24,7 @@ INTEGERS = {  # n and p of the papers: -Qn and Qp
     "uint4": (0, 15),
     "uint8": (0, 255),
 }
-FLOATS = {
-    "e4m3fn": (ml_dtypes.float8_e4m3fn, 448),
-    "e2m1fn": (ml_dtypes.float4_e2m1fn, 6),
-}
+FLOATS = {"e4m3fn": (ml_dtypes.float8_e4m3fn, 448), "e2m1fn": (ml_dtypes.float4_e2m1fn, 6)}
 FACTORS = ["gradient_factor", "offset_gradient_factor"]
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan]
 
@@ -622,30 +615,21 @@ def test_errors_of_data_and_scales(name):
     f, parameter = CALLS[name], "scale"
     x = np.ones((2, 3), np.float32)
     for bad in (0, 0.0, -1.0, np.nan, np.inf, 1e-40, 1e50, 10**400, -(10**400)):
-        with pytest.raises(ValueError, match=rf"{name}: {parameter}.*expected a positive fin"):
-            f(x, bad)
+        refused(ValueError, rf"{name}: {parameter}.*expected a positive fin", f, x, bad)
     for bad in (0.0, -0.5, np.nan, np.inf):
-        with pytest.raises(ValueError, match=rf"{parameter} is {bad:.9g} at .*, expected a posi"):
+        with refused(ValueError, rf"{parameter} is {bad:.9g} at "):
             f(x, jnp.asarray([[1.0], [bad]], jnp.float32))
-    with pytest.raises(ValueError, match=rf"{parameter} has shape \(2,\), expected one that broa"):
-        f(x, np.ones(2, np.float32))
-    with pytest.raises(ValueError, match=rf"{parameter} has shape \(1, 2, 3\), expected one that"):
-        f(x, np.ones((1, 2, 3), np.float32))
-    with pytest.raises(TypeError, match=rf"{parameter} has dtype bfloat16, expected float32; conv"):
-        f(x, jnp.ones((), jnp.bfloat16))
-    with pytest.raises(TypeError, match=r"has dtype float16, expected float32 or bfloat16"):
+    refused(ValueError, rf"{parameter} has shape \(2,\)", f, x, np.ones(2, np.float32))
+    refused(ValueError, rf"{parameter} has shape \(1, 2, 3\)", f, x, np.ones((1, 2, 3), np.float32))
+    refused(TypeError, rf"{parameter} has dtype bfloat16", f, x, jnp.ones((), jnp.bfloat16))
+    with refused(TypeError, r"has dtype float16"):
         f(x.astype(ml_dtypes.bfloat16), np.ones((), np.float16))
-    with pytest.raises(TypeError, match=rf"{parameter} has type list, expected float32"):
-        f(x, [1.0])
-    with pytest.raises(TypeError, match=rf"{parameter} has dtype int32, expected float32"):
-        f(x, np.ones((), np.int32))
+    refused(TypeError, rf"{parameter} has type list", f, x, [1.0])
+    refused(TypeError, rf"{parameter} has dtype int32", f, x, np.ones((), np.int32))
     for wrong in (np.ones(3), np.ones(3, np.int32), np.ones(3, ml_dtypes.float8_e5m2)):
-        with pytest.raises(TypeError, match=rf"{name}: x has dtype {wrong.dtype}, expected float3"):
-            f(wrong, 1.0)
-    with pytest.raises(TypeError, match=rf"{name}: x has type list, expected float32"):
-        f([1.0], 1.0)
-    with pytest.raises(ValueError, match=rf"{name}: x has shape \(0, 3\), expected at least one"):
-        f(x[:0], 1.0)
+        refused(TypeError, rf"{name}: x has dtype {wrong.dtype}", f, wrong, 1.0)
+    refused(TypeError, rf"{name}: x has type list", f, [1.0], 1.0)
+    refused(ValueError, rf"{name}: x has shape \(0, 3\)", f, x[:0], 1.0)
 
 
 def test_errors_of_formats_factors_and_bits():
@@ -657,32 +641,24 @@ def test_errors_of_formats_factors_and_bits():
         lambda fmt: lsq_scale(x, fmt),
         lambda fmt: lsq_plus_scale_offset(x, fmt),
     ):
-        with pytest.raises(ValueError, match=r"unknown|Unknown"):
-            f("int4.5")
-        with pytest.raises(ValueError, match=r"^lsq\w*: .*element=e8m0fnu cannot be scaled"):
-            f("e8m0fnu")
-        with pytest.raises(ValueError, match=r"element=bool cannot be scaled"):
-            f("bool")
-        with pytest.raises(ValueError, match=r"^lsq\w*: .*element=int1 cannot be scaled: it has"):
-            f(one_bit)
+        refused(ValueError, r"unknown|Unknown", f, "int4.5")
+        refused(ValueError, r"^lsq\w*: .*element=e8m0fnu cannot be scaled", f, "e8m0fnu")
+        refused(ValueError, r"element=bool cannot be scaled", f, "bool")
+        refused(ValueError, r"^lsq\w*: .*element=int1 cannot be scaled: it has", f, one_bit)
     for bad in (-1.0, np.nan, np.inf, "1", True, jnp.float32(1)):
-        with pytest.raises(ValueError, match=r"lsq: gradient_factor=.*expected None or a finite"):
+        with refused(ValueError, r"lsq: gradient_factor=.*expected None or a finite"):
             lsq(x, 1.0, "int4", gradient_factor=bad)
-        with pytest.raises(ValueError, match=r"lsq_plus: offset_gradient_factor=.*expected None"):
+        with refused(ValueError, r"lsq_plus: offset_gradient_factor=.*expected None"):
             lsq_plus(x, 1.0, 0.0, "int4", offset_gradient_factor=bad)
     for bad in (np.nan, np.inf):
-        with pytest.raises(ValueError, match=rf"lsq_plus: offset={bad} is .*expected a finite num"):
-            lsq_plus(x, 1.0, bad, "int4")
-    with pytest.raises(ValueError, match=r"lsq_plus: offset has shape \(2,\), expected one that"):
+        refused(ValueError, rf"lsq_plus: offset={bad} is", lsq_plus, x, 1.0, bad, "int4")
+    with refused(ValueError, r"lsq_plus: offset has shape \(2,\)"):
         lsq_plus(x, 1.0, np.ones(2, np.float32), "int4")
-    with pytest.raises(ValueError, match=r"kind='biases', expected one of activations, weights"):
-        lsq_plus_scale_offset(x, "int4", kind="biases")
-    with pytest.raises(
-        ValueError, match=r"kind='weights' with uint4, which has no negative values"
-    ):
+    refused(ValueError, r"kind='biases'", lsq_plus_scale_offset, x, "int4", kind="biases")
+    with refused(ValueError, r"kind='weights' with uint4, which has no negative values"):
         lsq_plus_scale_offset(x, "uint4", kind="weights")
     for bad in (-1, 2.0, True):
-        with pytest.raises(ValueError, match=r"steps=.*expected an integer of at least 0"):
+        with refused(ValueError, r"steps=.*expected an integer of at least 0"):
             lsq_plus_scale_offset(x, "int4", steps=bad)
 
 

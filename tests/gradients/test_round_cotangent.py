@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit import BlockFormat, Stochastic, fake_quantize, round_cotangent, round_to_format
 from qtoolkit.casts import DETERMINISTIC, SATURATIONS
@@ -184,20 +185,18 @@ def test_a_block_format_has_scales_of_its_own(spec):
     c = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
     (got,) = jax.vjp(lambda x: round_cotangent(x, spec), c)[1](c)
     np.testing.assert_array_equal(got, fake_quantize(c, spec))
-    with pytest.raises(ValueError, match="which has scales of its own; omit it"):
+    with refused(ValueError, "which has scales of its own; omit it"):
         round_cotangent(c, spec, scaling="tensor")
 
 
 def test_errors(x):
-    with pytest.raises(TypeError, match="round_cotangent: x has dtype int32"):
+    with refused(TypeError, "round_cotangent: x has dtype int32"):
         round_cotangent(x.astype(jnp.int32), "e5m2")
-    with pytest.raises(TypeError, match="x has dtype float64, expected float32, float16 or bfl"):
-        round_cotangent(np.ones(3), "e5m2")
-    with pytest.raises(ValueError, match="stochastic rounding got neither key nor random_bits"):
+    refused(TypeError, "x has dtype float64", round_cotangent, np.ones(3), "e5m2")
+    with refused(ValueError, "stochastic rounding got neither key nor random_bits"):
         round_cotangent(x, "e5m2", rounding="stochastic")
-    with pytest.raises(ValueError, match="key is given, but rounding='nearest_even' uses no"):
+    with refused(ValueError, "key is given, but rounding='nearest_even' uses no"):
         round_cotangent(x, "e5m2", key=jax.random.key(0))
-    with pytest.raises(ValueError, match="scaling='row', expected one of none, tensor"):
-        round_cotangent(x, "e5m2", scaling="row")
-    with pytest.raises(ValueError, match="bfloat16 does not hold every finite value of float16"):
+    refused(ValueError, "scaling='row'", round_cotangent, x, "e5m2", scaling="row")
+    with refused(ValueError, "bfloat16 does not hold every finite value of float16"):
         round_cotangent(x.astype(jnp.bfloat16), "float16")

@@ -15,12 +15,7 @@ import transformers
 from typer.testing import CliRunner
 
 from qtoolkit import quantize
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    convert,
-    dequantize_checkpoint,
-    open_source,
-)
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, open_source
 from qtoolkit.cli._app import app
 
 QWEN = (
@@ -371,10 +366,29 @@ def test_the_command_writes_and_refuses(tmp_path, folders):
     again = CliRunner().invoke(app, ["convert", source, target, "--format", "q8_0"])
     assert again.exit_code == 1
     assert "exists already" in again.output
-    for arguments, message in (
-        ([target, "--format", "q8_0", "--dry-run", "--overwrite"], "omit --dry-run"),
-        ([str(tmp_path / "out"), "--format", "q8_0"], "expected a target that ends with .gguf"),
+    for code, arguments, message in (
+        (1, [str(tmp_path / "out"), "--format", "q8_0"], "that ends with .gguf"),
+        (2, [target, "--format", "q8_0", "--shard", "0/2"], "omit --shard"),
     ):
         refused = CliRunner().invoke(app, ["convert", source, *arguments])
-        assert refused.exit_code != 0
+        assert refused.exit_code == code, refused.output
         assert message in refused.output
+
+
+def test_a_dry_run_says_what_is_written(tmp_path, folders):
+    source, target = str(folders("qwen3")), tmp_path / "m.gguf"
+    arguments = [*("convert", source, str(target), "--format", "nvfp4", "--skip", "o_proj")]
+    dry = CliRunner().invoke(app, [*arguments, "--dry-run", "--json"])
+    assert dry.exit_code == 0, dry.output
+    assert not target.exists()
+    written = CliRunner().invoke(app, [*arguments, "--json"])
+    planned, done = json.loads(dry.stdout), json.loads(written.stdout)
+    _, there = contents(target)
+    sizes = {tensor.name: tensor.n_bytes for tensor in there.values()}
+    for tensor, report in zip(planned["tensors"], done["tensors"], strict=True):
+        assert tensor["bytes_after"] == sum(sizes.pop(e["name"]) for e in tensor["entries"])
+        for key in ("name", "action", "reason", "dtype", "format", "bytes_before", "bytes_after"):
+            assert tensor[key] == report[key]
+        is_skipped = "o_proj" in tensor["name"]
+        assert (tensor["dtype"], tensor["reason"]) == ("F32", "--skip") or not is_skipped
+    assert not sizes

@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
+from refused import refused
 from state_of import history_of, shapes_of, state_of, states_of, with_parts
 
 import qtoolkit as qt
@@ -357,22 +358,21 @@ class Branch(nn.Module):
 @pytest.mark.quick
 def test_what_cannot_be(variables):
     plain = {"params": variables["params"]}
-    with pytest.raises(ValueError, match=r"there is none for lhs; .*qtoolkit\.linen\.start_scales"):
+    with refused(ValueError, r"there is none for lhs; .*qtoolkit\.linen\.start_scales"):
         MODULE.apply(plain, X)
     fresh = jax.jit(MODULE.init)(KEY, X)
-    with pytest.raises(ValueError, match=r"shared: .* not been started.*linen\.start_scales"):
-        MODULE.apply(fresh, X)
+    refused(ValueError, r"shared: .* not been started.*linen\.start_scales", MODULE.apply, fresh, X)
     assert np.isnan(jax.jit(MODULE.apply)(fresh, X)).all()
-    with pytest.raises(ValueError, match="quantize: kernel has a learned scale that has no"):
+    with refused(ValueError, "quantize: kernel has a learned scale that has no"):
         qt.linen.quantize(MODULE, fresh, "wrapped", X)
     with pytest.raises(ValueError, match=r"sensitivity: .* has a learned scale that has not"):
         qt.linen.sensitivity(MODULE, fresh, X, loss)
-    with pytest.raises(ValueError, match="start_scales: Dense has no learned scale, expected a mo"):
+    with refused(ValueError, "start_scales: Dense has no learned scale"):
         qt.linen.start_scales(qt.linen.wrap(nn.Dense(4)), nn.Dense(4).init(KEY, X), X)
-    with pytest.raises(TypeError, match="start_scales: variables has type list, expected a dict"):
+    with refused(TypeError, "start_scales: variables has type list"):
         qt.linen.start_scales(MODULE, [], X)
     branch = qt.linen.wrap(Branch(), LSQ)
-    with pytest.raises(ValueError, match="start_scales: not calibrated: b; expected every"):
+    with refused(ValueError, "start_scales: not calibrated: b"):
         qt.linen.start_scales(branch, branch.init(KEY, X), (X, False))
     started = qt.linen.start_scales(branch, {"params": branch.init(KEY, X)["params"]}, (X, False))
     assert set(states_of(started)) == {"a"}
@@ -381,9 +381,8 @@ def test_what_cannot_be(variables):
         served.apply(weights, X, both=False), branch.apply(started, X, both=False)
     )
     for wrt in ("scales", 0):
-        with pytest.raises(ValueError, match=rf"wrt={wrt!r}, expected collections among params, q"):
-            qt.linen.value_and_grad(loss, wrt=wrt)(variables, X)
-    with pytest.raises(ValueError, match="quantize: recipe is 'wrapped' for Net, which is not"):
+        refused(ValueError, rf"wrt={wrt!r}", qt.linen.value_and_grad(loss, wrt=wrt), variables, X)
+    with refused(ValueError, "quantize: recipe is 'wrapped' for Net, which is not"):
         qt.linen.quantize(Net(), plain, "wrapped", X)
 
 

@@ -1,7 +1,5 @@
 """Tables of embeddings in few bits in linen: rows that are looked up, by a formula of NumPy."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,20 +68,3 @@ def test_an_embedding_alone_and_its_gradient():
     expected = np.zeros((11, 64), np.float32)
     np.add.at(expected, np.asarray(TOKENS), 1)
     np.testing.assert_array_equal(grads["params"]["embedding"], expected)
-
-
-def test_a_look_up_reads_rows_and_not_the_table():
-    rows = 248_000
-    module = nn.Embed(rows, 64, embedding_init=jax.nn.initializers.ones)
-    variables = module.init(jax.random.key(0), TOKENS)
-    served, weights = qt.linen.quantize(module, variables, INT4, TOKENS)
-    hlo = jax.jit(served.apply).lower(weights, TOKENS).compile().as_text()
-    of_table = re.findall(rf"= \w+\[{rows},\d+\]\S* (\w+)", hlo)
-    assert set(of_table) == {"parameter"}
-
-
-def test_without_lookups_rows_stay_as_they_are():
-    module, recipe = nn.Embed(11, 64), qt.Recipe((None, "int4_group32"), gradient=None)
-    variables = module.init(jax.random.key(0), TOKENS)
-    with pytest.raises(ValueError, match="no kernel to store"):
-        qt.linen.quantize(module, variables, recipe, TOKENS)

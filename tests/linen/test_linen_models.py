@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from layer_formulas import q
+from refused import refused
 from state_of import histories_of
 
 import qtoolkit as qt
@@ -113,7 +114,7 @@ def test_arguments_with_the_names_of_flaxs_own():
     assert wrap(Named(), DELAYED).init(KEY, X, module=2.0).keys() == {"params", "qtoolkit"}
     # Flax itself cannot pass such an argument on where any interceptor is set.
     variables = {"params": {"Named_0": variables["params"]}}
-    with pytest.raises(TypeError, match=r"write layer\(x, module\) in place of layer\(x, "):
+    with refused(TypeError, r"write layer\(x, module\) in place of layer\(x, "):
         wrap(Naming()).apply(variables, X)
 
 
@@ -234,7 +235,7 @@ def test_numpy_integers_stay_where_python_needs_their_numbers():
         got = module.apply(variables, batch, shape)
         assert got.shape == expected.shape == (2, 23)
         assert 0 < np.max(np.abs(got - expected)) < 0.1 * np.max(np.abs(expected))
-    with pytest.raises(TypeError, match=r"^wrap: Scores.__call__ needs the numbers of an array"):
+    with refused(TypeError, r"^wrap: Scores.__call__ needs the numbers of an array"):
         module.apply(variables, {**batch, "mask": jnp.asarray(mask)}, shape)
 
 

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import serialization
 from flax.core import freeze
+from refused import refused
 from state_of import histories_of, history_of, state_of, states_of
 
 import qtoolkit as qt
@@ -118,16 +118,6 @@ def test_scales_are_those_of_the_steps_before(variables):
     assert abs(plain - value) / plain > 0.1
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_a_bad_batch_is_counted_and_changes_nothing(variables, bad):
-    good = after(variables, X)
-    spoilt = after(good, X.at[0, 0].set(bad))
-    np.testing.assert_array_equal(kept(spoilt)["history"], kept(good)["history"])
-    assert (kept(good)["bad"], kept(spoilt)["bad"]) == (0, 1)
-    _, grads, _ = step(good, X.at[0, 0].set(bad))
-    assert not np.isfinite(grads["kernel"]).all()
-
-
 def test_zeros_leave_the_history_of_an_operand(variables):
     good = after(variables, X)
     zeros = after(good, 0 * X)
@@ -151,19 +141,6 @@ def test_a_layer_used_twice_keeps_the_magnitudes_of_each_use():
     np.testing.assert_array_equal(grads["last"]["kernel"], 0)
 
 
-def test_restored_with_and_without_its_state(variables):
-    rolled = after(variables, X, 2 * X)
-    data = serialization.to_bytes(rolled)
-    restored = serialization.from_bytes(variables, data)
-    np.testing.assert_array_equal(apply(restored, X), apply(rolled, X))
-    jax.tree.map(np.testing.assert_array_equal, restored["qtoolkit"], rolled["qtoolkit"])
-    # Parameters alone: current scales, and no state to roll.
-    alone = {"params": rolled["params"]}
-    np.testing.assert_array_equal(apply(alone, X), apply(variables, X))
-    with pytest.warns(RuntimeWarning, match=r"without state: .* with the collection"):
-        assert jax.eval_shape(value_and_grad(loss), alone, X)[2] == {}
-
-
 def test_has_aux_and_errors(variables):
     def with_aux(variables, x):
         return loss(variables, x), {"aux": x[0]}
@@ -174,9 +151,7 @@ def test_has_aux_and_errors(variables):
     assert grads.keys() == {"kernel"}
     assert states_of(state).keys() == {""}
     np.testing.assert_allclose(value, step(variables, X)[0], rtol=1e-6)
-    with pytest.raises(
-        TypeError, match=r"^value_and_grad: variables has the keys kernel, expected a di"
-    ):
+    with refused(TypeError, r"^value_and_grad: variables has the keys kernel"):
         value_and_grad(loss)(variables["params"], X)
 
 
@@ -235,7 +210,7 @@ def test_fake_convert_takes_what_the_function_takes():
     either = FakeConvert("e4m3fn", rounding="stochastic")
     one, other = (either.apply(variables, x, rngs={"qtoolkit": jax.random.key(n)}) for n in (0, 1))
     assert 0.3 < np.mean(one != other) < 0.7
-    with pytest.raises(TypeError, match=r"Fp8Dense: recipe has .*; write qtoolkit\.recipes\.mxfp8"):
+    with refused(TypeError, r"Fp8Dense: recipe has .*; write qtoolkit\.recipes\.mxfp8"):
         Fp8Dense(4, recipe="mxfp8").init(KEY, X)
 
 
@@ -254,10 +229,7 @@ def test_wrapped_again_the_collection_goes_on_or_is_refused(variables):
     wanted = [cast(a, s, ml_dtypes.float8_e5m2, 57344) for a, s in pairs]
     np.testing.assert_allclose(y, wanted[0] @ wanted[1], rtol=1e-5, atol=1e-5)
     longer = wrap(DENSE, Recipe(Operand("e4m3fn", scaling=Delayed(history=5))))
-    with pytest.raises(
-        ValueError, match=r"^__call__.*a history of 3 steps, expected 5.*wrapped\.init"
-    ):
-        longer.apply(moved, X)
+    refused(ValueError, r"^__call__.*a history of 3 steps", longer.apply, moved, X)
     fresh = {**moved, "qtoolkit": jax.jit(longer.init)(KEY, X)["qtoolkit"]}
     assert kept(fresh)["history"].shape == (3, 5)
     longer.apply(fresh, X)
@@ -399,7 +371,7 @@ def test_a_history_is_refused_by_a_module_of_another_recipe():
     """It was ignored, and the layer had current scales for ever. Without it the variables pass."""
     variables = wrap(nn.Dense(4), RECIPE).init(KEY, X)
     current = wrap(nn.Dense(4), qt.recipes.te_current)
-    with pytest.raises(ValueError, match=r"history of delayed scales.* without the collection"):
+    with refused(ValueError, r"history of delayed scales.* without the collection"):
         current.apply(variables, X)
     without = {"params": variables["params"]}
     expected = current.apply(current.init(KEY, X), X)

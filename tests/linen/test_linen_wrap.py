@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.errors import ScopeCollectionNotFound
 from flax.training.train_state import TrainState
+from refused import refused
 from state_of import state_of, states_of
 
 import qtoolkit as qt
@@ -356,8 +357,7 @@ def test_a_trace_of_nn_jit_is_not_used_for_another_recipe():
 def test_a_bound_module_is_refused_with_what_to_write():
     """Oracle: the module that `unbind` gives, as the message says."""
     bound = nn.Dense(4).bind({"params": {}})
-    with pytest.raises(ValueError, match=r"^wrap: Dense is bound to variables.*bound\.unbind\(\)"):
-        wrap(bound)
+    refused(ValueError, r"^wrap: Dense is bound to variables.*bound\.unbind\(\)", wrap, bound)
     module, _ = bound.unbind()
     assert module == nn.Dense(4)
     assert wrap(module).features == 4
@@ -489,16 +489,16 @@ def test_static_methods_and_class_methods():
 
 def test_strict():
     assert wrap(Stack(), strict=(X,)) == wrap(Stack())
-    with pytest.raises(ValueError, match=r"^wrap: 3 matmuls of Hidden are not .*, first float32"):
+    with refused(ValueError, r"^wrap: 3 matmuls of Hidden are not .*, first float32"):
         wrap(Hidden(), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: no matmul of LayerNorm is quantized"):
+    with refused(ValueError, r"^wrap: no matmul of LayerNorm is quantized"):
         wrap(nn.LayerNorm(), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: no matmul of Stack is quantized"):
+    with refused(ValueError, r"^wrap: no matmul of Stack is quantized"):
         wrap(Stack(), Rules({"blocks": None, "tied": None}, A), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: rule 'tide' matches nothing, .* is blocks/"):
+    with refused(ValueError, r"^wrap: rule 'tide' matches nothing, .* is blocks/"):
         wrap(Stack(), Rules({"tide": B}, A), strict=(X,))
     inner = wrap(nn.Dense(4), Rules({"haed": B}, A))
-    with pytest.raises(ValueError, match=r"^wrap: rule haed matches no layer .* of Sequential"):
+    with refused(ValueError, r"^wrap: rule haed matches no layer .* of Sequential"):
         wrap(nn.Sequential([inner]), A, strict=(X,))
     assert report(wrap(Stack(), Rules({"tide": B}, A)), shapes(Stack(), X), X).unreached == (
         "rule tide",
@@ -563,7 +563,7 @@ class Optional(nn.Module):
     ("rules", "message"),
     [
         ({"fisrt": B}, r"^wrap: rule 'fisrt' matches nothing, expected .* there is first"),
-        ({"fisrt": None}, r"^wrap: rule 'fisrt' matches nothing, .* there is '' \(the whole\)"),
+        ({"fisrt": None}, r"^wrap: rule 'fisrt' matches nothing, .* there is first, ''"),
         ({nn.Conv: B}, r"^wrap: rule Conv matches nothing"),
         ({nn.LayerNorm: B}, r"^wrap: rule LayerNorm matches norm, and LayerNorm has no matmul"),
         ({"^norm": B}, r"^wrap: rule '\^norm' matches norm, and LayerNorm has no matmul"),
@@ -574,12 +574,10 @@ class Optional(nn.Module):
 def test_init_and_apply_refuse_rules_that_match_nothing(rules, message, recipe):
     module = wrap(Optional(), Rules({key: r and recipe for key, r in rules.items()}, recipe))
     for init in (module.init, module.init_with_output):
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(init, KEY, X)
+        refused(ValueError, message, jax.eval_shape, init, KEY, X)
     variables = shapes(Optional(), X)
     for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(module.apply, variables, X)
+        refused(ValueError, message, jax.eval_shape, module.apply, variables, X)
     # Another method may not run every layer.
     jax.eval_shape(lambda key: module.init(key, X, method="both"), KEY)
     jax.eval_shape(lambda v: module.apply(v, X, method=lambda m, x: m.first(x)), variables)
@@ -590,7 +588,7 @@ def test_apply_takes_rules_for_layers_that_it_does_not_run():
     variables = shapes(Optional(), X, method="both")
     for key in ("second", nn.Conv):
         jax.eval_shape(wrap(Optional(), Rules({key: B}, A)).apply, variables, X)
-    with pytest.raises(ValueError, match="rule 'secnod' matches nothing"):
+    with refused(ValueError, "rule 'secnod' matches nothing"):
         jax.eval_shape(wrap(Optional(), Rules({"secnod": B, nn.Conv: B}, A)).apply, variables, X)
     # Once every rule has matched, a call may run fewer layers.
     module = wrap(Optional(), Rules({"second": B}, A))
@@ -713,9 +711,7 @@ def test_map_variables_that_makes_its_parameters_is_reported():
     """Oracle: by hand, one matmul forward, and none backward: signs have no derivative."""
     module = wrap(Mapped(), Recipe(), strict=(X,))
     found = report(module, shapes(module, X), X)
-    assert [(p.path, p.part) for p in found.quantized] == [
-        ("Map_variablesDense_0", "forward"),
-    ]
+    assert [(p.path, p.part) for p in found.quantized] == [("Map_variablesDense_0", "forward")]
     assert not found.left
     with pytest.raises(ScopeCollectionNotFound):  # Flax's own, if the caller asked for it
         report(module, shapes(module, X), X, mutable=["batch_stats"])
@@ -724,9 +720,7 @@ def test_map_variables_that_makes_its_parameters_is_reported():
 def test_strict_by_keywords():
     """A mapping names the inputs; one that is itself an input stands in a tuple."""
     wrap(Keywords(), strict={"batch": {"x": X}, "flag": False})
-    with pytest.raises(
-        ValueError, match=r"matmuls of Keywords are not quantized, and no rule excludes them"
-    ):
+    with refused(ValueError, r"matmuls of Keywords are not quantized, and no rule excludes them"):
         wrap(Keywords(), strict={"batch": {"x": X}, "flag": True})
 
     class Batch(nn.Dense):
@@ -760,27 +754,23 @@ class Unprepared(nn.Module):
     ],
 )
 def test_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        wrap(*arguments)
+    refused(error, message, wrap, *arguments)
 
 
 def test_errors_when_the_module_runs():
-    with pytest.raises(ValueError, match=r"Dense 'Dense_0' is bound .* Dense\(..., parent=None\)"):
+    with refused(ValueError, r"Dense 'Dense_0' is bound .* Dense\(..., parent=None\)"):
         shapes(Unprepared(), X)
     wrapped, variables = wrap(Setup()), shapes(Setup(), X)
     narrow = jax.tree.map(lambda x: x, variables)
     kernel = narrow["params"]["last"]["kernel"]
     narrow["params"]["last"]["kernel"] = kernel.astype(jnp.float8_e4m3fn)
-    with pytest.raises(TypeError, match=r"^wrap: last: kernel has dtype float8_e4m3fn, expe"):
-        wrapped.apply(narrow, X)
-    with pytest.raises(TypeError, match="report: module has type dict"):
-        report({}, variables, X)
+    refused(TypeError, r"^wrap: last: kernel has dtype float8_e4m3fn", wrapped.apply, narrow, X)
+    refused(TypeError, "report: module has type dict", report, {}, variables, X)
     jax.config.update("jax_enable_x64", True)
     try:
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), variables)
-        with pytest.raises(TypeError, match=r"^wrap: first: (bias|kernel) has dtype float64"):
-            wrapped.apply(wide, X)
-        with pytest.raises(TypeError, match=r"^dot_general of first: .* has dtype float64"):
+        refused(TypeError, r"^wrap: first: (bias|kernel) has dtype float64", wrapped.apply, wide, X)
+        with refused(TypeError, r"^dot_general of first: .* has dtype float64"):
             wrapped.apply(variables, X.astype(jnp.float64))
     finally:
         jax.config.update("jax_enable_x64", False)

@@ -4,14 +4,13 @@ Oracles: NumPy for the histories (buckets of an eighth of a binade), `Current` s
 first step and plain gradients do. `../training/test_delayed_replay.py` replays many steps.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from refused import refused
 from state_of import history_of, state_of
 
 import qtoolkit as qt
@@ -119,25 +118,6 @@ def test_gradients_clip_as_those_of_the_plain_model(x):
 
 
 @pytest.mark.exhaustive
-def test_donation_accumulation_and_clipping_take_one_trace(x):
-    model = qt.nnx.wrap(Net(), DELAYED)
-    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    optimizer = nnx.Optimizer(model, optax.MultiSteps(transform, 2), wrt=nnx.Param)
-    traces = []
-
-    @functools.partial(nnx.jit, donate_argnums=(0, 1))
-    def train(model, optimizer, x):
-        traces.append(1)
-        value, grads = qt.nnx.value_and_grad(loss)(model, x)
-        optimizer.update(model, grads)
-        return value
-
-    losses = [float(train(model, optimizer, x)) for _ in range(12)]
-    assert losses[-1] < losses[0]
-    assert len(traces) == 1
-
-
-@pytest.mark.exhaustive
 def test_gradients_with_probes_may_go_to_an_optimizer(x):
     model = qt.nnx.wrap(Net(), DELAYED)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -180,34 +160,6 @@ def test_bad_batches_change_no_history_and_are_counted(x):
 
 
 @pytest.mark.exhaustive
-def test_layers_in_a_scan_have_histories_of_their_own(x):
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs):
-        return nnx.Linear(16, 16, rngs=rngs)
-
-    def run(body):
-        def forward(layers, x):
-            return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
-
-        model = qt.nnx.wrap(make(nnx.Rngs(0).split(3)), DELAYED)
-        nnx.jit(qt.nnx.value_and_grad(lambda m, x: jnp.mean(forward(m, x) ** 2)))(model, x)
-        return model
-
-    def body(x, layer):
-        return 2 * jnp.tanh(layer(x))
-
-    scanned, rematted = run(body), run(nnx.remat(body))
-    assert history_of(scanned).shape == (3, 3, 4)
-    np.testing.assert_array_equal(newest(scanned), newest(rematted))
-    hidden, kernels = x, np.asarray(scanned.kernel[...])
-    for i in range(3):
-        assert newest(scanned)[i, 1] == edge(np.abs(kernels[i]).max())
-        if i == 0:
-            assert newest(scanned)[i, 0] == edge(np.abs(hidden).max())
-    assert (newest(scanned)[:, 2] > 0).all()
-
-
-@pytest.mark.exhaustive
 def test_a_stack_that_arrives_whole_observes_for_all(x):
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs):
@@ -218,9 +170,7 @@ def test_a_stack_that_arrives_whole_observes_for_all(x):
 
     def forward(layers, x):
         body = nnx.scan(
-            lambda x, layer: jnp.tanh(layer(x)),
-            in_axes=(nnx.Carry, axes),
-            out_axes=nnx.Carry,
+            lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry
         )
         return jnp.mean(body(x, layers) ** 2)
 
@@ -247,27 +197,6 @@ def test_each_use_of_a_shared_layer_has_a_history(x):
     assert second[0] == edge(np.abs(hidden).max())
     assert newest(model.a)[1] == second[1] == edge(np.abs(model.a.kernel[...]).max())
     assert kept(model.alias)["history"] is kept(model.a)["history"]
-
-
-@pytest.mark.exhaustive
-def test_a_skipped_layer_keeps_its_scales(x):
-    """Flax's fp8_ops: scale 0 after it, and NaN where an input is 0."""
-
-    class Skipping(nnx.Module):
-        def __init__(self):
-            self.a, self.b = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2))
-
-        def __call__(self, x, use):
-            return nnx.cond(use, lambda s, x: s.b(s.a(x)), lambda s, x: s.a(x), self, x)
-
-    model = qt.nnx.wrap(Skipping(), DELAYED)
-    run = nnx.jit(qt.nnx.value_and_grad(lambda m, x, use: jnp.mean(m(x, use) ** 2)))
-    run(model, x, True)
-    before = history_of(model.b)
-    run(model, x, False)
-    np.testing.assert_array_equal(history_of(model.b), before)
-    assert (history_of(model.a)[:, 1] > 0).all()
-    assert np.isfinite(model(x, True)).all()
 
 
 @pytest.mark.exhaustive
@@ -314,17 +243,6 @@ def test_parts_of_a_model(x):
     assert newest(model.b).min() > 0
 
 
-def test_evaluation_changes_nothing(x):
-    model = qt.nnx.wrap(Net(), DELAYED)
-    step(model, x)
-    before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
-    quiet = model(100 * x)
-    jax.jit(lambda m, x: m(x))(model, x)
-    for leaf, was in zip(jax.tree.leaves(nnx.state(model)), before, strict=True):
-        np.testing.assert_array_equal(leaf, was)
-    assert np.isfinite(quiet).all()
-
-
 def test_restored_with_its_state_or_without(x):
     model = qt.nnx.wrap(Net(), DELAYED)
     step(model, x)
@@ -334,34 +252,6 @@ def test_restored_with_its_state_or_without(x):
     whole = qt.nnx.wrap(Net(seed=1), DELAYED)
     nnx.update(whole, nnx.state(model))
     np.testing.assert_array_equal(whole(x), model(x))
-
-
-@pytest.mark.exhaustive
-def test_second_derivatives(x):
-    model = qt.nnx.wrap(Net(), DELAYED)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def value(params):
-        return loss(nnx.merge(graph, params, rest), x)
-
-    _, dots = jax.jvp(jax.grad(value), (params,), (params,))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(dots))
-
-
-@pytest.mark.devices(4)
-def test_devices_see_what_one_sees(x):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded, alone = (qt.nnx.wrap(Net(), DELAYED) for _ in range(2))
-    step(alone, x)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("d")))
-        step(sharded, placed)
-    for a, b in zip(
-        jax.tree.leaves(nnx.state(sharded, qt.nnx.ScalingState)),
-        jax.tree.leaves(nnx.state(alone, qt.nnx.ScalingState)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.devices(4)
@@ -534,7 +424,7 @@ def test_keys_belong_to_places(x):
 
 
 def test_a_history_does_not_know_of_a_transform():
-    with pytest.raises(ValueError, match="observes the array, not its transform"):
+    with refused(ValueError, "observes the array, not its transform"):
         Operand("e4m3fn", scaling=Delayed(4), transform=qt.products.Hadamard())
 
 
@@ -546,7 +436,7 @@ def test_several_models_are_passed_as_one(x):
 
     models = [qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(i)), DELAYED) for i in (0, 1)]
     for given in (tuple(models), models, dict(enumerate(models))):
-        with pytest.raises(TypeError, match=r"expected an nnx.Module; pass several models as one"):
+        with refused(TypeError, r"expected an nnx.Module; pass several models as one"):
             qt.nnx.value_and_grad(both)(given, x)
     _, grads = qt.nnx.value_and_grad(both)(nnx.List(models), x)
     assert sorted(grads) == [0, 1]
@@ -554,34 +444,30 @@ def test_several_models_are_passed_as_one(x):
 
 
 def test_what_is_no_module_of_nnx_is_named(x):
-    with pytest.raises(TypeError, match=r"type tuple, expected.*; write nnx.merge\(\*model\)"):
-        qt.nnx.value_and_grad(loss)(nnx.split(Net()), x)
-    with pytest.raises(TypeError, match=r"type Dense, expected.*; use qtoolkit.linen.value_and"):
-        qt.nnx.value_and_grad(loss)(linen.Dense(3), x)
+    refused(TypeError, r"type tuple", qt.nnx.value_and_grad(loss), nnx.split(Net()), x)
+    refused(TypeError, r"type Dense", qt.nnx.value_and_grad(loss), linen.Dense(3), x)
 
 
 @pytest.mark.parametrize("wrt", ["kernel", nnx.LoRAParam, qt.nnx.ScalingState])
 def test_gradients_by_nothing_are_refused(x, wrt):
     """They were an empty state, which trains nothing, silently."""
-    with pytest.raises(ValueError, match=r"wrt=.* selects nothing that Net trains, expected"):
+    with refused(ValueError, r"wrt=.* selects nothing that Net trains"):
         qt.nnx.value_and_grad(loss, wrt)(qt.nnx.wrap(Net(), DELAYED), x)
 
 
 @pytest.mark.parametrize("wrt", [0, nnx.DiffState(0, nnx.Param)])
 def test_wrt_is_a_filter_and_no_number_of_an_argument(wrt):
-    with pytest.raises(TypeError, match=r"wrt=.*, expected a filter .* e\.g\. wrt=nnx\.Param"):
-        qt.nnx.value_and_grad(lambda model: 0.0, wrt)
+    refused(TypeError, r"wrt=", qt.nnx.value_and_grad, lambda model: 0.0, wrt)
 
 
 def test_gradients_without_probes_are_not_rolled_in_silence(x):
     """Oracle: the histories, which stay as they were."""
     model = qt.nnx.wrap(Net(), DELAYED)
     grads = nnx.state(model, nnx.Param)
-    with pytest.raises(ValueError, match=r"roll: probes has no gradient for any of the 2 delayed"):
+    with refused(ValueError, r"roll: probes has no gradient for any of the 2 delayed"):
         qt.nnx.roll(model, grads)
     for wrong in (None, {}, model):
-        with pytest.raises(TypeError, match=r"roll: probes has type .*, expected an nnx\.State"):
-            qt.nnx.roll(model, wrong)
+        refused(TypeError, r"roll: probes has type ", qt.nnx.roll, model, wrong)
     assert not any(jax.tree.leaves(jax.tree.map(jnp.any, nnx.state(model, qt.nnx.ScalingState))))
     stochastic = qt.nnx.wrap(Net(), qt.recipes.nvfp4)  # has keys alone: there is nothing to find
     qt.nnx.roll(stochastic, nnx.State({}))

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from refused import refused
 from state_of import state_of
 
 import qtoolkit as qt
@@ -124,20 +125,17 @@ def test_the_example_runs(run_example):
 @pytest.mark.quick
 def test_what_cannot_be():
     layer = layer_of(LSQ)
-    with pytest.raises(ValueError, match=r"lhs has not been started; write .*start_scales"):
-        layer(X)
+    refused(ValueError, r"lhs has not been started; write .*start_scales", layer, X)
     assert np.isnan(nnx.jit(lambda layer, x: layer(x))(layer, X)).all()
-    with pytest.raises(ValueError, match="no learned scale was used"):
-        qt.nnx.start_scales(layer_of(Recipe()), X)
+    refused(ValueError, "no learned scale was used", qt.nnx.start_scales, layer_of(Recipe()), X)
     numbers = (((1,), (0,)), ((), ()))
-    with pytest.raises(ValueError, match="Learned scaling, whose scales are parameters"):
+    with refused(ValueError, "Learned scaling, whose scales are parameters"):
         qt.dot_general(X, jnp.ones((8, 2)), numbers, recipe=LSQ)
     learned = Operand(INT4, scaling=Learned())
-    with pytest.raises(ValueError, match="expected the same where a scale is learned"):
+    with refused(ValueError, "expected the same where a scale is learned"):
         Recipe((learned, learned), dgrad=(None, "int4"), wgrad=None)
-    with pytest.raises(ValueError, match="a cotangent has Learned scaling"):
-        Recipe(None, learned)
-    with pytest.raises(ValueError, match="Learned scaling rounds to nearest"):
+    refused(ValueError, "a cotangent has Learned scaling", Recipe, None, learned)
+    with refused(ValueError, "Learned scaling rounds to nearest"):
         Operand(INT4, qt.casts.Projection("toward_zero"), Learned())
     assert qt.recipes.from_json(qt.recipes.to_json(LSQ)) == LSQ
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from refused import refused
 from state_of import histories_of
 
 import qtoolkit as qt
@@ -195,7 +196,7 @@ def test_what_a_method_computes_later_is_refused(jit):
     }
     for kind, methods in calls.items():
         for method in methods:
-            with pytest.raises(TypeError, match=f"returns a {kind}, whose code runs later"):
+            with refused(TypeError, f"returns a {kind}, whose code runs later"):
                 (jax.jit(method) if jit else method)(X)
 
 
@@ -453,7 +454,7 @@ def test_a_passed_parameter_is_rounded_as_a_kernel(how):
 
 
 def test_inputs_that_are_none_are_refused_whatever_the_recipe():
-    with pytest.raises(TypeError, match=r"wrap: inputs has type int.*write inputs=\(x,\)"):
+    with refused(TypeError, r"wrap: inputs has type int.*write inputs=\(x,\)"):
         qt.nnx.wrap(Passing("array"), qt.recipes.te_current, inputs=3)
 
 
@@ -514,8 +515,7 @@ class Branch(nnx.Module):
 def test_without_jit_a_branch_on_numbers_runs_module_by_module():
     plain, x = Branch(nnx.Rngs(0)), jnp.arange(8.0).reshape(2, 4) / 3
     wrapped = qt.nnx.wrap(plain, qt.recipes.te_current)
-    with pytest.raises(TypeError, match="disable_jit"):
-        wrapped(x)
+    refused(TypeError, "disable_jit", wrapped, x)
     with jax.disable_jit():
         found = wrapped(x)
     first, second = (qt.nnx.wrap(layer, qt.recipes.te_current) for layer in (plain.a, plain.b))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.post_training._methods import PlainModel, Settings, tuned
@@ -348,7 +349,7 @@ def test_a_shared_kernel_is_quantized_by_the_method(left):
     for kernel in stored:
         assert float((kernel.get_value().unpack().codes == expected.codes).mean()) > 0.995
     other = qt.Recipe((None, "e4m3fn"), gradient=None)
-    with pytest.raises(ValueError, match=r"second: Linear\.kernel is shared .* layer, first"):
+    with refused(ValueError, r"second: Linear\.kernel is shared .* layer, first"):
         qt.nnx.quantize(model, qt.Rules([("first", other)], default=recipe), seen, method="gptq")
 
 
@@ -452,20 +453,19 @@ def test_sequential_rounds_parameters_not_their_casts():
 
 def test_other_misuse():
     model, found = Two(), qt.nnx.calibrate(Two(), batches(), "hessian")
-    with pytest.raises(TypeError, match="calibration is one ArrayImpl, expected an iterable"):
+    with refused(TypeError, "calibration is one ArrayImpl"):
         qt.nnx.quantize(model, "int4", batches()[0], method="gptq")
-    with pytest.raises(TypeError, match="calibration is one int, expected an iterable of batches"):
-        qt.nnx.quantize(model, "int4", 5, method="gptq")
+    refused(TypeError, "calibration is one int", qt.nnx.quantize, model, "int4", 5, method="gptq")
     with jax.enable_x64(True):
         wide = [batch.astype(jnp.float64) for batch in batches()]
-        with pytest.raises(TypeError, match="first/kernel: its inputs have dtype float64, exp"):
+        with refused(TypeError, "first/kernel: its inputs have dtype float64"):
             qt.nnx.calibrate(model, wide, "hessian")
-    with pytest.raises(TypeError, match="sequential=True must run the model"):
+    with refused(TypeError, "sequential=True must run the model"):
         qt.nnx.quantize(model, "int4", found, method="gptq", sequential=True)
-    with pytest.raises(ValueError, match=r"is wrapped|stored as codes already"):
+    with refused(ValueError, r"is wrapped|stored as codes already"):
         qt.nnx.quantize(qt.nnx.quantize(model, "int4"), "int4", batches(), method="gptq")
     static = qt.Operand("int4", scaling=qt.products.Static(0.1))
-    with pytest.raises(ValueError, match="expected current scales and rounding to nearest"):
+    with refused(ValueError, "expected current scales and rounding to nearest"):
         qt.nnx.quantize(model, qt.Recipe((None, static)), batches(), method="gptq")
 
 
@@ -493,9 +493,9 @@ def test_allocation_fits_and_no_other_choice_costs_less():
     ]
     assert rules.cost <= min(every) + rules.gap
     assert "first   e4m3fn by tensor" in str(rules) or "first   int4_group32" in str(rules)
-    with pytest.raises(ValueError, match="allocate: bytes=10, and the smallest"):
+    with refused(ValueError, "allocate: bytes=10, and the smallest"):
         qt.nnx.allocate(model, x, loss, choices=choices, bytes=10)
-    with pytest.raises(ValueError, match="expected a list of formats"):
+    with refused(ValueError, "expected a list of formats"):
         qt.nnx.allocate(model, x, loss, choices="int4", bytes=3000)
 
 

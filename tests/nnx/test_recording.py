@@ -4,6 +4,7 @@ Oracles: NumPy for the magnitudes (buckets of an eighth of a binade); `qt.nnx.va
 which other tests show what it does; `Current` scaling where no state is carried.
 """
 
+import functools
 import inspect
 import warnings
 
@@ -239,10 +240,11 @@ def test_a_loop_in_a_module_moves_the_state_of_a_layer_once(make, inputs):
     """
     model, other = (qt.nnx.wrap(make(), FORWARD, inputs=inputs) for _ in range(2))
     step, expected = nnx.jit(nnx.value_and_grad(loss)), nnx.jit(qt.nnx.value_and_grad(loss))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)  # sums in another order
     for factor in (1, 3, jnp.inf, 2):
         (value, grads), (wanted, others) = step(model, factor * X), expected(other, factor * X)
         np.testing.assert_array_equal(value, wanted)
-        jax.tree.map(np.testing.assert_array_equal, grads, others)
+        jax.tree.map(close, grads, others)
     for mine, theirs in zip(histories(model), histories(other), strict=True):
         np.testing.assert_array_equal(mine[..., :2, :], theirs[..., :2, :])
         assert mine[..., :2, :3].all()

@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.products import Delayed, Operand, Recipe
@@ -71,10 +72,10 @@ def test_loops_that_carry_statistics_carry_histories_and_keys(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_filters_that_miss_the_state_name_the_right_one(name):
     model = qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), RECIPES[name])
-    with pytest.raises(ValueError, match=r"nnx.split\(model, nnx.Param, nnx.BatchStat\) takes it"):
+    with refused(ValueError, r"nnx.split\(model, nnx.Param, nnx.BatchStat\) takes it"):
         nnx.split(model, nnx.Param)
     assert len(nnx.split(model, nnx.Param, nnx.BatchStat)) == 3
-    with pytest.raises(ValueError, match="selects nothing that Linear trains"):
+    with refused(ValueError, "selects nothing that Linear trains"):
         qt.nnx.value_and_grad(loss, wrt=nnx.BatchStat)(model, X)
 
 
@@ -93,8 +94,7 @@ def test_a_loop_averages_only_the_statistics_of_the_model(name):
     update(nnx.All(nnx.BatchStat, nnx.Not(OURS)))
     model(X)
     update(nnx.BatchStat)
-    with pytest.raises(ValueError, match=r"(bad|key) of a matmul has dtype float32, expected uin"):
-        model(X)
+    refused(ValueError, r"(bad|key) of a matmul has dtype float32", model, X)
 
 
 def by_update(plain, wrapped, folder):
@@ -133,7 +133,7 @@ def test_the_state_of_another_recipe_is_refused_with_what_fits():
         return Recipe(*(Operand(fmt, scaling=Delayed(steps)) for fmt in ("e4m3fn", "e5m2")))
 
     state, model = nnx.state(wrapped(delayed(4), 1)), wrapped(qt.recipes.nvfp4, 0)
-    with pytest.raises(ValueError, match="the state has bad for a matmul whose recipe keeps none"):
+    with refused(ValueError, "the state has bad for a matmul whose recipe keeps none"):
         nnx.update(model, state)
     rest = nnx.filter_state(state, nnx.Not(OURS))
     nnx.update(model, rest)
@@ -143,5 +143,4 @@ def test_the_state_of_another_recipe_is_refused_with_what_fits():
     np.testing.assert_array_equal(current(X), wrapped(qt.recipes.te_current, 1)(X))
     longer = wrapped(delayed(16), 0)
     nnx.update(longer, state)
-    with pytest.raises(ValueError, match="a history of 4 steps, expected 16, as its recipe says"):
-        longer(X)
+    refused(ValueError, "a history of 4 steps", longer, X)

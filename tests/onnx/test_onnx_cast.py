@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from onnx_oracle import DTYPES, FLOAT8, INTEGERS, codes, expected, wide
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.onnx import cast
@@ -43,12 +44,8 @@ def assert_codes(got, wanted, name, x):
 
 
 @pytest.mark.sample(
-    "FLOAT8E4M3FN-True-FLOAT16",
-    "FLOAT8E4M3FNUZ-True-BFLOAT16",
-    "FLOAT8E5M2-False-FLOAT16",
-    "FLOAT8E5M2FNUZ-True-BFLOAT16",
-    "FLOAT4E2M1-False-FLOAT16",
-    "FLOAT6E3M2-False-FLOAT16",
+    *("FLOAT8E4M3FN-True-FLOAT16", "FLOAT8E4M3FNUZ-True-BFLOAT16", "FLOAT8E5M2-False-FLOAT16"),
+    *("FLOAT8E5M2FNUZ-True-BFLOAT16", "FLOAT4E2M1-False-FLOAT16", "FLOAT6E3M2-False-FLOAT16"),
 )
 @pytest.mark.parametrize("source", ["FLOAT16", "BFLOAT16"])
 @pytest.mark.parametrize("saturate", [True, False])
@@ -250,5 +247,5 @@ def test_derivatives_are_those_of_qtoolkit_cast(to):
 @pytest.mark.parametrize("to", ["FLOAT8E4M3FN", "FLOAT8E8M0", "INT8", "FLOAT4E2M1", "BOOL"])
 @pytest.mark.parametrize("saturate", [True, False])
 def test_derivatives_of_narrow_results_raise(to, saturate):
-    with pytest.raises(TypeError, match="fake_cast"):
+    with refused(TypeError, "fake_cast"):
         jax.jvp(lambda v: cast(v, to, saturate=saturate), (jnp.ones(3),), (jnp.ones(3),))

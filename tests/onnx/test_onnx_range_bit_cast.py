@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from onnx_oracle import DTYPES, codes, nearest
+from refused import refused
 
 from qtoolkit.onnx import bit_cast
 from qtoolkit.onnx import range as onnx_range
@@ -76,7 +77,7 @@ def test_examples_of_the_page():
 
 
 def test_numbers_of_python_have_64_bits():
-    with pytest.raises(TypeError, match=r"onnx.range: INT64 is needed, and 64-bit types are off"):
+    with refused(TypeError, r"onnx.range: INT64 is needed, and 64-bit types are off"):
         onnx_range(0, 3, 1)
     with jax.enable_x64(True):
         assert onnx_range(0, 3, 1).tolist() == [0, 1, 2]
@@ -92,9 +93,7 @@ def test_range_under_jit_takes_static_arguments():
         def traced(v, position=position):
             return onnx_range(*[v if i == position else a for i, a in enumerate(arguments)])
 
-        with pytest.raises(
-            TypeError, match=f"onnx.range: {name} is traced, but the arguments decide"
-        ):
+        with refused(TypeError, f"onnx.range: {name} is traced, but the arguments decide"):
             jax.jit(traced)(np.float32(1))
 
 
@@ -142,8 +141,7 @@ def test_range_under_jit_takes_static_arguments():
     ],
 )
 def test_bad_ranges(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+    refused(error, message, call)
 
 
 WIDTHS = {
@@ -190,8 +188,7 @@ def test_bit_cast_of_bool_and_complex():
     np.testing.assert_array_equal(bit_cast(np.uint8([0, 1, 2]), "BOOL"), [False, True, True])
     z = np.array([1 + 2j, -0.5 - 3j], np.complex64)
     np.testing.assert_array_equal(bit_cast(z, "COMPLEX64"), z)
-    with pytest.raises(TypeError, match=r"onnx.bit_cast: UINT64 is needed, and 64-bit types"):
-        bit_cast(z, "UINT64")
+    refused(TypeError, r"onnx.bit_cast: UINT64 is needed, and 64-bit types", bit_cast, z, "UINT64")
     with jax.enable_x64(True):
         words = bit_cast(z, "UINT64")
         np.testing.assert_array_equal(words, z.view(np.uint64))
@@ -226,11 +223,7 @@ def test_bit_cast_under_jit_and_vmap():
             TypeError,
             "x is FLOAT6E2M3, with opset=28",
         ),
-        (
-            lambda: bit_cast(np.float64(1), "INT64"),
-            TypeError,
-            "INT64 is needed.*jax_enable_x64",
-        ),
+        (lambda: bit_cast(np.float64(1), "INT64"), TypeError, "INT64 is needed.*jax_enable_x64"),
         (
             lambda: jax.grad(lambda v: bit_cast(v, "FLOAT"))(np.float32(1)),
             TypeError,
@@ -239,8 +232,7 @@ def test_bit_cast_under_jit_and_vmap():
     ],
 )
 def test_bad_bit_casts(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+    refused(error, message, call)
 
 
 def test_codes_of_a_bit_cast_are_those_of_the_type():
@@ -250,5 +242,5 @@ def test_codes_of_a_bit_cast_are_those_of_the_type():
 
 @pytest.mark.parametrize("x", [np.array([1.5, 2.25]), np.array([1, 2]), 1.0])
 def test_bit_cast_of_64_bits_needs_them(x):
-    with pytest.raises(TypeError, match=r"^onnx.bit_cast: .* is needed, and 64-bit types are off"):
+    with refused(TypeError, r"^onnx.bit_cast: .* is needed, and 64-bit types are off"):
         bit_cast(x, "COMPLEX64")

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from each import each
 from onnx_oracle import DTYPES, FIELDS, FLOAT8, INTEGERS, codes, nearest, wide
+from refused import refused
 
 from qtoolkit.onnx import cast
 
@@ -109,7 +111,7 @@ def test_forms_of_numbers(text, number):
     assert np.signbit(got) == np.signbit(number)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         *(
@@ -129,23 +131,19 @@ def test_forms_of_numbers(text, number):
         *("infinity", "-NaN", "nan(1)", "true", "1 2", "٣", "½", "1e5.0", "+ 1", "1\x00"),
     ],
 )
-@pytest.mark.parametrize("to", ["FLOAT", "INT8", "BOOL", "FLOAT8E8M0", "FLOAT6E3M2"])
+@each("to", ["FLOAT", "INT8", "BOOL", "FLOAT8E8M0", "FLOAT6E3M2"])
 def test_text_that_is_no_number(text, to):
     x = np.array([["1", "2", "3"], ["4", text, "no"]], object)
-    with pytest.raises(ValueError, match=r"onnx.cast: x\[1, 1\] is .*, expected a number such as"):
-        cast(x, to)
-    with pytest.raises(ValueError, match=r"onnx.cast: x is .*, expected a number"):
-        cast(text, to)
+    refused(ValueError, r"onnx.cast: x\[1, 1\] is ", cast, x, to)
+    refused(ValueError, r"onnx.cast: x is ", cast, text, to)
 
 
 def test_elements_that_are_no_text():
     x = np.array(["1", 2.0, None], object)
-    with pytest.raises(TypeError, match=r"onnx.cast: x\[1\] is 2.0 of type float, expected str or"):
-        cast(x, "FLOAT")
+    refused(TypeError, r"onnx.cast: x\[1\] is 2.0 of type float", cast, x, "FLOAT")
     missing = np.array(["1", None], np.dtypes.StringDType(na_object=None))
-    with pytest.raises(TypeError, match=r"x\[1\] is None of type NoneType"):
-        cast(missing, "STRING")
-    with pytest.raises(ValueError, match=r"x\[0\] is b'\\xff', which is no UTF-8"):
+    refused(TypeError, r"x\[1\] is None of type NoneType", cast, missing, "STRING")
+    with refused(ValueError, r"x\[0\] is b'\\xff', which is no UTF-8"):
         cast(np.array([b"\xff"]), "FLOAT")
     long = np.array(["x" * 10**5])
     with pytest.raises(ValueError, match=r"onnx\.cast") as error:

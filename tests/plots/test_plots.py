@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from qtoolkit.formats import format
-from qtoolkit.plots import loss_curves, number_line, sqnr_by_tensor
+from qtoolkit.plots import loss_curves, number_line
 
 
 def test_loss_curves(tmp_path):
@@ -94,15 +94,3 @@ def test_number_line_says_what_it_cannot_draw():
         number_line("float32")
     with pytest.raises(ValueError, match=r"^format: unknown format 'nothing'"):
         number_line(["e4m3fn", "nothing"])
-
-
-def test_sqnr_by_tensor_draws_the_lowest_of_many():
-    axes = sqnr_by_tensor({"a.weight": 30.5, "b$x": 20.25})
-    (line,) = axes.lines
-    np.testing.assert_array_equal(line.get_xdata(), [30.5, 20.25])
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a.weight", r"b\$x"]
-    many = sqnr_by_tensor({f"{i}.weight": float(i) for i in range(100)})
-    np.testing.assert_array_equal(many.lines[0].get_xdata(), np.arange(40))
-    assert many.get_title() == "The 40 lowest of 100 tensors"
-    with pytest.raises(ValueError, match="sqnr_by_tensor: no tensors, expected one or more"):
-        sqnr_by_tensor({})

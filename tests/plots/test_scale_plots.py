@@ -4,6 +4,7 @@ import matplotlib.image
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit.formats import BlockFormat
 from qtoolkit.plots import code_histogram, error_against_magnitude
@@ -78,14 +79,12 @@ def test_error_against_magnitude_for_any_block_shape():
 
 
 def test_error_against_magnitude_says_what_it_cannot_draw():
-    with pytest.raises(ValueError, match=r"^error_against_magnitude: no formats, expected one"):
-        error_against_magnitude([])
-    with pytest.raises(ValueError, match=r"^error_against_magnitude: amax=0, expected 2\*\*-100"):
+    refused(ValueError, r"^error_against_magnitude: no formats", error_against_magnitude, [])
+    with refused(ValueError, r"^error_against_magnitude: amax=0"):
         error_against_magnitude("mxfp4", amax=0)
-    with pytest.raises(ValueError, match=r"^error_against_magnitude: octaves=0, expected 1 to"):
+    with refused(ValueError, r"^error_against_magnitude: octaves=0"):
         error_against_magnitude("mxfp4", octaves=0)
-    with pytest.raises(ValueError, match=r"^spec: unknown format 'nothing'"):
-        error_against_magnitude("nothing")
+    refused(ValueError, r"^spec: unknown format 'nothing'", error_against_magnitude, "nothing")
 
 
 def bars(axes):
@@ -153,7 +152,6 @@ def test_labels_are_the_values_below_their_bars(spec):
 
 
 def test_code_histogram_says_what_it_cannot_draw():
-    with pytest.raises(ValueError, match=r"^code_histogram: bfloat16, unscaled has elements of 16"):
+    with refused(ValueError, r"^code_histogram: bfloat16, unscaled has elements of 16"):
         code_histogram(np.ones(3, np.float32), "bfloat16")
-    with pytest.raises(TypeError, match=r"^metrics: x has dtype int32"):
-        code_histogram(np.ones(3, np.int32), "int8")
+    refused(TypeError, r"^metrics: x has dtype int32", code_histogram, np.ones(3, np.int32), "int8")

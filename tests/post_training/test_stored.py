@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.post_training.internal import stored_kernel
@@ -77,7 +78,7 @@ def test_no_gradient_by_a_stored_kernel():
     def loss(w):
         return jnp.sum(qt.dot_general(X, w, MATMUL))
 
-    with pytest.raises(TypeError, match="differentiated by a stored operand, QArray"):
+    with refused(TypeError, "differentiated by a stored operand, QArray"):
         jax.grad(loss, allow_int=True)(w)
     with pytest.raises(TypeError, match="uint8"):  # JAX's own message
         jax.grad(loss)(w)
@@ -140,9 +141,7 @@ def test_native_einsum_where_one_operand_alone_sums_a_label():
 
 
 @pytest.mark.sample(
-    "int8 by tensor, current",
-    "int4 by tensor, learned",
-    "binary8p3sf by tensor, current",
+    *("int8 by tensor, current", "int4 by tensor, learned", "binary8p3sf by tensor, current"),
     "e5m2 by tensor, current",
 )
 @pytest.mark.parametrize(
@@ -182,11 +181,10 @@ def test_stored_inside_a_trace_infinities_and_nans_stay(operand):
 
 def test_what_cannot_be_stored():
     transformed = Operand("e4m3fn", transform=qt.products.Hadamard(16))
-    with pytest.raises(ValueError, match="transforms the operand by Hadamard"):
-        stored(transformed)
-    with pytest.raises(ValueError, match="holds 2 infinities and NaNs, expected finite"):
+    refused(ValueError, "transforms the operand by Hadamard", stored, transformed)
+    with refused(ValueError, "holds 2 infinities and NaNs"):
         stored(Operand("e4m3fn"), W.at[0, :2].set(np.inf))
-    with pytest.raises(ValueError, match=r"does not|holds|hold"):
+    with refused(ValueError, r"does not|holds|hold"):
         stored(Operand(qt.BlockFormat.tensor("int16")), W.astype(jnp.bfloat16))
 
 

@@ -1,5 +1,8 @@
 """Products of 16-bit models multiply 16-bit operands, forward and backward, and sum in float32."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,21 +39,18 @@ def operand_dtypes(jaxpr):
     return found
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("name", NARROW)
-def test_matmuls_of_bfloat16_models_multiply_bfloat16(name, function, monkeypatch):
+def test_matmuls_of_bfloat16_models_multiply_bfloat16(monkeypatch):
     """On GPUs and TPUs; this is traced as there, and not run. CPUs multiply float32."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.clear_caches()
-    recipe = getattr(qt.recipes, name)
     x, w, g = arrays(jnp.bfloat16)
-
-    def step(x, w, g):
-        return jax.vjp(lambda x, w: FUNCTIONS[function](x, w, recipe), x, w)[1](g)
-
-    found = operand_dtypes(jax.make_jaxpr(step)(x, w, g))
+    found = {}
+    for name, (kind, function) in itertools.product(NARROW, FUNCTIONS.items()):
+        product = functools.partial(function, recipe=getattr(qt.recipes, name))
+        step = jax.make_jaxpr(lambda x, w, g, f=product: jax.vjp(f, x, w)[1](g))
+        found[name, kind] = operand_dtypes(step(x, w, g))
     jax.clear_caches()
-    assert found == {"bfloat16"}
+    assert {case: dtypes for case, dtypes in found.items() if dtypes != {"bfloat16"}} == {}
 
 
 @pytest.mark.parametrize("name", ["te_current", "mxfp8"])
@@ -93,6 +93,11 @@ def test_products_of_bfloat16_in_any_order_of_axes_run(name, subscripts, lhs, rh
         np.testing.assert_allclose(np.float64(got), want, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.sample(
+    *("te_current-dot_general-bfloat16", "mxfp8-einsum-float16", "nvfp4-dot_general-bfloat16"),
+    *("fnuz_amd-einsum-float16", "deepseek_v3-einsum-bfloat16"),
+    *("weight_only_e4m3-dot_general-float16",),
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", [*NARROW, "deepseek_v3", "weight_only_e4m3"])

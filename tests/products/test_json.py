@@ -6,6 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.casts import Projection, Stochastic
@@ -149,8 +150,7 @@ def changed(path, value):
     ],
 )
 def test_errors_say_where(path, value, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        from_json(changed(path, value))
+    refused(ValueError, re.escape(message), from_json, changed(path, value))
 
 
 @pytest.mark.parametrize(
@@ -177,14 +177,12 @@ def test_errors_say_where(path, value, message):
     ],
 )  # fmt: skip
 def test_wrong_texts(text, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        from_json(text)
+    refused(ValueError, re.escape(message), from_json, text)
 
 
 def test_what_has_no_text():
-    with pytest.raises(TypeError, match="to_json: got str, expected a Recipe or Rules of them"):
-        to_json("mxfp8")
-    with pytest.raises(TypeError, match="rule dict is a class, which JSON cannot hold"):
+    refused(TypeError, "to_json: got str", to_json, "mxfp8")
+    with refused(TypeError, "rule dict is a class, which JSON cannot hold"):
         to_json(Rules([(dict, recipes.mxfp8)]))
 
 

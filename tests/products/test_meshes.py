@@ -46,9 +46,7 @@ every_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
 @pytest.mark.sample(
-    "encode-AxisType.Auto",
-    "fake_convert-AxisType.Explicit",
-    "fake_cast-AxisType.Auto",
+    *("encode-AxisType.Auto", "fake_convert-AxisType.Explicit", "fake_cast-AxisType.Auto"),
     "cotangent-AxisType.Explicit",
 )
 @pytest.mark.quick

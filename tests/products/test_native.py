@@ -17,6 +17,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.formats import BlockFormat
@@ -98,7 +99,7 @@ def test_what_was_exported_gives_the_same_bits():
 def test_for_several_platforms_at_once_jax_exports_from_0_12_on():
     run = jax.jit(three(native(MXFP8)))
     if jax.__version_info__ < (0, 11):
-        with pytest.raises(ValueError, match=r"has 4 operand.*, but decomposition has 5"):
+        with refused(ValueError, r"has 4 operand.*, but decomposition has 5"):
             export.export(run, platforms=["cpu", "cuda"])(*OPERANDS)
         return
     exported = export.export(run, platforms=["cpu", "cuda"])(*OPERANDS)

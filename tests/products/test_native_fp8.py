@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refused import refused
 from rewritten import quantized
 
 import qtoolkit as qt
@@ -148,14 +149,10 @@ def test_one_scale_that_is_stored_as_a_power_of_two_is_a_scalar():
 def test_powers_of_two_are_for_one_scale_for_a_tensor():
     scaling = Current(power_of_two=True)
     for spec in ("mxfp8", BlockFormat.token("e4m3fn"), "nvfp4"):
-        with pytest.raises(ValueError, match="has no single scale of float32"):
-            Operand(spec, scaling=scaling)
-    with pytest.raises(ValueError, match=r"scale=0\.3 with power_of_two=True, expected a power"):
-        Static(0.3, power_of_two=True)
-    with pytest.raises(TypeError, match="Current: power_of_two=1, expected True or False"):
-        Current(power_of_two=1)
-    with pytest.raises(ValueError, match=r"Delayed: initial=0\.0, expected a number"):
-        Delayed(initial=0.0)
+        refused(ValueError, "has no single scale of float32", Operand, spec, scaling=scaling)
+    refused(ValueError, r"scale=0\.3 with power_of_two=True", Static, 0.3, power_of_two=True)
+    refused(TypeError, "Current: power_of_two=1", Current, power_of_two=1)
+    refused(ValueError, r"Delayed: initial=0\.0", Delayed, initial=0.0)
     delayed = Operand("e4m3fn", scaling=Delayed(power_of_two=True))
     assert str(delayed) == "e4m3fn by tensor, delayed, powers of two"
     recipe = Recipe((delayed, delayed), Operand("e5m2", scaling=Delayed()))

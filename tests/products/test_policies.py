@@ -103,8 +103,7 @@ def test_plain_models_compute_so_many_again(of, name):
 
 @pytest.mark.filterwarnings("ignore:differentiated without")  # it needs the plain program
 @pytest.mark.sample(
-    "nothing_saveable-te_current-of_nnx",
-    "dots_with_no_batch_dims_saveable-mxfp8-of_nnx",
+    *("nothing_saveable-te_current-of_nnx", "dots_with_no_batch_dims_saveable-mxfp8-of_nnx"),
     "dots_saveable-te_delayed_hybrid-of_linen",
 )
 @pytest.mark.parametrize("of", [of_nnx, of_linen])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from refused import refused
 
 import qtoolkit as qt
 
@@ -21,6 +22,7 @@ def loss(model, x):
 
 
 @pytest.mark.quick
+@pytest.mark.sample("value_and_grad0-recipe1", "value_and_grad1-recipe0")
 @pytest.mark.parametrize("recipe", [qt.recipes.te_current, qt.recipes.te_delayed_hybrid])
 @pytest.mark.parametrize("by", [qt.nnx.value_and_grad, nnx.value_and_grad])
 @pytest.mark.filterwarnings("ignore:differentiated without")
@@ -58,9 +60,8 @@ def test_reports_and_json_know_the_warm_up():
     assert str(qt.nnx.report(model, X)) == str(
         qt.nnx.report(qt.nnx.wrap(stack(), qt.recipes.te_current), X)
     )
-    with pytest.raises(ValueError, match=r"warm_up=-1, expected an integer of 0 or more"):
-        qt.policies.warm_up(recipe, -1)
-    with pytest.raises(ValueError, match=r"the recipe has a warm-up, whose steps a layer counts"):
+    refused(ValueError, r"warm_up=-1", qt.policies.warm_up, recipe, -1)
+    with refused(ValueError, r"the recipe has a warm-up, whose steps a layer counts"):
         qt.einsum("ij,jk->ik", X, X.T, recipe=recipe)
 
 
@@ -93,13 +94,21 @@ def test_first_and_last_layers_stay(first, last):
 
 def test_more_last_layers_than_there_are():
     policy = qt.policies.first_last_high_precision(qt.recipes.te_current, first=0, last=5)
-    assert [value for _, value in policy.rules(["a", "b", "c"]).rules] == [None] * 3
+    module = linen.Sequential([linen.Dense(16) for _ in range(4)])
+    for wrap, model in ((qt.nnx.wrap, stack()), (qt.linen.wrap, module)):
+        refused(ValueError, r"^wrap: .*none of 4 layers", wrap, model, policy, inputs=(X,))
+
+
+def test_rules_without_a_recipe():
+    """Without a default nothing would be quantized, in silence in linen."""
+    for wrap, model in ((qt.nnx.wrap, stack()), (qt.linen.wrap, linen.Dense(4))):
+        for rules in ({}, {"Dense_0": None}):
+            refused(ValueError, r"^wrap: the rules exclude every", wrap, model, qt.Rules(rules))
 
 
 def test_the_order_of_layers_has_to_be_known():
     policy = qt.policies.first_last_high_precision(qt.recipes.te_current)
     for wrap, model in ((qt.nnx.wrap, stack()), (qt.linen.wrap, linen.Dense(4))):
-        with pytest.raises(ValueError, match=r"no inputs to trace the model with; write wrap"):
-            wrap(model, policy)
-    with pytest.raises(ValueError, match=r"first=-1, expected an integer of 0 or more"):
+        refused(ValueError, r"no inputs to trace the model with; write wrap", wrap, model, policy)
+    with refused(ValueError, r"first=-1"):
         qt.policies.first_last_high_precision(qt.recipes.te_current, first=-1)

@@ -567,11 +567,7 @@ def test_a_key_rounds_the_scaled_elements_as_encode_does():
     np.testing.assert_array_equal(again.codes, codes)
     for start in (0, 5, 8):
         chunk = qt.quantize(
-            x[start : start + 4],
-            spec,
-            rounding="stochastic",
-            key=KEY,
-            index_offset=start * 64,
+            x[start : start + 4], spec, rounding="stochastic", key=KEY, index_offset=start * 64
         )
         np.testing.assert_array_equal(chunk.codes, codes[start : start + 4])
     other = qt.quantize(x, spec, rounding="stochastic", key=jax.random.key(12))
@@ -613,10 +609,7 @@ def test_given_scales_are_rounded_and_used():
         ),
         (
             ASYMMETRIC["int4 by blocks"],
-            {
-                "scale": scales(60, 3),
-                "zero_point": rng.integers(-8, 8, (60, 3)).astype(np.int32),
-            },
+            {"scale": scales(60, 3), "zero_point": rng.integers(-8, 8, (60, 3)).astype(np.int32)},
         ),
         (
             ASYMMETRIC["uint8 by tensor"],

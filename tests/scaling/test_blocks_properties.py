@@ -14,6 +14,7 @@ from blocks_oracle import F32, PRESETS, Blocks, quantize, same_numbers, spread
 from casts_oracle import Int, bits_of, values32
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.formats import BlockFormat
@@ -457,7 +458,7 @@ def test_derivatives_have_the_dtype_of_x(dtype):
 
 def test_quantize_has_no_derivative():
     x = jnp.asarray(numbers(shape=SMALL))
-    with pytest.raises(TypeError, match="quantize: has no derivative; differentiate fake_quantize"):
+    with refused(TypeError, "quantize: has no derivative; differentiate fake_quantize"):
         jax.grad(lambda x: jnp.sum(qt.quantize(x, "int4_group32").dequantize()))(x)
     slope = jax.grad(
         lambda x: jnp.sum(x * qt.quantize(jax.lax.stop_gradient(x), "int4_group32").dequantize())

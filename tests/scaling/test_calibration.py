@@ -13,17 +13,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from refused import refused
 
 from qtoolkit.formats import BlockFormat, spec
-from qtoolkit.scaling import (
-    MSE,
-    AbsMax,
-    Bins,
-    MinMax,
-    MovingAverage,
-    Percentile,
-    quantize,
-)
+from qtoolkit.scaling import MSE, AbsMax, Bins, MinMax, MovingAverage, Percentile, quantize
 
 F32 = np.float32
 SHAPE = (6, 40)
@@ -289,12 +282,7 @@ def numpy_counts(fmt, xs, bins):
 @pytest.mark.sample("tensor-float32")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("tensor", "float32"),
-        ("channel", "bfloat16"),
-        ("mxfp8", "float32"),
-        ("square", "float16"),
-    ],
+    [("tensor", "float32"), ("channel", "bfloat16"), ("mxfp8", "float32"), ("square", "float16")],
 )
 def test_histograms_count_each_element_once(name, dtype):
     fmt, xs = SPECS[name], batches(dtype=np.dtype(dtype))
@@ -625,55 +613,41 @@ def test_axes_of_whole_blocks_may_differ(cls):
 
 def test_wrong_input_raises():
     state = AbsMax.of(BlockFormat.channel("int8"), (4, 8))
-    with pytest.raises(ValueError, match=r"observe: x of shape \(4, 9\).*expected \(1, 8\)"):
+    with refused(ValueError, r"observe: x of shape \(4, 9\).*expected \(1, 8\)"):
         state.observe(np.zeros((4, 9), F32))
-    with pytest.raises(ValueError, match=r"AbsMax.observe: .* is empty"):
-        state.observe(np.zeros((0, 8), F32))
-    with pytest.raises(TypeError, match=r"AbsMax.observe: x has dtype int32"):
+    refused(ValueError, r"AbsMax.observe: .* is empty", state.observe, np.zeros((0, 8), F32))
+    with refused(TypeError, r"AbsMax.observe: x has dtype int32"):
         state.observe(np.zeros((4, 8), np.int32))
     for cls in (*SYMMETRIC, MinMax):
-        with pytest.raises(ValueError, match=rf"{cls.__name__}.of: .* has no scale"):
-            cls.of("float32", (4,))
-    with pytest.raises(ValueError, match=r"MinMax.of: .* no zero point; use AbsMax"):
-        MinMax.of("int8", (4,))
-    with pytest.raises(ValueError, match=r"MSE.of: .* a zero point; use MinMax"):
-        MSE.of(ASYMMETRIC["tensor"], (4,))
-    with pytest.raises(ValueError, match=r"MSE.of: the negative values of nf4"):
-        MSE.of("nf4", (64,))
-    with pytest.raises(ValueError, match=r"MSE.of: octaves=0, expected 1 to 32"):
-        MSE.of("int8", (64,), octaves=0)
-    with pytest.raises(ValueError, match=r"fraction=1\.5, expected"):
-        Percentile.of("int8", (4,), fraction=1.5)
+        refused(ValueError, rf"{cls.__name__}.of: .* has no scale", cls.of, "float32", (4,))
+    refused(ValueError, r"MinMax.of: .* no zero point; use AbsMax", MinMax.of, "int8", (4,))
+    refused(ValueError, r"MSE.of: .* a zero point; use MinMax", MSE.of, ASYMMETRIC["tensor"], (4,))
+    refused(ValueError, r"MSE.of: the negative values of nf4", MSE.of, "nf4", (64,))
+    refused(ValueError, r"MSE.of: octaves=0", MSE.of, "int8", (64,), octaves=0)
+    refused(ValueError, r"fraction=1\.5", Percentile.of, "int8", (4,), fraction=1.5)
     for shape in (np.ones((2, 2)), 3, None):
-        with pytest.raises(TypeError, match=r"AbsMax.of: shape has type .*, expected .* x\.shape"):
-            AbsMax.of("int8", shape)
+        refused(TypeError, r"AbsMax.of: shape has type ", AbsMax.of, "int8", shape)
     for bad in ("0.5", None, True):
-        with pytest.raises(TypeError, match=rf"MovingAverage.of: decay={bad!r}, expected a number"):
+        with refused(TypeError, rf"MovingAverage.of: decay={bad!r}"):
             MovingAverage.of("int8", (2,), decay=bad)
-        with pytest.raises(TypeError, match=rf"Percentile.of: fraction={bad!r}, expected a number"):
+        with refused(TypeError, rf"Percentile.of: fraction={bad!r}"):
             Percentile.of("int8", (2,), fraction=bad)
-    with pytest.raises(ValueError, match=r"decay=1, expected"):
-        MovingAverage.of("int8", (4,), decay=1)
-    with pytest.raises(ValueError, match="too many counts"):
-        Percentile.of(BlockFormat.channel("int8"), (1, 2**19))
+    refused(ValueError, r"decay=1", MovingAverage.of, "int8", (4,), decay=1)
+    refused(ValueError, "too many counts", Percentile.of, BlockFormat.channel("int8"), (1, 2**19))
     for fields in ((-127, 2, 3), (0, 128, 3), (0, 0, 3), (0, 4, 11), (0, 4, -1)):
-        with pytest.raises(ValueError, match="expected -126 <= lowest"):
-            Bins(*fields)
+        refused(ValueError, "expected -126 <= lowest", Bins, *fields)
 
 
 def test_states_that_differ_do_not_merge():
     fmt = BlockFormat.channel("int8")
     state = Percentile.of(fmt, (4, 8))
-    with pytest.raises(TypeError, match="other is of type AbsMax, expected Percentile"):
-        state.merge(AbsMax.of(fmt, (4, 8)))
-    with pytest.raises(ValueError, match="other has shape="):
-        state.merge(Percentile.of(fmt, (4, 9)))
-    with pytest.raises(ValueError, match="other has spec=int4"):
+    refused(TypeError, "other is of type AbsMax", state.merge, AbsMax.of(fmt, (4, 8)))
+    refused(ValueError, "other has shape=", state.merge, Percentile.of(fmt, (4, 9)))
+    with refused(ValueError, "other has spec=int4"):
         state.merge(Percentile.of(BlockFormat.channel("int4"), (4, 8)))
-    with pytest.raises(ValueError, match=r"other has fraction=0\.5, expected 0\.9999"):
+    with refused(ValueError, r"other has fraction=0\.5"):
         state.merge(Percentile.of(fmt, (4, 8), fraction=0.5))
-    with pytest.raises(ValueError, match="other has bins="):
-        state.merge(Percentile.of(fmt, (4, 8), bins=SMALL))
+    refused(ValueError, "other has bins=", state.merge, Percentile.of(fmt, (4, 8), bins=SMALL))
 
 
 # On two devices; one device is the oracle.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refused import refused
 
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling import AmaxHistory
@@ -57,8 +58,7 @@ def test_merged_histories_are_the_larger_ones_of_each_step():
         np.testing.assert_array_equal(merged.history, whole.history)
         assert int(merged.count) == 4
     other = AmaxHistory.of(TENSOR, (3, 8), history=2, margin=1)
-    with pytest.raises(ValueError, match="other has margin=1, expected 0"):
-        first.merge(other)
+    refused(ValueError, "other has margin=1", first.merge, other)
     stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second)
     across = jax.vmap(lambda state: state.merge_across("d"), axis_name="d")(stacked)
     np.testing.assert_array_equal(across.history[1], whole.history)
@@ -66,8 +66,7 @@ def test_merged_histories_are_the_larger_ones_of_each_step():
 
 @pytest.mark.parametrize("history", [0, -1, 1.5, True])
 def test_a_history_has_a_length(history):
-    with pytest.raises(ValueError, match="AmaxHistory: history="):
-        AmaxHistory.of(TENSOR, (3, 8), history=history)
+    refused(ValueError, "AmaxHistory: history=", AmaxHistory.of, TENSOR, (3, 8), history=history)
 
 
 @pytest.mark.parametrize("margin", [0, 1, 3, 64])

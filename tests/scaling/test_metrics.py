@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.formats import BlockFormat
@@ -306,16 +307,12 @@ def test_repr_can_be_read():
 
 def test_errors():
     x = np.ones(4, np.float32)
-    with pytest.raises(TypeError, match=r"^metrics: x has dtype int32, expected float32"):
-        metrics(np.ones(4, np.int32), "e4m3fn")
-    with pytest.raises(ValueError, match=r"^metrics: scale has shape \(2,\), expected \(1,\)"):
+    refused(TypeError, r"^metrics: x has dtype int32", metrics, np.ones(4, np.int32), "e4m3fn")
+    with refused(ValueError, r"^metrics: scale has shape \(2,\)"):
         metrics(x, "e4m3fn", scale=np.ones(2, np.float32))
-    with pytest.raises(TypeError, match=r"^sqnr_db: x has dtype float64, expected float32"):
-        sqnr_db(np.ones(3), x)
-    with pytest.raises(ValueError, match=r"^sqnr_db: x has shape \(4,\), y \(3,\), expected the"):
-        sqnr_db(x, x[:3])
-    with pytest.raises(ValueError, match=r"^sqnr_db: x has shape \(0,\), y \(0,\), expected"):
-        sqnr_db(x[:0], x[:0])
+    refused(TypeError, r"^sqnr_db: x has dtype float64", sqnr_db, np.ones(3), x)
+    refused(ValueError, r"^sqnr_db: x has shape \(4,\), y \(3,\)", sqnr_db, x, x[:3])
+    refused(ValueError, r"^sqnr_db: x has shape \(0,\), y \(0,\)", sqnr_db, x[:0], x[:0])
 
 
 @pytest.mark.devices(8)
@@ -390,10 +387,9 @@ def test_several_specs_make_a_table():
 
 def test_tables_that_are_refused():
     x = np.ones((2, 2), np.float32)
-    with pytest.raises(ValueError, match=r"^metrics: scale is given for several specs, expected"):
+    with refused(ValueError, r"^metrics: scale is given for several specs"):
         qt.metrics(x, ["int8", "int4"], scale=1.0)
     for specs in ([], ["int8", "int8"]):
-        with pytest.raises(ValueError, match=r"^metrics: specs \[.*\], expected one or more, each"):
-            qt.metrics(x, specs)
-    with pytest.raises(KeyError, match="no row 'e5m2', expected one of"):
+        refused(ValueError, r"^metrics: specs \[.*\]", qt.metrics, x, specs)
+    with refused(KeyError, "no row 'e5m2'"):
         qt.metrics(x, ["int8"])["e5m2"]

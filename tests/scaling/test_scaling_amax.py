@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.casts.internal import exact_float32, quotient
@@ -230,9 +231,7 @@ def test_scaled_tensors_reach_the_largest_value_of_the_format():
 
 
 def test_block_formats_have_no_single_scale():
-    with pytest.raises(
-        TypeError, match=r"^scale_from_amax: fmt is the block format mxfp4, expected"
-    ):
+    with refused(TypeError, r"^scale_from_amax: fmt is the block format mxfp4"):
         scale_from_amax(jnp.ones(3), qt.spec("mxfp4"))
 
 
@@ -246,7 +245,6 @@ def test_scales_of_numbers_of_numpy_and_of_half_precision():
 
 def test_what_is_no_amax():
     for bad in (3.0, [3.0], None, np.float64(3), jnp.arange(3)):
-        with pytest.raises(TypeError, match=r"^scale_from_amax: amax has .*, expected float32, "):
-            scale_from_amax(bad, "e4m3fn")
-    with pytest.raises(ValueError, match=r"^scale_from_amax: int1 has no positive value"):
+        refused(TypeError, r"^scale_from_amax: amax has ", scale_from_amax, bad, "e4m3fn")
+    with refused(ValueError, r"^scale_from_amax: int1 has no positive value"):
         scale_from_amax(jnp.ones(3), "int1")

@@ -144,4 +144,5 @@ LAYOUT = Layout(
     title="that of ComfyUI: scale_weight beside FP8 weights, comfy_quant of rotated int8",
     loaders="ComfyUI",
     decode=decode,
+    has_marks=True,
 )

@@ -14,6 +14,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry
 from qtoolkit.formats import BlockFormat
+from qtoolkit.formats.internal import packed_words
 
 ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
 
@@ -274,26 +275,23 @@ def untiled(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return np.ascontiguousarray(tiles.reshape(-1, 4 * across)[:rows, :columns])
 
 
-def packed_zero_points(encoding: Any, zeros: np.ndarray) -> tuple[str, np.ndarray]:
-    """The entry of the zero points of a matrix, packed along its rows: its name, its bytes."""
-    columns = np.ascontiguousarray(zeros.reshape(encoding.matrix_shape[0], -1).T)
-    codes = columns.astype(np.int8).view(np.uint8)
-    words = packed(codes, encoding.zero_packing, encoding.spec.element.bits)
-    of_words = words.reshape(len(columns), -1, 4).swapaxes(0, 1)
-    return encoding.zero_point.name, np.ascontiguousarray(of_words).reshape(-1)
+def packed_zero_points(zeros: Any, packing: Packing, bits: int) -> Any:
+    """The words of zero points [rows, blocks] of a matrix, which run along its rows."""
+    assert packing.axis == -2
+    return words_of(zeros.T.astype(np.uint8), packing, bits).T
 
 
 def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
     """The bytes [rows, bytes of a row] of codes [rows, columns]; the last word has zeros."""
-    if packing.biased:
-        codes = (codes ^ np.uint8(1 << (bits - 1))) & np.uint8((1 << bits) - 1)
-    codes = _filled(codes, -codes.shape[1] % (packing.word // bits))
-    size, count = _word(packing, bits)
-    words = np.zeros((len(codes), codes.shape[1] // count), "<u8" if size > 1 else np.uint8)
-    for place, at in enumerate(packing.order or range(count)):
-        words |= codes[:, place::count].astype(words.dtype) << words.dtype.type(at * bits)
-    data = words[..., None].view(np.uint8)[..., :size]
+    data = words_of(codes, packing, bits)[..., None].view(np.uint8)[..., : packing.word // 8]
     return np.ascontiguousarray(data).reshape(len(codes), -1)
+
+
+def words_of(codes: Any, packing: Packing, bits: int) -> Any:
+    """The words of codes along the last axis, of NumPy or JAX: uint8, uint32, or wider ones."""
+    dtype = np.dtype({8: "u1", 32: "<u4"}.get(packing.word, "<u8"))
+    count = packing.word // bits
+    return packed_words(codes, bits, count, dtype, order=packing.order, biased=packing.biased)
 
 
 def _word(packing: Packing, bits: int) -> tuple[int, int]:

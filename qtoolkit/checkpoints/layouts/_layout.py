@@ -117,6 +117,8 @@ class Layout:
       files: (as for `config`) -> further JSON files by name.
       computed: spec -> the spec with the rules by which the layout's publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
+      has_marks: Whether files mark the weights, so that without a config it is asked before layouts
+        that know them by names alone.
       linear_only: Whether it stores matrices [outputs, inputs] only.
       experts_of: The `model_type` of the only models that the layout can hold. It stores nothing
         but their experts: for each layer one tensor [experts, inputs, outputs]. "" if the layout is
@@ -157,6 +159,7 @@ class Layout:
     files: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
     computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     methods: tuple[str, ...] = ()
+    has_marks: bool = False
     note: str = ""
     linear_only: bool = True
     experts_of: str = ""

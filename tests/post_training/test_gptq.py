@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.scaling import Hessian, awq_factors, gptq
@@ -123,6 +124,7 @@ def problem(seed, channels=64, columns=24, rows=512):
     return x, w, x.astype(np.float64).T @ x
 
 
+@pytest.mark.sample("int4_group32-True", "int4 by channel-False", "mxfp4-False", "nvfp4-True")
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_those_of_the_paper_where_no_tie_is_near(name, act_order):
@@ -193,10 +195,15 @@ def test_several_axes_and_16_bits():
     narrow = gptq(jnp.asarray(w, jnp.bfloat16), "int4_group32", hessian)
     assert narrow.dtype == jnp.bfloat16
     spec = qt.BlockFormat(element="int4", block=(12,))
-    with pytest.raises(ValueError, match="tear blocks"):
-        gptq(w.reshape(4, 16, -1), spec, hessian, axis=(0, 1))
+    refused(ValueError, "tear blocks", gptq, w.reshape(4, 16, -1), spec, hessian, axis=(0, 1))
 
 
+@pytest.mark.sample(
+    *("int4_group32-correlated-True", "int4 by channel-some dead-True", "mxfp4-rank 20-False"),
+    *("nvfp4-correlated-True", "int3 in groups of 16-some dead-False", "nvfp4-some dead-False"),
+    *("int8 by channel-rank 20-True", "e4m3fn by channel-correlated-False"),
+    *("mxfp8_e4m3-some dead-True", "mxfp4-correlated-False", "int4_group32-rank 20-True"),
+)
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("inputs", ["correlated", "some dead", "rank 20"])
 @pytest.mark.parametrize("name", EXACT)
@@ -304,16 +311,11 @@ def test_bad_calibration_is_one_clear_line(function, change, message):
 def test_other_bad_arguments():
     x, w, _ = problem(10)
     hessian = Hessian.of(64).observe(x)
-    with pytest.raises(ValueError, match="damping=-1"):
-        gptq(w, "int4", hessian, damping=-1)
-    with pytest.raises(ValueError, match="axis=2"):
-        gptq(w, "int4", hessian, axis=2)
-    with pytest.raises(ValueError, match="grid=1"):
-        awq_factors([(w, "int4", 0)], hessian, grid=1)
-    with pytest.raises(ValueError, match="64-bit types are off"):
-        Hessian.of(4, dtype="float64")
-    with pytest.raises(ValueError, match="x has shape"):
-        hessian.observe(x[:, :3])
+    refused(ValueError, "damping=-1", gptq, w, "int4", hessian, damping=-1)
+    refused(ValueError, "axis=2", gptq, w, "int4", hessian, axis=2)
+    refused(ValueError, "grid=1", awq_factors, [(w, "int4", 0)], hessian, grid=1)
+    refused(ValueError, "64-bit types are off", Hessian.of, 4, dtype="float64")
+    refused(ValueError, "x has shape", hessian.observe, x[:, :3])
     same = Hessian.of(2).observe(np.ones((5, 2), np.float32))
-    with pytest.raises(ValueError, match=r"not positive definite.*raise damping"):
+    with refused(ValueError, r"not positive definite.*raise damping"):
         gptq(w[:2], "int4", same, damping=0)
