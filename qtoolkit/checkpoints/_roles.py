@@ -175,7 +175,8 @@ class Roles:
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: cannot tell which axis holds the "
                 "outputs, which a scale per channel needs; say it with --channel-axis first (as "
-                "PyTorch's Linear) or last (as Flax and GPT-2), or use --scaling tensor"
+                "PyTorch's Linear) or last (as Flax and GPT-2), use --scaling tensor, or keep the "
+                "tensor as it is with --skip"
             )
         rank = len(info.shape)
         of_all = _EXPERTS.search(info.name) or _PARALLEL_EXPERTS.search(info.name)

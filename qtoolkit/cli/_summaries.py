@@ -162,7 +162,7 @@ def _loading_plain(report: Report) -> str:
         )
     if report.files:
         return "no loader of models reads layout plain: `qtoolkit dequantize` undoes it"
-    return f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"
+    return f'load it: qtoolkit.checkpoints.load({literal}, like=params, dtype="float32")'
 
 
 def _literal(text: str) -> str:

@@ -259,3 +259,9 @@ def test_of_another_program_codes_are_compared_and_nothing_else(problems, source
     save(dst / "model.safetensors", arrays, {"format": "pt"}, overwrite=True)
     (line,) = verify(source, dst).problems
     assert line.startswith(f"{Q}.weight: {Q}.weight_scale: byte")
+
+
+def test_arguments_in_the_wrong_order(problems, source, tmp_path):
+    assert problems(LAYOUTS[0]) == ()
+    first, *_ = verify(tmp_path / "dst", source).problems
+    assert "expected the source first" in first

@@ -84,7 +84,7 @@ def test_a_file_and_the_config_that_its_loaders_need(source, tmp_path):
     assert json.loads(config)["quantization_config"]["format"] == "float-quantized"
     plain = run("convert", file, tmp_path / "plain")
     assert plain.stdout.splitlines()[-1] == (
-        f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{tmp_path}/plain"))'
+        f'load it: qtoolkit.checkpoints.load("{tmp_path}/plain", like=params, dtype="float32")'
     )
 
 
@@ -379,7 +379,8 @@ def test_the_line_that_loads_is_python(tmp_path, name):
     save(tmp_path / "src", {"w": np.ones((2, 2), np.float32)})
     out = run("convert", tmp_path / "src", tmp_path / name).stdout
     (line,) = [line for line in out.splitlines() if line.startswith("load it: ")]
-    loaded = eval(line.removeprefix("load it: "), {"qtoolkit": qtoolkit})
+    names = {"qtoolkit": qtoolkit, "params": {"w": np.zeros((2, 2))}}
+    loaded = eval(line.removeprefix("load it: "), names)
     np.testing.assert_array_equal(loaded["w"], np.ones((2, 2)))
 
 
