@@ -8,6 +8,9 @@ makes of Llama 4.
 import dataclasses
 import functools
 from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, Transposer
 from qtoolkit.checkpoints._roles import Roles, is_stack_of_experts
@@ -35,9 +38,38 @@ def split_alike(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     return _split_like(a, b), _split_like(b, a)
 
 
+def split(source: Checkpoint) -> Checkpoint:
+    """The checkpoint with a weight for each expert in place of each stack."""
+    return _split(source, source.tensors)
+
+
 def _split_like(a: Checkpoint, b: Checkpoint) -> Checkpoint:
     """`a` with those stacks split of which `b` has the first expert on its own."""
     return _split(a, {n for n in a.tensors if _name(n, 0, _projections(n)[0]) in b.tensors})
+
+
+class Piece(NamedTuple):
+    """Where in a stack the weight of an expert is: its stack, its number, and its part of the rows.
+
+    `is_turned` says that the stack is [experts, inputs, outputs].
+    """
+
+    stack: str
+    expert: int
+    part: int
+    parts: int
+    is_turned: bool
+
+
+def pieces_of(source: Checkpoint) -> dict[str, Piece]:
+    """By the names that they get when a stack is split, the weights of all experts in stacks."""
+    roles, pieces = Roles(source.tensors, source.config), {}
+    for stack in filter(is_stack_of_experts, source.tensors.values()):
+        projections, is_turned = _projections(stack.name), bool(roles.outputs_last(stack))
+        for expert, part in np.ndindex(stack.shape[0], len(projections)):
+            name = _name(stack.name, expert, projections[part])
+            pieces[name] = Piece(stack.name, expert, part, len(projections), is_turned)
+    return pieces
 
 
 def _split(source: Checkpoint, names: Container[str]) -> Checkpoint:

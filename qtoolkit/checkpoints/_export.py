@@ -18,6 +18,7 @@ import numpy as np
 from qtoolkit.casts.internal import codes_from_dtype, dtype_from_codes
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import compiled
+from qtoolkit.checkpoints._experts import Piece, pieces_of
 from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._load import Names, Place
 from qtoolkit.checkpoints._plan import make_plan
@@ -37,25 +38,47 @@ from qtoolkit.formats import E8M0FNU, FormatLike, Rules, SpecLike
 from qtoolkit.scaling import QArray, amax, quantize
 
 _WHERE = "export"
+_EXPERT = "{expert}"
 
 
 class Leaf(NamedTuple):
     """An array of a tree, and how the checkpoint has it: its shape, and the order of its axes.
 
     `axes` are those by which the tensor of the checkpoint is transposed to the array in the tree;
-    None: it is not.
+    None: it is not. Of a stack of experts it is the one of an `expert`, or a `piece` of the stack.
     """
 
     array: Any
     shape: tuple[int, ...]
     axes: tuple[int, ...] | None
+    expert: int | None = None
+    piece: Piece | None = None
 
     def oriented(self) -> Any:
         """The array as the checkpoint has it."""
+        array = self.array.unpack() if is_qarray(self.array) else self.array
+        array = array if self.expert is None else _expert(array, self.expert)
         if self.axes is None:
-            return self.array.reshape(self.shape)
-        turned = self.array.reshape(tuple(self.shape[axis] for axis in self.axes))
-        return turned.transpose(*np.argsort(self.axes).tolist())
+            array = array.reshape(self.shape)
+        else:
+            array = array.reshape(tuple(self.shape[axis] for axis in self.axes))
+            array = array.transpose(*np.argsort(self.axes).tolist())
+        if self.piece is None:
+            return array
+        array = _expert(array, self.piece.expert)
+        array = array.T if self.piece.is_turned else array
+        rows = array.shape[0] // self.piece.parts
+        return array[self.piece.part * rows : (self.piece.part + 1) * rows]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.expert is None and self.piece is None
+
+
+def _expert(stack: Any, number: int) -> Any:
+    if is_qarray(stack):
+        return stack[number]
+    return jax.lax.dynamic_index_in_dim(stack, jnp.int32(number), keepdims=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +104,8 @@ class Export:
             if tensor.encoding is not None and tensor.encoding.tensor_scale is not None:
                 group = tensor.group or tensor.name
                 if group not in scales:
-                    members = [self._leaves[name].array for name in groups.get(group, [group])]
+                    leaves = [self._leaves[name] for name in groups.get(group, [group])]
+                    members = [x.array if x.is_whole else x.oriented() for x in leaves]
                     scales[group] = _tensor_scale(members, tensor.encoding)
                 second = scales[group]
             yield from _written(tensor, self._leaves[tensor.name], second)
@@ -119,7 +143,9 @@ def export(
       config: The content of the model's config.json, as the planner needs it; None: none.
       names: For a name in the tree its name in the checkpoint, as in `load`, by a table or a
         function: a name, (name, axes), or (name, axes, shape) where the checkpoint's tensor has
-        another rank. `axes` are those by which `load` transposes.
+        another rank. `axes` are those by which `load` transposes. A stack of experts whose
+        checkpoint has a tensor for each has "{expert}" in the name, for the place along its first
+        axis; axes and shape are then those of one expert.
       only: Regular expressions; only weights with such a name in the checkpoint are sent. Scales
         that several weights share are those of the whole.
       input_scales: As in `make_plan`; by names in the tree, too, as `qtoolkit.nnx.input_scales`
@@ -143,25 +169,29 @@ def export(
       up.weight_scale float32 (64, 1)
     """
     leaves: dict[str, Leaf] = {}
-    targets: dict[str, str] = {}
+    targets: dict[str, list[str]] = {}
     for name, array in named_arrays(_WHERE, tree):
         place: Place = name
         if names is not None:
             place = names(name) if callable(names) else names.get(name, name)
-        target, leaf = _leaf(name, array, place)
-        if target in leaves:
-            raise CheckpointError(
-                f"{_WHERE}: {shown(target)}: two arrays have this name, expected one; correct names"
-            )
-        leaves[target], targets[name] = leaf, target
+        for target, leaf in _leaves(name, array, place):
+            if target in leaves:
+                raise CheckpointError(
+                    f"{_WHERE}: {shown(target)}: two arrays have this name, expected one; correct "
+                    "names"
+                )
+            leaves[target] = leaf
+            targets.setdefault(name, []).append(target)
     tensors = {
         name: Tensor(name, DTYPE_OF[np.dtype(leaf.array.dtype).name], leaf.shape, _unread)
         for name, leaf in sorted(leaves.items())
     }
     if isinstance(input_scales, Mapping):  # by the name in the tree, or in the checkpoint
-        input_scales = {targets.get(name, name): scale for name, scale in input_scales.items()}
+        pairs = [(targets.get(name, [name]), scale) for name, scale in input_scales.items()]
+        input_scales = {target: scale for some, scale in pairs for target in some}
+    source = Checkpoint(_WHERE, tensors, config=config or {})
     plan = make_plan(
-        Checkpoint(_WHERE, tensors, config=config or {}),
+        source,
         format=format,
         scaling=scaling,
         layout=layout,
@@ -172,36 +202,39 @@ def export(
         allow_split=allow_split,
         keep_unfitting=keep_unfitting,
     )
-    if split := [tensor.name for tensor in plan.tensors if tensor.name not in leaves]:
-        raise CheckpointError(
-            f"{_WHERE}: {shown(split[0])}: layout {plan.layout} has a weight for each expert, "
-            "expected arrays of them; split the stack, or use another layout"
-        )
+    for name, piece in pieces_of(source).items():  # the layout may have a weight for each expert
+        leaves.setdefault(name, leaves[piece.stack]._replace(piece=piece))
     patterns = [compiled(pattern) for pattern in only]
     chosen = [t for t in plan.tensors if not only or any(p.search(t.name) for p in patterns)]
     return Export(plan, leaves, chosen)
 
 
-def _leaf(name: str, array: Any, place: Place) -> tuple[str, Leaf]:
-    """The name in the checkpoint, and how the checkpoint has the array."""
+def _leaves(name: str, array: Any, place: Place) -> Iterator[tuple[str, Leaf]]:
+    """The names in the checkpoint, and how the checkpoint has the array, or each expert of it."""
     if not hasattr(array, "shape") or str(array.dtype) not in DTYPE_OF:
         raise CheckpointError(
             f"{_WHERE}: {shown(name)} has {getattr(array, 'dtype', type(array).__name__)}, "
             "expected an array; give parameters alone, e.g. nnx.state(model, nnx.Param)"
         )
     array = array if is_qarray(array) else jnp.asarray(array)
-    if isinstance(place, str):
-        return place, Leaf(array, tuple(array.shape), None)
-    target, axes, *rest = place
-    shape = tuple(rest[0]) if rest else tuple(array.shape[i] for i in np.argsort(axes))
-    is_order = sorted(axes) == [*range(len(shape))] and math.prod(shape) == math.prod(array.shape)
-    if not is_order:
+    target, axes, *rest = (place, None) if isinstance(place, str) else place
+    has_experts = _EXPERT in target
+    own = tuple(array.shape[1:] if has_experts else array.shape)
+    order = range(len(own)) if axes is None else axes
+    is_order = sorted(order) == [*range(len(order))] and (rest or len(order) == len(own))
+    shape = tuple(rest[0]) if rest else tuple(own[i] for i in np.argsort(order)) if is_order else ()
+    if not is_order or len(shape) != len(order) or math.prod(shape) != math.prod(own):
         raise CheckpointError(
-            f"{_WHERE}: {shown(name)}, {list(array.shape)}: axes {tuple(axes)} and shape "
+            f"{_WHERE}: {shown(name)}, {list(array.shape)}: axes {tuple(order)} and shape "
             f"{list(shape)} of {shown(target)}, expected an order of the axes of a tensor of that "
             "size; correct names"
         )
-    return target, Leaf(array, shape, tuple(axes))
+    whole = Leaf(array, shape, None if axes is None else tuple(axes))
+    if not has_experts:
+        yield target, whole
+        return
+    for expert in range(array.shape[0] if array.ndim else 0):
+        yield target.replace(_EXPERT, str(expert)), whole._replace(expert=expert)
 
 
 def _unread(start: int, buffer: memoryview) -> None:

@@ -1,8 +1,8 @@
 """What llama.cpp wants to know of a model: names of tensors, metadata, tokenizer.
 
 Source: github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and conversion/: TextModel, LlamaModel,
-Qwen2Model, Qwen3Model, GemmaModel, Gemma2Model, Gemma3Model. The tables of names and the keys of
-the metadata are those of the package gguf.
+Qwen2Model, Qwen3Model, Qwen2MoeModel, Qwen3MoeModel, GemmaModel, Gemma2Model, Gemma3Model. The
+tables of names and the keys of the metadata are those of the package gguf.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ class Architecture:
         is the embedding.
       numbers: Further numbers of the config, by methods of `GGUFWriter`.
       defaults: What the model takes where config.json lacks a key.
+      fixed: Keys of config.json whose value llama.cpp does not read, and the one that it takes.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Architecture:
     is_gemma: bool = False
     numbers: tuple[tuple[str, str], ...] = ()
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: tuple[tuple[str, Any], ...] = ()
 
 
 _HEADS = (("add_key_length", "head_dim"), ("add_value_length", "head_dim"))
@@ -44,6 +46,13 @@ _CAPS = (
     ("add_sliding_window", "sliding_window"),
 )
 _LLAMA = Architecture("LLAMA", permutes=True, numbers=(("add_vocab_size", "vocab_size"),))
+_USED = ("add_expert_used_count", "num_experts_per_tok")
+_EXPERTS = (
+    ("add_expert_count", "num_experts"),
+    _USED,
+    ("add_expert_feed_forward_length", "moe_intermediate_size"),
+)
+_SHARED = ("add_expert_shared_feed_forward_length", "shared_expert_intermediate_size")
 _GEMMA3 = {
     "max_position_embeddings": 131072,
     "num_attention_heads": 8,
@@ -55,6 +64,15 @@ _GEMMA3 = {
 ARCHITECTURES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": dataclasses.replace(
+        _LLAMA, numbers=(*_LLAMA.numbers, ("add_expert_count", "num_experts"), _USED)
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "QWEN2MOE", numbers=(*_EXPERTS, _SHARED), fixed=(("norm_topk_prob", False),)
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "QWEN3MOE", numbers=_EXPERTS, fixed=(("norm_topk_prob", True),)
+    ),
     "Qwen2ForCausalLM": Architecture("QWEN2"),
     "Qwen3ForCausalLM": Architecture("QWEN3"),
     "GemmaForCausalLM": Architecture("GEMMA", is_gemma=True),
@@ -189,13 +207,21 @@ def model_of(path: Path, config: Mapping[str, Any]) -> Model:
             f"{', '.join(ARCHITECTURES)} for GGUF; convert the model with llama.cpp's "
             "convert_hf_to_gguf.py"
         )
-    model = Model(path, {**architecture.defaults, **config}, architecture)
+    experts = {"num_experts": config.get("num_local_experts")}  # one name for both
+    model = Model(path, {**architecture.defaults, **experts, **config}, architecture)
     kind, wanted = model.rope.get("rope_type"), ("num_hidden_layers", "num_attention_heads")
     if kind not in _ROPES or (kind == "llama3" and architecture.name != "LLAMA"):
         raise CheckpointError(
             f"{path}: rope_type {shown(str(kind))} in config.json, expected linear, yarn, or of "
             "Llama llama3; convert the model with llama.cpp's convert_hf_to_gguf.py"
         )
+    for key, value in architecture.fixed:
+        if config.get(key, False) != value:
+            raise CheckpointError(
+                f"{path}: {key} {shown(str(config.get(key)))} in config.json, and llama.cpp's "
+                f"{architecture.name} computes with {value}, expected that; the model would be "
+                "another in llama.cpp"
+            )
     for key in (*wanted, "hidden_size"):
         if type(model.config.get(key)) is not int:
             raise CheckpointError(

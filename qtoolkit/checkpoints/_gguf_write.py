@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._checkpoint import Checkpoint
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import skip_patterns
 from qtoolkit.checkpoints._codes import check_explained
+from qtoolkit.checkpoints._experts import split
 from qtoolkit.checkpoints._gguf_models import Model, model_of
 from qtoolkit.checkpoints._gguf_vocab import write_vocabulary
 from qtoolkit.checkpoints._plan import make_plan
@@ -41,6 +42,8 @@ TYPES = {
 }
 OWN_TYPES = ("q8_0", "q4_0", "q4_1")  # which no other container has
 _SPELLINGS = {"f16": "float16", "bf16": "bfloat16"}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.weight)")
+_ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
 _LARGEST = np.float32(np.finfo(np.float16).max)
 
@@ -64,7 +67,14 @@ class GgufTensor(TensorPlan):
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
         one = Entry(self.target, self.dtype, self.source.shape)
-        return (one, Entry(self.scale_name, "F32", (1,))) if self.dtype == "NVFP4" else (one,)
+        if self.dtype != "NVFP4":
+            return (one,)
+        return one, Entry(self.scale_name, "F32", self.scale_shape)
+
+    @property
+    def scale_shape(self) -> tuple[int]:
+        """One for the tensor, or for each expert."""
+        return (self.source.shape[0] if len(self.source.shape) == 3 else 1,)
 
     @property
     def data_nbytes(self) -> int:
@@ -72,7 +82,7 @@ class GgufTensor(TensorPlan):
 
     @functools.cached_property
     def nbytes(self) -> int:
-        return self.data_nbytes + 4 * (len(self.entries) - 1)
+        return self.data_nbytes + sum(entry.nbytes for entry in self.entries[1:])
 
     @property
     def scale_name(self) -> str:
@@ -202,7 +212,7 @@ def _tensors(
 ) -> Iterator[GgufTensor]:
     """The tensors of the target, in their order."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.architecture.name], model.layers)
-    for tensor in source.tensors.values():
+    for tensor in _stacked(source):
         name = model.renamed(names, tensor.name)
         if not name:
             continue
@@ -210,6 +220,8 @@ def _tensors(
         is_small = len(tensor.shape) < 2 or name.endswith("_norm.weight")
         if is_small or not name.endswith(".weight"):
             type_, reason = "F32", "not a matrix"
+        elif name.endswith(_ROUTERS):
+            type_, reason = "F32", "routers are F32"
         elif any(pattern.search(tensor.name) for pattern in skip):
             type_, reason = tensor.dtype if tensor.dtype in HIGH_PRECISION else "F32", "--skip"
         elif name in _EMBEDDINGS and kind in ("Q4_0", "Q4_1", "MXFP4", "NVFP4"):
@@ -226,6 +238,42 @@ def _tensors(
             target=name,
             block=gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]],
         )
+
+
+def _stacked(source: Checkpoint) -> Iterator[Tensor]:
+    """The tensors of a model; the experts of a layer are one tensor, as llama.cpp has them."""
+    experts: dict[str, dict[int, Tensor]] = {}
+    for tensor in split(source).tensors.values():
+        if match := _EXPERT.fullmatch(tensor.name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        else:
+            yield tensor
+    for name, numbered in experts.items():
+        parts = [numbered[number] for number in sorted(numbered)]
+        kinds = {(part.dtype, part.shape) for part in parts}
+        if sorted(numbered) != [*range(len(parts))] or len(kinds) > 1:
+            raise CheckpointError(
+                f"{source.path}: tensors {shown(name)} of {len(parts)} experts, expected experts "
+                "0, 1 and so on, of one shape and dtype; fetch the folder again"
+            )
+        yield _stack(name, parts)
+
+
+def _stack(name: str, parts: list[Tensor]) -> Tensor:
+    def read_into(start: int, buffer: memoryview) -> None:
+        while len(buffer):
+            number, place = divmod(start, parts[0].nbytes)
+            count = min(len(buffer), parts[0].nbytes - place)
+            parts[number].read_into(place, buffer[:count])
+            start, buffer = start + count, buffer[count:]
+
+    return dataclasses.replace(
+        parts[0],
+        name=name,
+        shape=(len(parts), *parts[0].shape),
+        read_into=read_into,
+        stored_nbytes=sum(part.stored_nbytes for part in parts),
+    )
 
 
 def _check_layers(tensors: Iterable[GgufTensor], model: Model) -> None:
@@ -265,7 +313,8 @@ def _announce(
         kind = gguf.GGMLQuantizationType[one.dtype]
         writer.add_tensor_info(one.target, one.source.shape, float32, one.data_nbytes, kind)
         if one.dtype == "NVFP4":
-            writer.add_tensor_info(one.scale_name, (1,), float32, 4)
+            count = one.scale_shape[0]
+            writer.add_tensor_info(one.scale_name, (count,), float32, 4 * count)
 
 
 def write_gguf(
@@ -340,12 +389,15 @@ def _encoded(x: np.ndarray, kind: str) -> tuple[list[np.ndarray], np.ndarray]:
     factor: list[np.ndarray] = []
     with np.errstate(all="ignore"):
         if kind == "NVFP4":
-            data, scale = _nvfp4(x)
-            factor = [np.full(1, scale, np.float32)]
+            pairs = [_nvfp4(part) for part in x.reshape(-1, *x.shape[-2:])]
+            data = np.stack([data for data, _ in pairs]).reshape(*x.shape[:-1], -1)
+            factor = [np.array([scale for _, scale in pairs], np.float32)]
         else:
             data = gguf.quants.quantize(x, type_)
         values = gguf.quants.dequantize(data, type_)
-    return [np.ascontiguousarray(data), *factor], values * (factor[0] if factor else 1)
+    return [np.ascontiguousarray(data), *factor], values * (
+        factor[0].reshape(-1, *(1,) * (x.ndim - 1)) if factor else 1
+    )
 
 
 def _nvfp4(x: np.ndarray) -> tuple[np.ndarray, float]:

@@ -2,7 +2,14 @@
 
 from qtoolkit._names import hint_at_names
 from qtoolkit.linen._allocation import allocate
-from qtoolkit.linen._flow import calibrate, freeze, numerics, sensitivity, start_scales
+from qtoolkit.linen._flow import (
+    calibrate,
+    freeze,
+    input_scales,
+    numerics,
+    sensitivity,
+    start_scales,
+)
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
 from qtoolkit.linen._quantize import quantize
 from qtoolkit.linen._report import report
@@ -17,6 +24,7 @@ __all__ = [
     "allocate",
     "calibrate",
     "freeze",
+    "input_scales",
     "numerics",
     "quantize",
     "report",

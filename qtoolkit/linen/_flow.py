@@ -25,7 +25,7 @@ from qtoolkit.linen._state import (
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.post_training.internal import input_statistics
 from qtoolkit.products import Calibration, Numerics, Recipe, Sensitivity
-from qtoolkit.products.internal import AMAX, Batch, Kept, flow
+from qtoolkit.products.internal import AMAX, Batch, Kept, flow, input_scale, matching
 
 Model = TypeVar("Model", bound=nn.Module)
 Loss = Callable[[Any, Any], Any]
@@ -137,6 +137,41 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
     cache = getattr(wrapped, "qtoolkit_cache", None)
     frozen = wrap(wrapped, rules.map(Recipe.frozen), kv_cache=cache)
     return frozen, {**variables, COLLECTION: state}
+
+
+def input_scales(wrapped: nn.Module, variables: Any, batch: Any) -> dict[str, float]:
+    """The static scales of activations that an engine needs: those that training used.
+
+    As `qtoolkit.nnx.input_scales`, by the names of parameters in "params". The module is traced
+    with a batch, as for `calibrate`, to see which recipe each matmul has. Layers that `nn.scan`
+    stacks share one scale, the largest; of a kernel with several uses it is the largest, too.
+
+    Raises:
+      TypeError: As `calibrate`.
+
+    Examples:
+      >>> module = qt.linen.wrap(nn.Dense(2), qt.recipes.te_delayed_hybrid)
+      >>> x = jnp.full((1, 4), 896.0)
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> loss = qt.linen.value_and_grad(lambda variables, x: module.apply(variables, x).sum())
+      >>> _, _, state = loss(variables, x)
+      >>> qt.linen.input_scales(module, {**variables, "qtoolkit": state}, x)
+      {'kernel': 2.142857074737549}
+    """
+    call = _call("input_scales", wrapped, variables, Batch.of(batch))
+    matmuls = call.traced.program(call.leaves).matmuls
+    multiply, known = call.traced.quantizing(), matching(matmuls, call.states)
+    found: dict[str, float] = {}
+    for matmul in matmuls:
+        recipe = multiply.recipe_of(matmul)
+        if recipe is None or matmul.parameter is None:
+            continue
+        kept = call.states.get(known.get(matmul.key, matmul.key), {})
+        name = matmul.parameter.full_path.replace("/", ".")
+        scale = input_scale(recipe, name, kept)
+        if scale is not None:
+            found[name] = max(scale, found.get(name, 0.0))
+    return found
 
 
 def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:

@@ -4,7 +4,7 @@ from flax import nnx
 
 from qtoolkit.nnx._report import check_module
 from qtoolkit.nnx._state import product_states
-from qtoolkit.products.internal import fixed_scale, state_of
+from qtoolkit.products.internal import input_scale
 
 
 def input_scales(model: nnx.Module) -> dict[str, float]:
@@ -34,11 +34,7 @@ def input_scales(model: nnx.Module) -> dict[str, float]:
     found: dict[str, float] = {}
     for path, module in nnx.iter_modules(model):
         for name, product in product_states(module).items():
-            state = state_of(product.recipe, name, product.arrays)
-            amax = None if state is None or state.amax is None else state.amax[0]
-            scale = None
-            if amax is None or amax > 0:
-                scale = fixed_scale(product.recipe.forward[0], amax)
+            scale = input_scale(product.recipe, name, product.arrays)
             if scale is not None:
-                found[".".join(map(str, (*path, name)))] = float(scale)
+                found[".".join(map(str, (*path, name)))] = scale
     return found

@@ -396,8 +396,9 @@ def _alike(batches: list[Batch]) -> list[Batch]:
 
 def _check_operand(name: str, operand: Operand) -> None:
     is_plain = operand.scaling == Current() and operand.projection.rounding == "nearest_even"
-    if not is_plain or operand.transform is not None:
+    if not is_plain or operand.transform is not None or operand.joined:
         raise ValueError(
             f"quantize: {name}: the recipe rounds the kernel by {operand}, expected current scales "
-            "and rounding to nearest, which is what GPTQ, AWQ and SmoothQuant improve on"
+            "and rounding to nearest, which is what GPTQ, AWQ and SmoothQuant improve on, and a "
+            "kernel that is not joined"
         )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from qtoolkit.post_training._methods import PlainModel, Settings, tuned
 from qtoolkit.post_training._storing import stored_kernel, with_leading_axes
 from qtoolkit.products import Operand
-from qtoolkit.products.internal import Axes
+from qtoolkit.products.internal import Axes, joined_amax
 from qtoolkit.scaling import QArray
 
 
@@ -69,20 +69,24 @@ def quantize_kernels(model: Served, calibration: Any, how: Settings) -> bool:
         made, params = tuned(plain, operands, calibration, how)
         if params is not plain.params:
             model.take(params)
-    stored = False
-    for place, kernel in list(model.kernels()):
+    kernels = list(model.kernels())
+    parameters = {kernel.name: kernel.value for _, kernel in kernels}
+    for place, kernel in kernels:
         array = kernel.value if isinstance(kernel.value, QArray) else made.get(kernel.name)
         if array is not None:
             array = with_leading_axes(array, kernel.stacked)
         else:
+            stack = kernel.value.shape[: kernel.stacked]
+            joined = joined_amax(kernel.operand, kernel.name, parameters, stack)
+            amax, *state = kernel.state
             array = stored_kernel(
                 kernel.where,
                 kernel.value,
                 kernel.operand,
                 kernel.axes,
                 kernel.stacked,
-                *kernel.state,
+                amax if joined is None else joined,
+                *state,
             )
         model.store(place, array)
-        stored = True
-    return stored
+    return bool(kernels)

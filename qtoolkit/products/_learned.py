@@ -242,18 +242,20 @@ class Starting:
 
 
 def first_scale(ends: Array, runs_and_mean: Array, operand: Operand) -> Array:
-    """float32[2]: scale and offset, from what `Starting` saw; NaN if there was no run.
+    """float32[2, ...]: scale and offset, from what `Starting` saw; NaN if there was no run.
+
+    The axes behind are those of layers whose kernels a scan slices: `ends` is float32[..., 2].
 
     LSQ: the scale is 2 mean(|x|) / sqrt(Qp), where Qp is the largest value of the format. LSQ+: the
     scale is (max(x, 0) - min(x, 0)) / (Qp - Qn), where Qn is the lowest one; with the offset,
     min(x, 0) becomes Qn.
     """
     element = operand.spec.element
-    runs, mean = runs_and_mean
+    runs, mean = jnp.moveaxis(runs_and_mean, -1, 0)
     scale = mean / jnp.maximum(runs, 1) * np.float32(2 / math.sqrt(element.max_finite))
     offset = jnp.zeros_like(scale)
     if isinstance(operand.scaling, Learned) and operand.scaling.offset:
-        below, above = ends
+        below, above = jnp.moveaxis(ends, -1, 0)
         width = np.float32(float(element.max_finite - element.lowest))
         scale = above / width + below / width  # not their sum first: it may overflow
         offset = -below - np.float32(float(element.lowest)) * scale

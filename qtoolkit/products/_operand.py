@@ -234,6 +234,8 @@ class Operand:
       gather_axis: The axis of the kernel that is cut into shards, as the matmul gets it; None: the
         longest one that can be cut, the first of equals. Not needed where the mesh axis has the
         type Explicit. If the kernel lies otherwise, XLA moves it first: `native_calls` says so.
+      joined: Groups of names in the paths of kernels, (("q", "k", "v"),): kernels whose paths
+        differ only in these names have one tensor scale. `policies.join` sets it.
 
     Raises:
       ValueError: The format is unknown, or cannot have this scaling.
@@ -254,6 +256,7 @@ class Operand:
     transform: Hadamard | None = None
     gather: str | None = None
     gather_axis: int | None = None
+    joined: tuple[tuple[str, ...], ...] = ()
 
     if TYPE_CHECKING:  # `__init__` takes more types than the attributes have: see `__post_init__`
 
@@ -265,6 +268,7 @@ class Operand:
             transform: Hadamard | None = None,
             gather: str | None = None,
             gather_axis: int | None = None,
+            joined: tuple[tuple[str, ...], ...] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -277,6 +281,7 @@ class Operand:
             ("transform", (Hadamard, type(None))),
             ("gather", (str, type(None))),
             ("gather_axis", (int, type(None))),
+            ("joined", (tuple,)),
         ):
             value = getattr(self, name)
             if not isinstance(value, kinds):
@@ -321,6 +326,12 @@ class Operand:
                 f"Operand: {fmt.name} has no single scale of float32 for the tensor, which "
                 "power_of_two=True needs; expected e.g. 'e4m3fn', or a format whose own scales are "
                 "powers of two, such as 'mxfp8'"
+            )
+        is_plain = self.scaling == Current() and self.transform is None
+        if self.joined and not (fmt.tensor_scale and is_plain):
+            raise ValueError(
+                f"Operand: joined={self.joined!r} for {self}, expected a format with a tensor "
+                "scale, such as 'nvfp4', current scaling and no transform"
             )
         if isinstance(self.scaling, Delayed) and self.transform:
             raise ValueError(
@@ -368,15 +379,16 @@ class Operand:
     def is_calibratable(self) -> bool:
         """Whether calibration can find its scale: one for the tensor, not static, not learned."""
         has_scale = self.has_one_scale or bool(self.spec.tensor_scale)
-        return has_scale and isinstance(self.scaling, Current | Delayed)
+        return has_scale and isinstance(self.scaling, Current | Delayed) and not self.joined
 
     @property
     def has_one_scale(self) -> bool:
         """Whether an amax gives it one scale for the whole tensor, in float32 or similar."""
-        return self._is_by_tensor and not self.spec.zero_point
+        return self.is_by_tensor and not self.spec.zero_point
 
     @property
-    def _is_by_tensor(self) -> bool:
+    def is_by_tensor(self) -> bool:
+        """Whether the whole tensor has one scale, in float32 or similar, or a zero point, too."""
         fmt = self.spec
         is_tensor = fmt.block == () and fmt.other_axes is None
         return is_tensor and fmt.scale is not None and not fmt.has_powers and not fmt.tensor_scale
@@ -384,7 +396,7 @@ class Operand:
     @property
     def _finds_zero_points(self) -> bool:
         if isinstance(self.scaling, Learned):
-            return self.scaling.offset and self._is_by_tensor
+            return self.scaling.offset and self.is_by_tensor
         return self.scaling == Current()
 
     def __str__(self) -> str:
@@ -393,6 +405,7 @@ class Operand:
         notes += [] if self.projection == NEAREST else [str(self.projection.rounding)]
         notes += ["Hadamard"] if self.transform else []
         notes += [f"codes gathered over {self.gather}"] if self.gather else []
+        notes += [f"one scale for {', '.join(names)}" for names in self.joined]
         return ", ".join([self.spec.name, *notes])
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._operand import Operand
@@ -97,7 +98,10 @@ class Origin(NamedTuple):
 
 
 ACTIVATION, CONSTANT = Origin(), Origin(is_constant=True)
-_SAME = ("copy", "copy_p", "stop_gradient", "sharding_constraint", "optimization_barrier")
+_SAME = (
+    *("copy", "copy_p", "stop_gradient", "sharding_constraint", "reshard"),
+    "optimization_barrier",
+)
 # Primitives that only move elements. They are applied to a bfloat16 copy of a parameter and to its
 # float32 original alike, so that a later matmul can round the original.
 _VIEWS = (
@@ -191,6 +195,9 @@ def original_of(step: Step, bind: Callable[..., Any], x: Any, original: Any) -> 
         return None
     (out,) = step.outputs
     is_cast = step.name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.floating)
+    if step.name == "reshard":  # blocks would be cut: each device has all codes
+        everywhere = NamedSharding(step.params["dst_sharding"].mesh, PartitionSpec())
+        return jax.tree.map(lambda part: jax.sharding.reshard(part, everywhere), original)
     if is_cast or step.name in _SAME:
         return original
     try:

@@ -35,6 +35,7 @@ class State(NamedTuple):
       step: uint32, how many steps the layer has been trained, for a recipe with a warm-up.
       learned: For lhs and for rhs the learned scale and offset, float32 scalars; None where the
         recipe learns none.
+      joined: For lhs and for rhs the amax of all kernels with which it is joined, or None.
     """
 
     amax: Array | None = None
@@ -43,14 +44,14 @@ class State(NamedTuple):
     zeros: Array | None = None
     step: Array | None = None
     learned: tuple[LearnedScale, LearnedScale] | None = None
+    joined: tuple[Array | None, Array | None] = (None, None)
 
     @property
     def amaxes(self) -> tuple[Array | None, Array | None, Array | None]:
         """The amaxes of lhs, rhs and the cotangent as scalars; None if the layer keeps none."""
-        if self.amax is None:
-            return None, None, None
-        first, second, third = self.amax
-        return first, second, third
+        first, second, third = (None, None, None) if self.amax is None else self.amax
+        lhs, rhs = self.joined
+        return first if lhs is None else lhs, second if rhs is None else rhs, third
 
     def swapped(self) -> "State":
         """The state with lhs and rhs exchanged.
@@ -62,7 +63,8 @@ class State(NamedTuple):
         amax, probe = (None if x is None else x[order] for x in (self.amax, self.probe))
         zeros = None if self.zeros is None else swapped_rows(self.zeros)
         learned = None if self.learned is None else self.learned[::-1]
-        return self._replace(amax=amax, probe=probe, zeros=zeros, learned=learned)
+        joined = self.joined[::-1]
+        return self._replace(amax=amax, probe=probe, zeros=zeros, learned=learned, joined=joined)
 
 
 @hashed_once

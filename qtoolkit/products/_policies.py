@@ -11,7 +11,7 @@ from qtoolkit.products._checks import check_recipe
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 
-__all__ = ["first_last_high_precision", "gather_codes", "warm_up"]
+__all__ = ["first_last_high_precision", "gather_codes", "join", "warm_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,3 +126,38 @@ def gather_codes(recipe: Recipe, axis_name: str, axis: int | None = None) -> Rec
     lhs, rhs = check_recipe("gather_codes", recipe).forward
     cotangent, of_dgrad = recipe.dgrad
     return dataclasses.replace(recipe, forward=(lhs, sent(rhs)), dgrad=(cotangent, sent(of_dgrad)))
+
+
+def join(recipe: Recipe, *groups: Sequence[str]) -> Recipe:
+    """A recipe for kernels that engines join, such as q, k and v: these have one tensor scale.
+
+    It is that of the largest magnitude of them all, in each step, as `checkpoints.export` and
+    `convert` write it: the exported model computes with the scales of training. Operands without a
+    tensor scale stay as they are. Of kernels in a stack each layer has its own.
+
+    Args:
+      groups: The names of the layers, or of the kernels, that are joined. Their paths differ in
+        these alone: "blocks/0/q/kernel", "blocks/0/k/kernel".
+
+    Raises:
+      TypeError: A group is no sequence of names.
+      ValueError: A kernel has a tensor scale and a transform, or a calibrated scale.
+
+    Examples:
+      >>> weights = qt.spec("nvfp4").with_(tensor_scale_divides=True)  # compressed-tensors'
+      >>> recipe = qt.Recipe((None, weights), gradient=None)
+      >>> print(qt.policies.join(recipe, ["q", "k", "v"], ["gate", "up"]).forward[1])
+      nvfp4, tensor scale divides, one scale for q, k, v, one scale for gate, up
+    """
+    for group in groups:
+        if isinstance(group, str) or not all(isinstance(name, str) for name in group):
+            raise TypeError(f'join: group {group!r}, expected names such as ["q", "k", "v"]')
+    joined = tuple(map(tuple, groups))
+
+    def of(operand: Operand | None) -> Operand | None:
+        if operand is None or operand.spec.tensor_scale is None:
+            return operand
+        return dataclasses.replace(operand, joined=joined)
+
+    (lhs, rhs), (cotangent, of_dgrad) = check_recipe("join", recipe).forward, recipe.dgrad
+    return dataclasses.replace(recipe, forward=(lhs, of(rhs)), dgrad=(cotangent, of(of_dgrad)))

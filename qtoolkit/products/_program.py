@@ -66,11 +66,13 @@ class Program:
       static: What the function returned besides arrays.
       other_uses: The parameters that something else than a matmul or look-up uses, too, or that the
         function returns.
+      parameters: For each input its name if it is a parameter.
     """
 
     block: Block
     static: Any
     other_uses: frozenset[Parameter]
+    parameters: tuple[Parameter | None, ...]
 
     @classmethod
     def of(
@@ -103,7 +105,7 @@ class Program:
         block, outs = finder.block(closed, [Origin.of(*pair) for pair in pairs])
         block = _renamed(block, iter(names_of(block.all_matmuls)))
         returned = {x.parameter for x in outs if x.order is not None and x.parameter is not None}
-        return cls(block, static[-1], frozenset(finder.other_uses | returned))
+        return cls(block, static[-1], frozenset(finder.other_uses | returned), tuple(parameters))
 
     @property
     def matmuls(self) -> list[Matmul]:
@@ -127,11 +129,20 @@ class Program:
         self, inputs: Sequence[Any], multiply: Multiply, planted: Mapping[Key, Planted]
     ) -> tuple[list[Any], dict[Key, Seen]]:
         """The results of the function, flat, and what was seen of each matmul."""
-        return _run(self.block, list(inputs), multiply, planted)
+        return _run(self.block, [_everywhere(x) for x in inputs], multiply, planted)
 
 
 def _as_float(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, QArray) else x
+
+
+def _everywhere(x: Any) -> Any:
+    """An input as it was traced. On Explicit meshes devices gather the codes of a stored one."""
+    if not isinstance(x, QArray):
+        return x
+    is_cut = any(any(jax.typeof(part).sharding.spec) for part in jax.tree.leaves(x))
+    replicated = jax.sharding.PartitionSpec()
+    return jax.tree.map(lambda part: jax.sharding.reshard(part, replicated), x) if is_cut else x
 
 
 # Name scopes with these prefixes say which module runs, and which call of the outermost one it is.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from qtoolkit.formats import Rules
 from qtoolkit.products._calls import hashes
+from qtoolkit.products._joined import JOINED, with_joined_scales
 from qtoolkit.products._learned import with_first_scales
 from qtoolkit.products._lookups import Lookup
 from qtoolkit.products._matmul import SCALED, Call, Key, Matmul, Planted, matching
@@ -156,6 +157,7 @@ class Quantizing:
         is_swapped = matmul.kernel == 0
         operands = (call.rhs, call.lhs) if is_swapped else (call.lhs, call.rhs)
         kept, seen = {} if planted is None else dict(planted.arrays), None
+        joined = kept.pop(JOINED, None)
         if self.is_measured:
             recipe = dataclasses.replace(recipe, warm_up=0)
             kept = with_first_scales(kept, operands, recipe)
@@ -169,6 +171,8 @@ class Quantizing:
             kept, histograms = observed(kept, *operands, recipe, moves=self.moves)
             seen = Seen(total=histograms)
         state = state_of(recipe, f"{matmul.path}:{matmul.name}", kept, self.rng)
+        if joined is not None:
+            state = (state or State())._replace(joined=(None, jnp.max(joined)))
         tap = None
         if self.tap is not None and planted is not None and planted.shared is not None:
             tap, state = self.tap, (state or State())._replace(zeros=planted.shared)
@@ -197,7 +201,7 @@ class Quantizing:
           planted: By the keys of states, see `matching`.
         """
         known = matching(program.matmuls, planted)
-        outs, seen = program.run(inputs, self, replanted(program, planted))
+        outs, seen = program.run(inputs, self, self.replanted(program, inputs, planted))
         recipes = {matmul.key: self.recipe_of(matmul) for matmul in program.matmuls}
         new = {}
         for key, one in seen.items():
@@ -206,11 +210,13 @@ class Quantizing:
                 new[known[key]] = moved(planted[known[key]].arrays, one.total, recipe.delayed)
         return outs, new
 
-
-def replanted(program: Program, planted: Mapping[Key, Planted]) -> dict[Key, Planted]:
-    """What is planted for each matmul, by its key, from the same by the keys of states."""
-    known = matching(program.matmuls, planted)
-    return {key: planted[state] for key, state in known.items()}
+    def replanted(
+        self, program: Program, inputs: Sequence[Any], planted: Mapping[Key, Planted]
+    ) -> dict[Key, Planted]:
+        """What is planted for each matmul, by its key, from the same by the keys of states."""
+        known = matching(program.matmuls, planted)
+        found = {key: planted[state] for key, state in known.items()}
+        return with_joined_scales(program, inputs, found, self.recipe_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +247,7 @@ class Traced:
         """For who measures the model: a program, its `multiply`, what is planted for matmuls."""
         program = self.program(leaves)
         multiply = self.quantizing(observes=False, is_measured=True, tap=tap)
-        return program, multiply, replanted(program, planted)
+        return program, multiply, multiply.replanted(program, leaves, planted)
 
 
 def stored_labels(matmul: Matmul) -> tuple[str, str]:

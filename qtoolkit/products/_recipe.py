@@ -76,8 +76,8 @@ class Recipe:
       wgrad: (lhs, cotangent).
       arithmetic: "emulate" multiplies the values in the dtype of the operands or in float32.
         "native" gives XLA arrays of the formats' own dtypes where it can, see above.
-      axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor, and the
-        history of delayed scales. Without them each shard has a scale of its own.
+      axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor, its zero
+        point and the history of delayed scales. Without them each shard has a scale of its own.
       warm_up: How many training steps a layer computes in high precision: see `policies.warm_up`.
       lookups: Whether rows looked up in a table of embeddings are rounded, too, as rhs of `forward`
         (a tied head multiplies the same codes); the gradient passes straight through.

@@ -23,7 +23,6 @@ from qtoolkit.products._quantizing import (
     INTEGERS,
     Quantizing,
     Traced,
-    replanted,
     stored_labels,
 )
 from qtoolkit.products._recipe import UNQUANTIZED, Recipe
@@ -179,7 +178,7 @@ def report_of(
     """
     program, multiply = traced_with_axes(traced, leaves), traced.quantizing()
     native = _native_parts(program, multiply, leaves)
-    planted = replanted(program, planted)
+    planted = multiply.replanted(program, leaves, planted)
     products = counted(
         product
         for matmul in program.matmuls

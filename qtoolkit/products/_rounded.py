@@ -39,8 +39,10 @@ from qtoolkit.products._zero_points import of_differences
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
     Scales,
+    asymmetric,
     computed_now,
     find_scales,
+    finite_range,
     largest_magnitude,
     may_overflow,
     operand_codes,
@@ -254,6 +256,8 @@ class Rounding:
         """
         assert self.operand is not None
         operand, fmt, scaling = self.operand, self.operand.spec, self.operand.scaling
+        if operand.joined and delayed is not None:
+            return Scales(None, tensor_scale_from(delayed, fmt))
         if isinstance(scaling, Static) and scaling.scale is not None:
             assert fmt.scale is not None
             shape = (1,) * x.ndim
@@ -265,6 +269,8 @@ class Rounding:
             if fmt.tensor_scale is not None:
                 return Scales(None, tensor_scale_from(amax, fmt))
         else:
+            if self.axis_names and fmt.zero_point and operand.is_by_tensor:
+                return self._shared_zero_point(x)
             is_plain = delayed is None and not self.axis_names and not operand.has_power_of_two
             if not operand.has_one_scale or is_plain:
                 return Scales()
@@ -281,6 +287,15 @@ class Rounding:
                 amax = jnp.where(of_history > 0, of_history, amax)
         scale = scale_from(amax.reshape((1,) * x.ndim), fmt, None)
         return Scales(power_above(scale) if operand.has_power_of_two else scale)
+
+    def _shared_zero_point(self, x: Array) -> Scales:
+        """Scale and zero point of a whole tensor of which shards have parts."""
+        assert self.operand is not None
+        lowest, largest = finite_range(exact_float32(lax.stop_gradient(x)), tuple(range(x.ndim)))
+        lowest = -largest_over(-lowest, self.axis_names)
+        largest = largest_over(largest, self.axis_names)
+        scale, zero_point = asymmetric(lowest, largest, self.operand.spec)
+        return Scales(scale, None, zero_point)
 
 
 def largest_over(x: Array, names: tuple[str, ...]) -> Array:

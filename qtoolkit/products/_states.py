@@ -324,7 +324,7 @@ def first_values(kept: Kept, found: Callable[[int], Any]) -> tuple[dict[str, Any
             continue
         values = found(number // 2)
         value = np.float32(np.nan) if values is None else values[number % 2]
-        is_missing |= bool(jnp.isnan(value))
+        is_missing |= bool(jnp.any(jnp.isnan(value)))
         new[name] = jnp.where(jnp.isnan(before), value, before)
     return new, is_missing
 

@@ -25,6 +25,7 @@ from qtoolkit.products._calls import (
 )
 from qtoolkit.products._checks import check_not_none, check_recipe
 from qtoolkit.products._flow import Kept
+from qtoolkit.products._input_scales import input_scale
 from qtoolkit.products._inputs import (
     NEEDS_NUMBERS,
     Batch,
@@ -35,6 +36,7 @@ from qtoolkit.products._inputs import (
     with_numbers,
     write_back,
 )
+from qtoolkit.products._joined import joined_amax
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._kernels import KernelUse, KernelUses
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale

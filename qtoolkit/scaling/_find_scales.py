@@ -66,7 +66,9 @@ def scales_and_largest(
     blocks = blocks_of(x, spec)
     view = blocks.split(x)
     if spec.zero_point:
-        scale, zero_point = asymmetric(*_range(exact_float32(view), blocks.element_axes), spec)
+        scale, zero_point = asymmetric(
+            *finite_range(exact_float32(view), blocks.element_axes), spec
+        )
         return Scales(blocks.gather(scale), None, blocks.gather(zero_point)), None
     largest = largest_ordinal(view, blocks.element_axes, nan_wins=not holds_nan)
     amax = exact_float32(from_magnitude_ordinal(largest, view.dtype))
@@ -89,7 +91,7 @@ def in_float32(x: Array, rounding: Rounding = "nearest_even") -> Array:
     return values_of(codes_of(x, FLOAT32, Projection(rounding, "propagate")), FLOAT32, jnp.float32)
 
 
-def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+def finite_range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
     """The least and the largest finite element of each block and zero; NaN where one is NaN."""
     finite = jnp.where(jnp.isfinite(view), view, np.float32(0))
     has_nan = jnp.any(jnp.isnan(view), axis=axes, keepdims=True)

@@ -25,7 +25,7 @@ from qtoolkit.scaling._engine import (
     unscaled_values,
 )
 from qtoolkit.scaling._error_sums import ErrorSums, error_sums
-from qtoolkit.scaling._find_scales import find_scales
+from qtoolkit.scaling._find_scales import find_scales, finite_range
 from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import (
     BAD_BUCKET,

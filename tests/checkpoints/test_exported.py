@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from stored import stored
@@ -49,9 +50,9 @@ def model(dtype=ml_dtypes.bfloat16):
     return {name: x.astype(dtype) for name, x in weights.items()}
 
 
-def written(path, weights, **options):
-    (path / "src").mkdir()
-    (path / "src" / "config.json").write_text(json.dumps(CONFIG))
+def written(path, weights, config=CONFIG, **options):
+    (path / "src").mkdir(parents=True)
+    (path / "src" / "config.json").write_text(json.dumps(config))
     save(path / "src" / "model.safetensors", weights)
     report = convert(path / "src", path / "dst", **options)
     return stored(path / "dst"), report
@@ -141,6 +142,33 @@ def test_calibrated_scales_are_input_scales():
     assert qt.nnx.input_scales(frozen) == {"layers.0.kernel": np.float32(7) / np.float32(448)}
 
 
+def test_input_scales_of_linen():
+    """Oracle: the amaxes that went in, over 448"""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, kernel_init=nn.initializers.ones, name="up")(x)
+            return nn.Dense(2, name="down")(-x)
+
+    x = jnp.full((2, 64), 3.0)
+    for recipe in (qt.recipes.te_current, qt.recipes.te_delayed_hybrid):
+        module = qt.linen.wrap(Net(), recipe)
+        variables = module.init(jax.random.key(0), x)
+        assert qt.linen.input_scales(module, variables, x) == {}  # nothing is known yet
+        if recipe.is_delayed:
+            loss = qt.linen.value_and_grad(lambda v, x, m=module: (m.apply(v, x) ** 2).sum())
+            variables = {**variables, "qtoolkit": loss(variables, x)[2]}
+        else:
+            found = qt.linen.calibrate(module, variables, [x])
+            module, variables = qt.linen.freeze(module, variables, found)
+        scales = qt.linen.input_scales(module, variables, x)
+        assert scales.keys() == {"up.kernel", "down.kernel"}
+        for name, amax in (("up", 3), ("down", 192)):  # a history holds bounds
+            most = 1.125 if recipe.is_delayed else 1.0001
+            assert amax / 448 * 0.9999 <= scales[f"{name}.kernel"] <= most * amax / 448
+
+
 def test_what_cannot_be_sent():
     weights = {"a.weight": jnp.ones((128, 128)), "b.weight": jnp.ones((128, 128))}
     with pytest.raises(CheckpointError, match=r"export: a\.weight: two arrays have this name"):
@@ -151,7 +179,48 @@ def test_what_cannot_be_sent():
         export({"key": jax.random.key(0)})
     with pytest.raises(CheckpointError, match=r"cannot hold nvfp4"):
         export(weights, layout="finegrained-fp8", format="nvfp4")
-    stack = {"model.layers.0.mlp.experts.down_proj": jnp.ones((4, 256, 128))}
-    config = {"model_type": "llama4", "hidden_size": 128}
-    with pytest.raises(CheckpointError, match="has a weight for each expert"):
-        export(stack | weights, config, layout="compressed-tensors")
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt", "plain"])
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "llama4"])
+def test_stacks_of_experts_are_split_as_the_layout_has_them(tmp_path, kind, layout):
+    """Of Llama 4 [experts, inputs, outputs], of Qwen [experts, outputs, inputs]."""
+    if kind == "llama4" and layout not in ("compressed-tensors", "plain"):
+        return
+    shapes = {"gate_up_proj": (3, 256, 128), "down_proj": (3, 128, 128)}
+    if kind == "llama4":
+        shapes = {name: (e, i, o) for name, (e, o, i) in shapes.items()}
+    rng, config = np.random.default_rng(0), {"model_type": kind, "hidden_size": 128}
+    weights = {f"{EXPERTS}.{n}": np.float32(rng.normal(size=s)) for n, s in shapes.items()}
+    weights[f"{EXPERTS}.gate_up_proj"][1] *= 9  # each expert has its own tensor scale
+    options = {
+        "layout": layout,
+        "format": {"finegrained-fp8": "e4m3fn", "plain": "int8"}.get(layout, "nvfp4"),
+    }
+    options |= {"input_scales": 0.5} if layout == "modelopt" else {}
+    expected, _ = written(tmp_path, weights, config, **options)
+    assert_same(dict(export(jax.tree.map(jnp.asarray, weights), config, **options)), expected)
+    assert any(".2." in name for name in expected) == (layout != "plain")
+
+
+def test_a_stack_has_the_names_of_its_experts(tmp_path):
+    """As Mixtral's or Qwen3's checkpoints have them; in the tree they are [experts, in, out]."""
+    rng, config = np.random.default_rng(0), {"model_type": "qwen3_moe", "hidden_size": 64}
+    tree, weights, table = {}, {}, {}
+    for part, shape in {"up": (64, 128), "gate": (64, 128), "down": (128, 64)}.items():
+        tree[part] = jnp.float32(rng.normal(size=(3, *shape)))
+        target = f"{EXPERTS}.{{expert}}.{part}_proj.weight"
+        table[part] = (target, (1, 0))
+        weights |= {target.format(expert=e): np.asarray(x.T) for e, x in enumerate(tree[part])}
+    expected, _ = written(tmp_path, weights, config, format="nvfp4")
+    found = dict(export(tree, config, format="nvfp4", names=table))
+    assert_same(found, expected)
+    part = dict(export(tree, config, format="nvfp4", names=table, only=[r"\.1\.up"]))
+    assert_same(part, {name: x for name, x in expected.items() if ".1.up" in name})
+    stored = {name: qt.quantize(x, qt.spec("int4_group32").along(1)) for name, x in tree.items()}
+    found = dict(export(stored, config, format="int4_group32", names=table))
+    scales = np.asarray(stored["up"].scale)[1].T  # those of the model, not new ones
+    np.testing.assert_array_equal(found[f"{EXPERTS}.1.up_proj.weight_scale"], scales)

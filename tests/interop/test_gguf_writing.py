@@ -43,11 +43,17 @@ LLAMA_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONFIGS = {
     "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama3": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA_ROPE),
     "qwen2": transformers.Qwen2Config(**SIZES),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=64),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
+    "qwen2moe": transformers.Qwen2MoeConfig(
+        **SIZES, **MOE, shared_expert_intermediate_size=192, norm_topk_prob=False
+    ),
+    "qwen3moe": transformers.Qwen3MoeConfig(**SIZES, **MOE, head_dim=64, norm_topk_prob=True),
     "gemma2": transformers.Gemma2Config(**SIZES, head_dim=32),
     "gemma3": transformers.Gemma3TextConfig(**SIZES, head_dim=32),
 }
@@ -120,9 +126,10 @@ def contents(path):
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama3"])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in ("llama3", "mixtral", "qwen2moe")])
 def test_transformers_computes_the_logits_of_the_model(tmp_path, folders, name):
-    """Not of Llama 3: transformers reads no rope_freqs of GGUF."""
+    """Not of Llama 3: transformers reads no rope_freqs of GGUF. Nor of Mixtral, which it does not
+    know, and of Qwen2-MoE, whose gate of the shared expert it reads in the shape of older files."""
     source = folders(name)
     convert(source, tmp_path / "m.gguf", format="float16")
     config = transformers.AutoConfig.from_pretrained(source)
@@ -135,6 +142,53 @@ def test_transformers_computes_the_logits_of_the_model(tmp_path, folders, name):
         found, expected = model(tokens).logits, original(tokens).logits
     # float16 weights of a model in float32.
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe"])
+@pytest.mark.parametrize("kind", ["float16", "q8_0", "nvfp4"])
+def test_experts_are_stacked(tmp_path, folders, name, kind):
+    """Names, shapes and metadata are those of llama.cpp's conversion/llama.py and qwen.py."""
+    convert(folders(name), tmp_path / "m.gguf", format=kind)
+    fields, tensors = contents(tmp_path / "m.gguf")
+    arch = "llama" if name == "mixtral" else name
+    assert fields["general.architecture"] == arch
+    assert (fields[f"{arch}.expert_count"], fields[f"{arch}.expert_used_count"]) == (4, 2)
+    sizes = [fields.get(f"{arch}.expert{x}_feed_forward_length") for x in ("", "_shared")]
+    assert sizes == {"mixtral": [None] * 2, "qwen2moe": [64, 192]}.get(name, [64, None])
+    folder = folders(name) / "model.safetensors"
+    with open_source(folder) as source:
+        stored = {n: tensor.read_all() for n, tensor in source.tensors.items()}
+    moe = "model.layers.1." + ("block_sparse_moe" if name == "mixtral" else "mlp")
+    parts = {"gate": "w1", "up": "w3", "down": "w2"}
+    for part, old in parts.items():
+        last = old if name == "mixtral" else f"{part}_proj"
+        expected = np.stack([stored[f"{moe}.experts.{e}.{last}.weight"] for e in range(4)])
+        tensor = tensors[f"blk.1.ffn_{part}_exps.weight"]
+        assert list(tensor.shape) == list(expected.shape[::-1])  # ggml's order
+        found = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if kind == "nvfp4":
+            scale = tensors[f"blk.1.ffn_{part}_exps.scale"].data
+            largest = np.abs(expected).max((1, 2))  # each expert has a scale
+            np.testing.assert_allclose(scale, largest / np.float32(6 * 448), rtol=1e-6)
+            found = found * scale[:, None, None]
+        bound = {"float16": 2**-11, "q8_0": 1 / 254 + 2**-11, "nvfp4": 0.2}[kind]
+        assert np.abs(found - expected).max() <= bound * np.abs(expected).max()
+    router = tensors["blk.1.ffn_gate_inp.weight"]
+    assert router.tensor_type == gguf.GGMLQuantizationType.F32
+    np.testing.assert_array_equal(router.data, stored[f"{moe}.gate.weight"])
+    assert ("blk.0.ffn_gate_shexp.weight" in tensors) == (name == "qwen2moe")
+
+
+def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, folders):
+    (tmp_path / "m").mkdir()
+    for file in folders("qwen3moe").iterdir():
+        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
+    with pytest.raises(
+        CheckpointError, match=r"norm_topk_prob False .* QWEN3MOE computes with True"
+    ):
+        convert(tmp_path / "m", tmp_path / "m.gguf", format="q8_0")
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1", "mxfp4", "bfloat16", "float16"])
@@ -259,7 +313,12 @@ def changed(folder, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "options", "message"),
     [
-        ("llama", {"architectures": ["MixtralForCausalLM"]}, {}, "Mixtral.* expected one of Llama"),
+        (
+            "llama",
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            {},
+            "DeepseekV3.* expected one of Llama",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, {}, "rope_type longrope"),
         ("llama", {"num_hidden_layers": 3}, {}, "layer 2 of 3 has no attn_k.weight"),
         ("llama", {"num_attention_heads": 5}, {}, "128 rows, expected those of the 5 heads"),

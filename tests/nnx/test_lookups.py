@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import qtoolkit as qt
 
@@ -113,6 +115,49 @@ def test_the_gradient_passes_straight_through(fmt):
     expected = np.zeros((11, 64), np.float32)
     np.add.at(expected, np.asarray(TOKENS), np.asarray(weights))
     np.testing.assert_allclose(grads["embedding"].get_value(), expected, rtol=1e-6)
+
+
+class Rows(nnx.Module):
+    """As JAX asks for it on meshes with Explicit axes."""
+
+    def __init__(self, rows, width):
+        self.embedding = nnx.Param(jax.random.normal(jax.random.key(0), (rows, width)))
+
+    def __call__(self, tokens):
+        mesh = jax.sharding.get_abstract_mesh()
+        is_explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
+        rows = self.embedding[...].at[tokens]
+        return rows.get(out_sharding=P()) if is_explicit else rows.get()
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", [*ORACLES, "one scale"])
+def test_tables_that_are_sharded(name, axis, kind):
+    """By rows, or by columns, so that a block lies on several devices. Oracle: one device."""
+    one_scale = qt.Recipe((None, "e4m3fn"), None, lookups=True)
+    recipe, makers = ORACLES.get(name, (one_scale,))[0], (qt.nnx.wrap, qt.nnx.quantize)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    layer, inputs = Rows(16, 64), {"inputs": (TOKENS,)}
+    run = nnx.jit(lambda model, x: model(x))
+    expected = [make(layer, recipe, **inputs)(TOKENS) for make in makers]
+    assert np.abs(np.asarray(expected[0] - layer(TOKENS))).max() > 0.001
+    with jax.set_mesh(mesh):
+        spec = P(*("d" if i == axis else None for i in range(2)))
+        cut = nnx.clone(layer)
+        cut.embedding.set_value(jax.device_put(layer.embedding[...], NamedSharding(mesh, spec)))
+        if (name, axis, kind) == ("int4", 1, AxisType.Explicit):  # 8 columns on each device
+            with pytest.raises(ValueError, match="expected whole blocks of 32 in each"):
+                qt.nnx.quantize(cut, recipe, **inputs)
+            return
+        models = [make(cut, recipe, **inputs) for make in makers]
+        for model, rows in zip(models, expected, strict=True):
+            np.testing.assert_array_equal(model(TOKENS), rows)
+            np.testing.assert_array_equal(run(model, TOKENS), rows)
+        grads = nnx.grad(lambda model: jnp.sum(model(TOKENS)))(models[0])
+        counts = np.bincount(np.asarray(TOKENS).ravel(), minlength=16).astype(np.float32)
+        np.testing.assert_array_equal(grads["embedding"][...], np.tile(counts[:, None], 64))
 
 
 def test_a_look_up_reads_rows_and_not_the_table():

@@ -40,6 +40,31 @@ def expanded(x, w):
     return sums.astype(object) * np.array(scales, object)
 
 
+@pytest.mark.devices(8)
+def test_shards_share_a_zero_point():
+    """Each device has one row, some all negative: values and gradients are those of one device."""
+    x = np.random.default_rng(2).normal(0, 1, (8, 64)).astype(np.float32)
+    x += np.linspace(-9, 4, 8, dtype=np.float32)[:, None]
+    w = np.random.default_rng(3).normal(size=(64, 5)).astype(np.float32)
+    q, zero, scale = integers(x, None, -128, 127)
+    numbers = ((q - zero) * scale).astype(np.float32)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P("d"), jax.P()), "out_specs": jax.P("d")}
+
+    def multiplied(axis_names):
+        recipe = qt.Recipe((A8_SIGNED, None), gradient=None, axis_names=axis_names)
+        numbers = (((1,), (0,)), ((), ()))
+        matmul = jax.shard_map(
+            lambda x, w: qt.dot_general(x, w, numbers, recipe=recipe), mesh=mesh, **specs
+        )
+        return jax.jit(jax.value_and_grad(lambda w: matmul(x, w).sum()))(w)
+
+    (loss, of_w), (other, _) = multiplied(("d",)), multiplied(())
+    np.testing.assert_allclose(loss, (numbers @ w).sum(), rtol=1e-4)
+    np.testing.assert_allclose(of_w, np.tile(numbers.sum(0)[:, None], 5), rtol=1e-5)
+    assert abs(other - loss) > 1e-3  # eight scales of their own
+
+
 def test_a_matmul_is_the_sum_of_its_four_terms():
     """Two groups of inputs, a scale for each token: exact in fractions, but for float32 sums."""
     w = np.random.default_rng(1).normal(0.3, 1, (64, 5)).astype(np.float32)
