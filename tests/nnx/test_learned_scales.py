@@ -163,3 +163,21 @@ def test_a_learned_input_beside_another_kernel_in_attention():
     )
     qt.nnx.start_scales(model, x)
     assert np.isfinite(model(x)).all()
+
+
+class Stacked(nnx.Module):
+    def __init__(self):
+        self.kernels = nnx.Param(jnp.stack([jnp.eye(8) * (i + 1) for i in range(3)]))
+
+    def __call__(self, x):
+        return jax.lax.scan(lambda x, kernel: (x @ kernel, None), x, self.kernels[...])[0]
+
+
+def test_layers_of_a_stack_start_with_scales_of_their_own():
+    """Oracle: LSQ's formula, 2 mean(|w|) / sqrt(7), for each kernel alone."""
+    model = qt.nnx.wrap(Stacked(), qt.recipes.int4_lsq)
+    qt.nnx.start_scales(model, jnp.ones((2, 8)))
+    expected = [2 * (i + 1) / 8 / np.sqrt(7) for i in range(3)]
+    scale = state_of(model)["kernels"]["rhs_scale"]
+    np.testing.assert_allclose(scale.get_value(), expected, rtol=1e-6)
+    assert np.isfinite(model(jnp.ones((2, 8)))).all()
