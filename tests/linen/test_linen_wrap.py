@@ -495,7 +495,7 @@ def test_strict():
         wrap(nn.LayerNorm(), strict=(X,))
     with refused(ValueError, r"^wrap: no matmul of Stack is quantized"):
         wrap(Stack(), Rules({"blocks": None, "tied": None}, A), strict=(X,))
-    with refused(ValueError, r"^wrap: rule 'tide' matches nothing, .* is blocks/"):
+    with refused(ValueError, r"^wrap: rule 'tide' matches nothing, .* is tied, blocks/"):
         wrap(Stack(), Rules({"tide": B}, A), strict=(X,))
     inner = wrap(nn.Dense(4), Rules({"haed": B}, A))
     with refused(ValueError, r"^wrap: rule haed matches no layer .* of Sequential"):

@@ -468,7 +468,7 @@ def test_products_of_own_modules_keep_state():
     strict = qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH, strict=lambda model: loss(model, X))
     assert nnx.graphdef(strict) == nnx.graphdef(qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH, inputs=(X,)))
     of_kernels = qt.nnx.wrap(Gated(nnx.Rngs(0)), BOTH)
-    with pytest.warns(RuntimeWarning, match=r"\(model\):__call__@2:\d+: differentiated without st"):
+    with pytest.warns(RuntimeWarning, match=r"differentiated without state"):
         step(of_kernels, X)
     assert len(histories(of_kernels)) == 2
     np.testing.assert_array_equal(history_of(of_kernels, name="up"), kept)
