@@ -63,8 +63,7 @@ def test_an_own_model_trains_in_fp8_with_report_and_plot(minutes, tmp_path, monk
 
         @nnx.jit
         def step(model, optimizer):
-            # in place of nnx.value_and_grad: it also updates the scales
-            loss, grads = qt.nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+            loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
             optimizer.update(model, grads)
             return loss
 
@@ -74,7 +73,7 @@ def test_an_own_model_trains_in_fp8_with_report_and_plot(minutes, tmp_path, monk
             return [step(model, optimizer) for _ in range(20)]
 
 
-        fp8 = qt.nnx.wrap(nnx.clone(model), qt.recipes.te_delayed_hybrid)
+        fp8 = qt.nnx.wrap(nnx.clone(model), qt.recipes.token_scaled)
         losses = {"float32": train(model), "FP8": train(fp8)}
         """,
         names,
