@@ -225,3 +225,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
             f"--skip {shown(pattern)}: invalid regular expression ({error}), expected one such as "
             r"'(^|/)head/'; write special characters with a backslash"
         ) from error
+
+
+def compiled_all(patterns: str | Sequence[str]) -> list[re.Pattern[str]]:
+    """Each of several patterns; a string is one, not a pattern for each letter."""
+    return [compiled(x) for x in ([patterns] if isinstance(patterns, str) else patterns)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from qtoolkit.casts.internal import codes_from_dtype, dtype_from_codes
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
-from qtoolkit.checkpoints._checks import compiled
+from qtoolkit.checkpoints._checks import compiled_all
 from qtoolkit.checkpoints._experts import Piece, pieces_of
 from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._load import Names, Place
@@ -27,7 +27,13 @@ from qtoolkit.checkpoints._quantize import tensor_scales_from
 from qtoolkit.checkpoints._reader import spec_of_rank
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._tensors import DTYPE_OF, NUMPY_DTYPES, CheckpointError, shown
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    NUMPY_DTYPES,
+    CheckpointError,
+    listed,
+    shown,
+)
 from qtoolkit.checkpoints.layouts._encoding import (
     Encoding,
     Packing,
@@ -204,8 +210,13 @@ def export(
     )
     for name, piece in pieces_of(source).items():  # the layout may have a weight for each expert
         leaves.setdefault(name, leaves[piece.stack]._replace(piece=piece))
-    patterns = [compiled(pattern) for pattern in only]
+    patterns = compiled_all(only)
     chosen = [t for t in plan.tensors if not only or any(p.search(t.name) for p in patterns)]
+    if not chosen:
+        raise CheckpointError(
+            f"{_WHERE}: only={only!r} matches nothing, expected a part of a name in the "
+            f"checkpoint, such as {listed(t.name for t in plan.tensors)}"
+        )
     return Export(plan, leaves, chosen)
 
 

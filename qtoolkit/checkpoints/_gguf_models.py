@@ -138,13 +138,14 @@ class Model:
             return x.astype(np.float32) + 1
         module = name.rpartition(".")[0]
         if self.architecture.permutes and module.endswith(("q_proj", "k_proj")):
-            heads = self.config["num_attention_heads"]
+            all_heads = heads = self.config["num_attention_heads"]
+            size = self.config.get("head_dim") or self.config["hidden_size"] // all_heads
             if module.endswith("k_proj"):
                 heads = self.config.get("num_key_value_heads") or heads
-            if len(x) % (2 * heads):
+            if len(x) != heads * size or size % 2:
                 raise CheckpointError(
                     f"{self.path}: tensor {shown(name)}: {len(x)} rows, expected those of the "
-                    f"{heads} heads in config.json; fetch the folder again"
+                    f"{heads} heads of {size} in config.json; fetch the folder again"
                 )
             halves = x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:])
             return halves.swapaxes(1, 2).reshape(x.shape)

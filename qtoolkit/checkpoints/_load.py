@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
-from qtoolkit.checkpoints._checks import compiled
+from qtoolkit.checkpoints._checks import compiled_all
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import comfy_marks, dequantized
@@ -173,7 +173,7 @@ def load(
         wanted = dict(named_arrays(path, like))
         placed, used = _placed_readers(readers, wanted, names)
         state = filled(path, like, placed)
-        patterns = [compiled(pattern) for pattern in skip]
+        patterns = compiled_all(skip)
         unused = [n for n in readers if n not in used and n not in auxiliary]
         if unused := [n for n in unused if not any(p.search(n) for p in patterns)]:
             raise differs(
@@ -206,11 +206,13 @@ def _placed_readers(
 def _arranged(
     read: Reader, dtype: Any, axes: Sequence[int] | None, shape: tuple[int, ...] | None
 ) -> Any:
-    """An array, with axes in another order, and in another shape of the same size."""
+    """An array, with axes in another order; of another rank, in the shape of the same size."""
     array = read(dtype)
     if axes is not None and len(axes) == array.ndim:
         array = array.transpose(axes)
-    return array.reshape(shape) if shape is not None and array.size == math.prod(shape) else array
+    if shape is None or len(shape) == array.ndim or array.size != math.prod(shape):
+        return array  # of another shape it is refused later
+    return array.reshape(shape)
 
 
 def _readers(file: Checkpoint, dtype: np.dtype | None) -> tuple[dict[str, Reader], set[str]]:

@@ -91,9 +91,9 @@ def _outcome(report: Report) -> list[str]:
 
 def _errors(report: Report) -> list[str]:
     """The mean SQNR, and the lowest with the name of its tensor; none where none was measured."""
-    if report.mean_sqnr_db is None:
-        return []
     measured = [(t.sqnr_db, t.name) for t in report.quantized if t.sqnr_db is not None]
+    if report.mean_sqnr_db is None or not measured:
+        return []
     lowest, name = min(measured, key=operator.itemgetter(0))
     return [
         f"  mean SQNR  {_decibels(report.mean_sqnr_db)}",

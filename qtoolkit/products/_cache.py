@@ -138,6 +138,19 @@ class KVCache:
         axis %= x.ndim
         if axis == x.ndim - 1:
             raise ValueError(f"KVCache.store: axis={axis} is that of features, expected another")
+        room = [old.shape[i] for i in range(old.ndim) if i != axis]
+        if old.ndim != x.ndim or room != [x.shape[i] for i in range(x.ndim) if i != axis]:
+            raise ValueError(
+                f"KVCache.store: tokens have shape {x.shape}, expected that of the cache, "
+                f"{old.shape}, but for axis {axis}"
+            )
+        if not isinstance(index, jax.core.Tracer):
+            last = int(index) + x.shape[axis]
+            if int(index) < 0 or last > old.shape[axis]:
+                raise ValueError(
+                    f"KVCache.store: tokens {int(index)} to {last - 1} of {old.shape[axis]}, "
+                    "expected an index at which they fit; make the cache longer"
+                )
 
         def written(before: Array, part: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(before, part, index, axis)

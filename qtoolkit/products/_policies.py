@@ -152,6 +152,11 @@ def join(recipe: Recipe, *groups: Sequence[str]) -> Recipe:
     for group in groups:
         if isinstance(group, str) or not all(isinstance(name, str) for name in group):
             raise TypeError(f'join: group {group!r}, expected names such as ["q", "k", "v"]')
+        if any(set(name) & set("./") for name in group):
+            raise ValueError(
+                f"join: group {list(group)}, expected single names of layers or kernels, the part "
+                "of their paths that differs: 'q' of 'attention/q/kernel'"
+            )
     joined = tuple(map(tuple, groups))
 
     def of(operand: Operand | None) -> Operand | None:

@@ -177,6 +177,11 @@ def test_what_cannot_be_sent():
         export(weights, names={"a.weight": ("a.weight", (0, 2), (128, 128))})
     with pytest.raises(CheckpointError, match=r"export: key has key<fry>"):
         export({"key": jax.random.key(0)})
+    with pytest.raises(CheckpointError, match=r"matches nothing, expected a part of a name"):
+        export(weights, only="c")
+    names = [name for name, _ in export(weights, layout="plain", only="b.weight")]
+    assert names
+    assert all(name.startswith("b") for name in names)
     with pytest.raises(CheckpointError, match=r"cannot hold nvfp4"):
         export(weights, layout="finegrained-fp8", format="nvfp4")
 

@@ -105,6 +105,14 @@ def test_what_names_and_skip_need(source):
     refused(CheckpointError, r"dtype int8", load, source, dtype="int8")
     with refused(CheckpointError, r"kernel, which the file has not"):
         load(source, structs(), dtype="bfloat16", names={})
+    # As many numbers, but another matrix: its axes have to be swapped, or it is another layer's.
+    for shape in ((128, 256), (64, 512)):
+        wrong = {"a": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+        with refused(CheckpointError, r"shape \(256, 128\)"):
+            load(source, wrong, dtype="bfloat16", names={"a": "model.layers.0.up_proj.weight"})
+    head = {"a": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}
+    with refused(CheckpointError, r"model\.layers"):  # a string is one pattern, not seven
+        load(source, head, dtype="bfloat16", names={"a": "lm_head.weight"}, skip="lm_head")
     like = {"a": jax.ShapeDtypeStruct((1, 3), jnp.bfloat16)}
     table = {"a": "model.layers.0.up_proj.weight"}
     with refused(CheckpointError, r"shape \(256, 128\)"):

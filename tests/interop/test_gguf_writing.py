@@ -322,6 +322,7 @@ def changed(folder, **changes):
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, {}, "rope_type longrope"),
         ("llama", {"num_hidden_layers": 3}, {}, "layer 2 of 3 has no attn_k.weight"),
         ("llama", {"num_attention_heads": 5}, {}, "128 rows, expected those of the 5 heads"),
+        ("llama", {"num_key_value_heads": 4}, {}, "rows, expected those of the 4 heads of"),
         ("llama", {}, {"format": "q4_k"}, "q4_k for GGUF, expected one of q8_0"),
         ("llama", {}, {"format": "q8_0", "layout": "plain"}, "--layout has no effect"),
         (
@@ -363,6 +364,8 @@ def test_the_command_writes_and_refuses(tmp_path, folders):
     done = CliRunner().invoke(app, ["convert", source, target, "--format", "q8_0"])
     assert done.exit_code == 0, done.output
     assert "q8_0, layout GGUF" in done.output
+    exact = [source, str(tmp_path / "exact.gguf"), "--format", "bfloat16"]
+    assert CliRunner().invoke(app, ["convert", *exact]).exit_code == 0
     again = CliRunner().invoke(app, ["convert", source, target, "--format", "q8_0"])
     assert again.exit_code == 1
     assert "exists already" in again.output

@@ -141,6 +141,8 @@ def test_what_cannot_be_joined():
         qt.Operand("e4m3fn", joined=(("q", "k"),))
     with pytest.raises(TypeError, match=r"join: group 'qk', expected names"):
         qt.policies.join(RECIPE, "qk")
+    with pytest.raises(ValueError, match=r"join: group .*expected single names"):
+        qt.policies.join(RECIPE, ["attn.q", "attn.k"])
     batches = [(jnp.eye(32),)]
     with pytest.raises(ValueError, match="a kernel that is not joined"):
         qt.nnx.quantize(Attention(nnx.Rngs(0)), RECIPE, batches, method="gptq")

@@ -200,3 +200,15 @@ def test_messages():
     refused(ValueError, r"axis=3 is that of features", cache.store, kept, tokens(1), 0, axis=-1)
     with refused(ValueError, "wrap: kv_cache=nvfp4"):
         qt.nnx.wrap(nnx.MultiHeadAttention(2, 64, rngs=nnx.Rngs(0)), kv_cache=("int8", "nvfp4"))
+
+
+def test_tokens_that_do_not_fit():
+    """JAX would move them, over the tokens that are there."""
+    cache = qt.products.KVCache("int8")
+    kept = cache.empty((1, 4, 2, 8))
+    one = jnp.ones((1, 2, 2, 8))
+    for index in (3, 9, -1):
+        with refused(ValueError, r"^KVCache\.store: tokens .* of 4"):
+            cache.store(kept, (one, one), index)
+    with refused(ValueError, r"shape \(1, 2, 1, 8\)"):
+        cache.store(kept, (one[:, :, :1], one[:, :, :1]), 0)
