@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -145,10 +146,11 @@ class KVCache:
                 f"{old.shape}, but for axis {axis}"
             )
         if not isinstance(index, jax.core.Tracer):
-            last = int(index) + x.shape[axis]
-            if int(index) < 0 or last > old.shape[axis]:
+            first = np.asarray(index).item()
+            last = first + x.shape[axis]
+            if first < 0 or last > old.shape[axis]:
                 raise ValueError(
-                    f"KVCache.store: tokens {int(index)} to {last - 1} of {old.shape[axis]}, "
+                    f"KVCache.store: tokens {first} to {last - 1} of {old.shape[axis]}, "
                     "expected an index at which they fit; make the cache longer"
                 )
 
