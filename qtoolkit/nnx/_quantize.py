@@ -33,6 +33,7 @@ from qtoolkit.post_training.internal import (
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
+    KernelUse,
     KernelUses,
     KVCacheLike,
     Parameter,
@@ -204,12 +205,13 @@ class _Served:
         names = parameter_names(self.model)
         found: dict[Any, tuple[list[_Place], Storable]] = {}
         for one in self.layers():
-            for attribute, axes, lead, product in self._kernels_of(one, names):
+            for attribute, axes, lead, product, use in self._kernels_of(one, names):
                 layer: Any = one.module
                 site: Any = site_of(layer)
                 recipe = quantizing_of(site).by_rules(site.path, Parameter(site.path, attribute))
                 parameter = getattr(layer, attribute)
                 operand = None if recipe is None else recipe.forward[1]
+                operand = operand if use is None else use.operand
                 value, is_table = parameter.get_value(), isinstance(layer, nnx.Embed)
                 if isinstance(value, QArray):
                     if self.rules is not None and operand is not None:
@@ -230,16 +232,16 @@ class _Served:
 
     def _kernels_of(
         self, found: FoundModule, names: Mapping[Same, str]
-    ) -> Iterator[tuple[str, Axes, int, str]]:
+    ) -> Iterator[tuple[str, Axes, int, str, KernelUse | None]]:
         """The attributes of a layer that are kernels, with their axes in the matmul, how many
-        axes of a stack come before these, and the name of the matmul.
+        axes of a stack come before these, the name of the matmul, and its use if it was traced.
         """
         layer: Any = found.module
         axes = kernel_axes(layer)
         if isinstance(layer, nnx.Embed):
-            yield "embedding", Axes((1,), (0,)), len(stacked(layer)), "embedding"
+            yield "embedding", Axes((1,), (0,)), len(stacked(layer)), "embedding", None
         if axes is not None:
-            yield "kernel", axes, len(stacked(layer)), "kernel"
+            yield "kernel", axes, len(stacked(layer)), "kernel", None
         if is_of_flax(layer):
             return
         for name in found.kernels:
@@ -250,7 +252,7 @@ class _Served:
             shape = tuple(parameter.get_value().shape)
             lead = len(shape) - len(use.shape)
             if shape[lead:] == use.shape:
-                yield name, use.axes, lead, use.key.name
+                yield name, use.axes, lead, use.key.name, use
 
     def store(self, places: list[_Place], array: QArray) -> None:
         first = getattr(places[0].layer, places[0].attribute)

@@ -89,7 +89,11 @@ def _use_of(matmul: Matmul, recipe: Recipe) -> KernelUse | None:
     if order is None:
         return None
     axes = matmul.function.axes(*(x.shape for x in matmul.types[:2]))[side]
+    operand = recipe.forward[1]
     if order:
         axes = axes.reordered(order)
         shape = tuple(shape[order.index(axis)] for axis in range(len(order)))
-    return KernelUse(recipe.forward[1], axes, shape, recipe, matmul.key)
+        if operand is not None and operand.spec.axes:  # those of the operand
+            spec = operand.spec.along(*(order[axis] for axis in operand.spec.axes))
+            operand = dataclasses.replace(operand, spec=spec)
+    return KernelUse(operand, axes, shape, recipe, matmul.key)

@@ -186,6 +186,12 @@ class Recipe:
                 "rounding to nearest, no transform, no warm-up: look-ups keep no state; give the "
                 "embedding a recipe of its own by Rules"
             )
+        if self.lookups and rhs is not None and rhs.spec.axes not in (None, ()):
+            # A head that is tied to the table takes it transposed, and would cut other axes.
+            raise ValueError(
+                f"Recipe: lookups=True and {rhs} as rhs, whose axes are named, expected blocks "
+                "along rows wherever these lie; write spec.with_(axes=None)"
+            )
 
     def _check_operands(self) -> None:
         """Raises if operands do not fit together."""

@@ -212,6 +212,8 @@ def test_a_recipe_with_lookups_has_no_state_of_its_kernel():
     operand = qt.Operand("e4m3fn", scaling=qt.products.Delayed())
     with pytest.raises(ValueError, match="look-ups keep no state"):
         qt.Recipe((None, operand), gradient=None, lookups=True)
+    with pytest.raises(ValueError, match=r"axes are named.*with_\(axes=None\)"):
+        qt.Recipe((None, qt.BlockFormat.token("int8")), gradient=None, lookups=True)
     with pytest.raises(TypeError, match="lookups='yes'"):
         qt.Recipe(lookups="yes")
     assert qt.recipes.from_json(qt.recipes.to_json(INT4)) == INT4

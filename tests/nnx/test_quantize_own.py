@@ -287,3 +287,26 @@ def test_messages():
     with refused(ValueError, r"Block has no kernel to store.* add inputs=\(x,\)"):
         qt.nnx.quantize(Block(nnx.Rngs(0)), RECIPE)
     refused(TypeError, "inputs has type int", qt.nnx.quantize, Block(nnx.Rngs(0)), RECIPE, inputs=3)
+
+
+class Transposed(nnx.Module):
+    def __init__(self):
+        size = jnp.arange(1, 7)[:, None] * jnp.arange(1, 9)
+        self.kernel = nnx.Param(jax.random.normal(jax.random.key(0), (6, 8)) * size)
+
+    def __call__(self, x):
+        return x @ self.kernel[...].T
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_named_axes_are_those_of_the_operand_that_is_multiplied(axis):
+    """Not of the parameter. Oracle: NumPy, with scales of the transposed kernel."""
+    recipe = qt.Recipe((None, qt.BlockFormat.token("int8", axis)), gradient=None)
+    x = jnp.ones((3, 8))
+    kernel = np.asarray(Transposed().kernel[...]).T
+    scale = np.abs(kernel).max(axis, keepdims=True) / np.float32(127)
+    expected = np.asarray(x) @ (np.round(kernel / scale) * scale)
+    served = qt.nnx.quantize(Transposed(), recipe, inputs=(x,))
+    assert served.kernel.get_value().scale.shape == scale.T.shape
+    for model in (served, qt.nnx.wrap(Transposed(), recipe)):
+        np.testing.assert_allclose(model(x), expected, rtol=1e-5)
