@@ -1,6 +1,6 @@
 """How far an optimizer with its moments in few bits stays from optax's: losses and bytes.
 
-Command: python experiments/optim_states.py [--steps 400] [--seeds 3] [--state e4m3fn ...]
+Command: python experiments/optim_states.py [--steps 400] [--seeds 3] [--muon] [--state e4m3fn ...]
 Aim: with moments in E4M3 (`qtoolkit.optim.quantize_state`) the validation loss, the mean of the
 last five of twenty evaluations, is within 0.5 % of AdamW's, in at most 0.3 of the bytes.
 
@@ -109,6 +109,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     width: int = 128,
     b2: float = 0.999,
+    muon: Annotated[bool, typer.Option(help="Muon in place of AdamW, peak 0.02.")] = False,
     state: Annotated[list[str] | None, typer.Option(help="Names; all if left out.")] = None,
 ) -> None:
     names = ["float32", *(name for name in state or STATES if name != "float32")]
@@ -117,14 +118,17 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r}, expected one of {', '.join(STATES)}")
     corpus = load_corpus()
     windows = validation_windows(corpus)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK, max(1, steps // 10), max(steps, 2))
-    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=b2))
-    print(f"{corpus.description}; {steps} steps; {seeds} seeds; AdamW, b2 = {b2}")
+    peak = 0.02 if muon else PEAK
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, steps // 10), max(steps, 2))
+    plain = optax.contrib.muon(schedule) if muon else optax.adamw(schedule, b2=b2)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), plain)
+    kind = "Muon" if muon else f"AdamW, b2 = {b2}"
+    print(f"{corpus.description}; {steps} steps; {seeds} seeds; {kind}")
     print(f"{'moments':<18}{'loss':>8}{'to float32':>12}{'largest':>9}{'bytes':>7}")
     baseline: np.ndarray | None = None
     wide_bytes = 0
     for name in names:
-        tx = STATES[name](adamw)
+        tx = STATES[name](optimizer)
         losses = []
         for seed in range(seeds):
             starts = np.random.default_rng(seed).integers(

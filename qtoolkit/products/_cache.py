@@ -160,6 +160,11 @@ class KVCache:
         new = self._rounded("KVCache.store", x.astype(old.dtype), side)
         if not isinstance(old, QArray):
             return written(old, new)
+        if (old.spec, old.rotation) != (new.spec, new.rotation):
+            raise ValueError(
+                f"KVCache.store: a cache of {old.spec.name}, rotation {old.rotation}, expected "
+                f"{new.spec.name}, rotation {new.rotation}; store by the KVCache that made it"
+            )
         parts = ((name, getattr(old, name), getattr(new, name)) for name in _LEAVES)
         changed: Any = {name: written(a, b) for name, a, b in parts if a is not None}
         return dataclasses.replace(old, **changed)

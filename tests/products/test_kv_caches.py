@@ -210,5 +210,8 @@ def test_tokens_that_do_not_fit():
     for index in (3, 9, -1):
         with refused(ValueError, r"^KVCache\.store: tokens .* of 4"):
             cache.store(kept, (one, one), index)
+    for other in (qt.products.KVCache("int8", rotate=True), qt.products.KVCache("int4")):
+        with refused(ValueError, r"store by the KVCache that made it"):
+            other.store(kept, (one, one), 0)
     with refused(ValueError, r"shape \(1, 2, 1, 8\)"):
         cache.store(kept, (one[:, :, :1], one[:, :, :1]), 0)
