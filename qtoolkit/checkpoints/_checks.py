@@ -205,7 +205,7 @@ def skip_patterns(skip: Any, names: Collection[str]) -> list[re.Pattern[str]]:
             f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
             "skip=['lm_head']"
         )
-    patterns = [compiled(pattern) for pattern in texts]
+    patterns = compiled_all(texts)
     for pattern in patterns:
         if not any(map(pattern.search, names)):
             raise CheckpointError(
