@@ -140,7 +140,7 @@ def _printed_by(page: Path, line: str) -> str:
     """
     from typer.testing import CliRunner
 
-    from qtoolkit.cli._app import app
+    from qtoolkit.cli.internal import app
 
     program, *words = shlex.split(line, comments=True)
     if program != "qtoolkit":

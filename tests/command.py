@@ -5,7 +5,7 @@ from typing import Any
 from click.testing import Result
 from typer.testing import CliRunner
 
-from qtoolkit.cli._app import app
+from qtoolkit.cli.internal import app
 
 
 def run(*arguments: Any, **options: Any) -> Result:

@@ -1,5 +1,6 @@
-"""What experiments use of the command beside its public names."""
+"""What experiments, documentation and tests use of the command beside its public names."""
 
-# ruff: noqa: F401  (imported for experiments)
+# ruff: noqa: F401  (imported for those)
 
+from qtoolkit.cli._app import EXAMPLES, app
 from qtoolkit.cli._tables import table

@@ -4,6 +4,7 @@ Oracle: the same conversion between folders of this machine.
 """
 
 import json
+import shutil
 import sys
 
 import boto3
@@ -11,8 +12,8 @@ import fsspec
 import numpy as np
 import pytest
 import s3fs
+from command import run as run_command
 from moto.server import ThreadedMotoServer
-from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -25,8 +26,6 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints import _storage as storage_module
-from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file
 UNDER_WAY = ".qtoolkit-partial/"
@@ -212,13 +211,13 @@ def test_large_files_go_up_in_parts_and_a_failure_leaves_none(bucket, tmp_path, 
         save("s3://bkt/big.safetensors", {"x": x})
     with pytest.raises(IsADirectoryError, match="expected a file name"):
         save("s3://bkt", {"x": x})
-    copyfileobj = storage_module.shutil.copyfileobj
+    copyfileobj = shutil.copyfileobj
 
     def failing(source, target, length):
         copyfileobj(source, target, length)
         raise OSError(5, "broken pipe")
 
-    monkeypatch.setattr(storage_module.shutil, "copyfileobj", failing)
+    monkeypatch.setattr(shutil, "copyfileobj", failing)
     with pytest.raises(OSError, match="broken pipe") as caught:
         save("s3://bkt/none.safetensors", {"x": x})
     assert caught.value.filename == "s3://bkt/none.safetensors"
@@ -267,7 +266,7 @@ def test_an_existing_checkpoint_and_overwrite(store, source, expected):
 
 def test_the_commands(bucket, source):
     def run(*arguments):
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        result = run_command(*arguments)
         return result.exit_code, result.stdout, result.stderr
 
     upload(bucket, source, "src/")
@@ -359,7 +358,7 @@ def test_a_read_only_target_is_refused_at_once(tmp_path, monkeypatch, url):
     def asked(*_):
         raise AssertionError("a server was asked")
 
-    monkeypatch.setattr(storage_module, "_files", asked)
+    monkeypatch.setattr(fsspec.core, "url_to_fs", asked)
     message = rf"^{url}: \w+:// is only read, expected .* s3://, gs:// or az://; give one of these$"
     with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "src", url)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import shlex
 import signal
@@ -20,8 +19,7 @@ from stored import stored
 import qtoolkit as qt
 from qtoolkit import __version__
 from qtoolkit.checkpoints import save
-from qtoolkit.cli import _tables
-from qtoolkit.cli._app import EXAMPLES, app
+from qtoolkit.cli.internal import EXAMPLES, app
 
 COMMAND = (sys.executable, "-m", "qtoolkit")
 
@@ -249,29 +247,6 @@ def test_signals_leave_the_folder_as_it_was(tmp_path, start, sent, code, word):
     assert (tmp_path / "dst").read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_skips_the_end_of_the_interpreter(start, sent):
-    # There XLA's client is destroyed, also under a compilation that the signal made JAX abandon.
-    script = f"""
-import atexit, os
-from qtoolkit.cli._errors import one_line_errors
-atexit.register(print, "teardown")
-with one_line_errors("nothing was changed"):
-    try:
-        print("said before", end="")
-        os.kill(os.getpid(), {int(sent)})
-    finally:
-        print(", cleaned up", end="")
-"""
-    process = start(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + sent
-    assert stdout == "said before, cleaned up"
-    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
-
-
 def test_a_reader_that_hangs_up_is_no_error(tmp_path, start):
     save(tmp_path / "f", {f"tensor {i}": np.int8(0) for i in range(9000)})
     process = start(
@@ -321,58 +296,6 @@ def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirect
     assert (process.returncode, "".join(lines)) == (code, error)
     assert bool(stdout) is (code == 0)
     assert stored(tmp_path / "out")
-
-
-LONG = "model.layers.{}.self_attn.a_module_with_a_long_name.q_proj.weight"
-
-
-def test_progress_shows_bytes_rate_and_remaining_time(start):
-    """A line that wraps cannot be replaced by the next one: it moves the cursor up, "ESC [1A"."""
-    program = (
-        "import time\n"
-        "from qtoolkit.cli._tables import progress\n"
-        "with progress('dequantizing') as callback:\n"
-        "    for i in range(1, 8):\n"
-        f"        callback({LONG!r}.format(i), i * 10**8, 1234567890)\n"
-        "        time.sleep(0.1)\n"
-    )
-    output = in_terminal(start, command=[sys.executable, "-c", program], columns=80)
-    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zK-Z]", "", output))
-    assert max(map(len, lines)) == 80
-    assert output.count("\x1b[1A") == 1  # the end, which removes the bar
-    shown = re.compile(r"━ [\d.]+/1\.2 GB +[\d.]+ [MG]B/s +0:00:\d\d model\.layers\.\d")
-    assert any(map(shown.search, lines))
-
-
-def test_elsewhere_progress_is_a_line_at_every_tenth(capsys):
-    with _tables.progress("converting") as callback:
-        for name, done in (("a", 1), ("b", 20), ("c", 21), ("d", 61), ("e", 100)):
-            callback(name, done * 25 * 10**6, 25 * 10**8)
-    assert capsys.readouterr().err.splitlines() == [
-        "converting:  20 %, 0.5/2.5 GB  b",
-        "converting:  60 %, 1.5/2.5 GB  d",
-        "converting: 100 %, 2.5/2.5 GB  e",
-    ]
-
-
-def in_terminal(start, arguments=(), columns=100, command=COMMAND):
-    """What a command writes to a terminal."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
-    process = start(
-        [*command, *arguments], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
-    )
-    os.close(theirs)
-    output = b""
-    try:
-        while part := os.read(ours, 65536):
-            output += part
-    except OSError:  # how Linux says that the other side is closed
-        pass
-    finally:
-        os.close(ours)
-    assert process.wait(timeout=60) == 0, output
-    return output.decode()
 
 
 @pytest.mark.quick

@@ -6,12 +6,11 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from command import run as run_command
 from each import each
-from typer.testing import CliRunner
 
 import qtoolkit as qt
 from qtoolkit.cli import _formats
-from qtoolkit.cli._app import app
 from qtoolkit.formats import BLOCK_FORMATS, FORMATS, FloatFormat, IntFormat, TableFormat
 
 NAMES = [fmt.name for fmt in FORMATS]
@@ -21,7 +20,7 @@ POSIT_INFINITY = '; infinity becomes NaN with saturation="propagate" or "none"'
 
 
 def run(*arguments, columns=80):
-    return CliRunner().invoke(app, ["formats", *arguments], env={"COLUMNS": str(columns)})
+    return run_command("formats", *arguments, env={"COLUMNS": str(columns)})
 
 
 def number(text):
@@ -212,5 +211,5 @@ def test_the_shell_completes_names_of_formats(line, expected):
     words = ["qtoolkit", *line.split()]
     asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     env = {"_QTOOLKIT_COMPLETE": "complete_bash", **asked}
-    result = CliRunner().invoke(app, [], prog_name="qtoolkit", env=env)
+    result = run_command(prog_name="qtoolkit", env=env)
     assert result.stdout.split() == expected

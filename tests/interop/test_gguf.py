@@ -6,7 +6,7 @@ import gguf
 import jax
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from command import run as run_command
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -16,7 +16,6 @@ from qtoolkit.checkpoints import (
     open_source,
     save,
 )
-from qtoolkit.cli._app import app
 
 NAMES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
 
@@ -85,7 +84,7 @@ def test_sizes_are_those_of_the_file(tmp_path, source):
     total = sum(size for _, size in expected.values())
 
     def run(*arguments):
-        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        done = run_command(*arguments)
         assert done.exit_code == 0, done.output
         return done.stdout
 

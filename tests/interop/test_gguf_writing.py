@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
+from command import run
 
 from qtoolkit import quantize
 from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, open_source
-from qtoolkit.cli._app import app
 
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -361,19 +360,19 @@ def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused(tmp_path, folders
 
 def test_the_command_writes_and_refuses(tmp_path, folders):
     source, target = str(folders("qwen3")), str(tmp_path / "m.gguf")
-    done = CliRunner().invoke(app, ["convert", source, target, "--format", "q8_0"])
+    done = run("convert", source, target, "--format", "q8_0")
     assert done.exit_code == 0, done.output
     assert "q8_0, layout GGUF" in done.output
     exact = [source, str(tmp_path / "exact.gguf"), "--format", "bfloat16"]
-    assert CliRunner().invoke(app, ["convert", *exact]).exit_code == 0
-    again = CliRunner().invoke(app, ["convert", source, target, "--format", "q8_0"])
+    assert run("convert", *exact).exit_code == 0
+    again = run("convert", source, target, "--format", "q8_0")
     assert again.exit_code == 1
     assert "exists already" in again.output
     for code, arguments, message in (
         (1, [str(tmp_path / "out"), "--format", "q8_0"], "that ends with .gguf"),
         (2, [target, "--format", "q8_0", "--shard", "0/2"], "omit --shard"),
     ):
-        refused = CliRunner().invoke(app, ["convert", source, *arguments])
+        refused = run("convert", source, *arguments)
         assert refused.exit_code == code, refused.output
         assert message in refused.output
 
@@ -381,10 +380,10 @@ def test_the_command_writes_and_refuses(tmp_path, folders):
 def test_a_dry_run_says_what_is_written(tmp_path, folders):
     source, target = str(folders("qwen3")), tmp_path / "m.gguf"
     arguments = [*("convert", source, str(target), "--format", "nvfp4", "--skip", "o_proj")]
-    dry = CliRunner().invoke(app, [*arguments, "--dry-run", "--json"])
+    dry = run(*arguments, "--dry-run", "--json")
     assert dry.exit_code == 0, dry.output
     assert not target.exists()
-    written = CliRunner().invoke(app, [*arguments, "--json"])
+    written = run(*arguments, "--json")
     planned, done = json.loads(dry.stdout), json.loads(written.stdout)
     _, there = contents(target)
     sizes = {tensor.name: tensor.n_bytes for tensor in there.values()}

@@ -12,9 +12,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import torch
 import transformers
-from typer.testing import CliRunner
-
-from qtoolkit.cli._app import app
+from command import run
 
 README = Path(__file__).parents[2] / "README.md"
 LINE = "qtoolkit convert SmolLM2 SmolLM2-fp8 --layout compressed-tensors"
@@ -58,7 +56,7 @@ def test_transformers_perplexity_of_a_converted_folder(tmp_path, monkeypatch):
     model.save_pretrained("SmolLM2")
 
     assert LINE in README.read_text(encoding="utf-8")
-    done = CliRunner().invoke(app, shlex.split(LINE)[1:])
+    done = run(*shlex.split(LINE)[1:])
     assert done.exit_code == 0, done.output
 
     unseen = windows(text[400_000:], 32, -1 % 2**32)
