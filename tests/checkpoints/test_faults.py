@@ -16,7 +16,6 @@ from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, convert, layout, save, write_safetensors
-from qtoolkit.checkpoints._writing import partial_name
 
 TARGET = "dst.safetensors"
 CONVERT = [sys.executable, "-m", "qtoolkit", "convert"]
@@ -50,9 +49,8 @@ def test_of_two_writers_of_a_file_one_fails(tmp_path, ended):
 
 @pytest.mark.quick
 def test_what_a_killed_run_left_is_overwritten(tmp_path):
-    left = partial_name(str(tmp_path / TARGET))
-    with open(left, "wb") as file:
-        file.write(b"x" * 10**6)
+    left = tmp_path / f".{TARGET}.qtoolkit-partial"
+    left.write_bytes(b"x" * 10**6)
     save(tmp_path / TARGET, {"y": np.zeros(3)})
     assert os.listdir(tmp_path) == [TARGET]
     assert os.path.getsize(tmp_path / TARGET) < 1000

@@ -22,7 +22,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints._tensors import Entry
+from qtoolkit.checkpoints import layout as place
 from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
@@ -742,10 +742,8 @@ def test_verify_knows_the_least_amax_of_deepseek(tmp_path, amax):
 )
 def test_the_config_says_what_scales_belong_to(weights, shape, scale, block):
     """8 scales of 1000 columns: groups of 128, the last one shorter; not of 125."""
-    tensors = {
-        "a.weight": Entry("a.weight", "I8", shape),
-        "a.weight_scale": Entry("a.weight_scale", "F32", scale),
-    }
+    placed = place([("a.weight", "I8", shape), ("a.weight_scale", "F32", scale)])
+    tensors = {info.name: info for info in placed}
     config = {"config_groups": {"group_0": {"weights": weights}}}
     (found,) = LAYOUTS["compressed-tensors"].decode(config, tensors, "here").values()
     assert found.lengths == block

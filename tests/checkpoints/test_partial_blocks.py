@@ -19,7 +19,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints._tensors import Entry
+from qtoolkit.checkpoints import layout as place
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -66,10 +66,8 @@ def test_scales_are_rounded_up_and_everything_reads_them(tmp_path, shape):
 def test_the_size_of_a_block_is_not_found_by_dividing(layout):
     """2 scales for 192 columns were read as groups of 96; they are for 128 and for 64."""
     suffix = {"finegrained-fp8": "_scale_inv"}.get(layout, "_scale")
-    headers = {
-        "a.weight": Entry("a.weight", "F8_E4M3", (256, 192)),
-        f"a.weight{suffix}": Entry(f"a.weight{suffix}", "F32", (256, 2)),
-    }
+    entries = ("a.weight", "F8_E4M3", (256, 192)), (f"a.weight{suffix}", "F32", (256, 2))
+    headers = {info.name: info for info in place(entries)}
     if layout == "finegrained-fp8":
         with refused(CheckpointError, r"\[256, 192\] with scales \[256, 2\]"):
             LAYOUTS[layout].decode({}, headers, "here")

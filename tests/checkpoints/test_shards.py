@@ -18,9 +18,9 @@ import pytest
 from refused import refused
 from stored import stored
 
+import qtoolkit as qt
 from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, finalize, save
 from qtoolkit.checkpoints import _shards as shards_module
-from qtoolkit.checkpoints import _target as target_module
 
 PARTS = ".dst.qtoolkit-partial"
 SIZE = "40KB"  # two matrices of codes to a file
@@ -164,8 +164,9 @@ def other_tokenizer(source, tmp_path):
     return {}
 
 
-def other_version(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(target_module, "__version__", "9")
+def other_version(source, tmp_path):
+    plan = tmp_path / PARTS / "plan.json"
+    plan.write_text(plan.read_text().replace(qt.__version__, "9"))
     return {}
 
 
@@ -177,15 +178,14 @@ DIFFERENT = [
     (lambda *_: {"max_shard_size": "60KB"}, "files 3, here 2"),
     (other_source, "other source"),
     (other_tokenizer, "other source"),
-    (other_version, r"qtoolkit .*, here 9"),
+    (other_version, rf"qtoolkit 9, here {qt.__version__}"),
 ]
 
 
 @pytest.mark.parametrize(("change", "difference"), DIFFERENT)
-def test_parts_of_another_conversion(source, tmp_path, monkeypatch, change, difference):
+def test_parts_of_another_conversion(source, tmp_path, change, difference):
     shard(source, tmp_path / "dst", 0)
-    arguments = (source, tmp_path, *([monkeypatch] if change is other_version else []))
-    options = {"max_shard_size": SIZE, **change(*arguments)}
+    options = {"max_shard_size": SIZE, **change(source, tmp_path)}
     before = contents(tmp_path / PARTS)
     message = (
         f"dst: files of another conversion are there: {difference}; .*remove them: rm -r .*{PARTS}"
@@ -296,15 +296,14 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
     options = ["--max-shard-size", "20KB", "-q", *shard]
     line = [*COMMAND, "convert", str(source), str(tmp_path / "dst"), *options]
     program = (
-        "import os, signal, sys\n"
+        "import os, re, signal, sys\n"
         # A shell starts background jobs, and so this one, with SIGINT ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from qtoolkit.checkpoints import _storage\n"
-        "def write_file(path, data, write_file=_storage.write_file):\n"
-        "    write_file(path, data)\n"
-        "    if os.path.basename(path).startswith('model'):\n"
+        "def replace(source, target, replace=os.replace):\n"
+        "    replace(source, target)\n"
+        "    if re.fullmatch(r'model.*\\.json', os.path.basename(target)):\n"
         f"        os.kill(os.getpid(), {int(sent)})\n"
-        "_storage.write_file = write_file\n"
+        "os.replace = replace\n"
         "from qtoolkit.__main__ import main\n"
         "main()\n"
     )

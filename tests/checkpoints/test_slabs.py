@@ -1,9 +1,11 @@
-"""Weights quantized slab by slab.
+"""Weights read and written slab by slab.
 
-Oracles: `qtoolkit.quantize` of the whole, `qtoolkit.metrics`, ml_dtypes.
+Oracles: `qtoolkit.quantize` of the whole, `qtoolkit.metrics`, ml_dtypes; for where slabs lie, the
+index of each element's block.
 """
 
-import itertools
+import dataclasses
+import math
 import threading
 
 import ml_dtypes
@@ -12,59 +14,25 @@ import pytest
 from stored import stored
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import _quantize, _slabs, convert, save
-from qtoolkit.checkpoints._checkpoint import Tensor
-from qtoolkit.checkpoints._produce import Workers
-from qtoolkit.checkpoints._quantize import (
-    Weight,
-    largest_magnitudes,
-    prepared,
-    quantize_slabs,
-    tensor_scales_from,
-)
-from qtoolkit.checkpoints._reader import slab_values
+from qtoolkit.checkpoints import _slabs, convert, dequantize_checkpoint, load, save
 from qtoolkit.checkpoints._slabs import Grid
-from qtoolkit.checkpoints._tensors import DTYPE_OF
 from qtoolkit.formats import BlockFormat, Rules, spec
-from qtoolkit.scaling.internal import ErrorSums
 
-MXFP4, NVFP4 = spec("mxfp4"), spec("nvfp4")
-
-
-def tensor_of(x):
-    raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-    def read_into(start, buffer):
-        buffer[:] = raw[start : start + len(buffer)].data
-
-    return Tensor("x", DTYPE_OF[x.dtype.name], x.shape, read_into)
+NAME = "a.weight"
+NVFP4, INT4 = spec("nvfp4"), spec("int4_group128")
+OF_LAYOUT = {  # where compressed-tensors has a rule of its own
+    NVFP4: dataclasses.replace(NVFP4, tensor_scale_divides=True),
+    INT4: dataclasses.replace(INT4, rule="range"),
+}
 
 
-def weight_of(x, fmt, second_amax=None):
-    tensor = tensor_of(x)
-    if fmt.scale is None:
-        return Weight(tensor, fmt, Grid.whole(x.size))
-    second = None
-    if fmt.tensor_scale is not None:
-        amax = largest_magnitudes(tensor) if second_amax is None else np.array([second_amax])
-        second = np.asarray(tensor_scales_from(amax, fmt))
-    return prepared(Weight(tensor, fmt, Grid.of(x.shape, fmt.block_lengths(x.shape)), second))
-
-
-def quantized(x, fmt, workers=1, **options):
-    """Codes, scales, tensor scale and sums, put together from the slabs."""
-    weight = weight_of(x, fmt, **options)
-    with Workers(workers) as threads:
-        slabs = [
-            *threads.map(lambda slab: quantize_slabs([(weight, slab)])[0], weight.grid.slabs())
-        ]
-    codes = np.concatenate([slab.codes.reshape(-1) for slab in slabs]).reshape(x.shape)
-    sums, scales = ErrorSums(), None
-    if weight.spec.scale is not None:
-        scales = np.concatenate([slab.scale for slab in slabs])
-    for slab in slabs:
-        sums.add(slab.sums)
-    return codes, scales, weight.tensor_scale, sums
+def converted(tmp_path, x, fmt, **options):
+    """The weight as it was stored, and what the report says of it."""
+    save(tmp_path / "in", {NAME: x}, overwrite=True)
+    paths = tmp_path / "in", tmp_path / "out"
+    options |= {"format": fmt, "skip": (), "overwrite": True, "allow_nonfinite": True}
+    (report,) = convert(*paths, **options).tensors
+    return load(tmp_path / "out")[NAME], report
 
 
 def bits(array):
@@ -72,32 +40,26 @@ def bits(array):
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
 
 
-def assert_as_quantize(x, fmt, codes, scale, second, sums):
-    is_cast = fmt.scale is None and fmt.element.bits == 16  # which keeps infinities
-    whole = qt.quantize(x, fmt, saturation="propagate" if is_cast else "finite")
-    np.testing.assert_array_equal(bits(codes), bits(whole.codes))
-    if whole.scale is None:
-        assert scale is None
-    else:
-        assert scale.dtype == whole.scale.dtype
-        both = (np.asarray(s, np.float32).reshape(-1) for s in (scale, whole.scale))
-        np.testing.assert_array_equal(*both)  # NaN is equal to NaN, of whatever pattern
+def quantized(x, fmt):
+    return qt.quantize(x, OF_LAYOUT.get(fmt, fmt))
+
+
+def assert_as_quantize(x, fmt, weight, report):
+    whole = quantized(x, fmt)
+    np.testing.assert_array_equal(bits(weight.unpack().codes), bits(whole.codes))
+    both = (np.asarray(w.scale, np.float32).reshape(-1) for w in (weight, whole))
+    np.testing.assert_array_equal(*both)  # NaN is equal to NaN, of whatever pattern
     if whole.tensor_scale is not None:
-        np.testing.assert_array_equal(bits(second), bits(whole.tensor_scale))
-    over = np.abs(x.astype(np.float64)) > float(fmt.element.max_finite)
-    assert sums.overflowed == (np.count_nonzero(over & np.isfinite(x)) if is_cast else 0)
-    scales = np.asarray(0 if whole.scale is None else whole.scale, np.float32)
-    largest = np.fmax.reduce(scales, axis=None, initial=0)
-    factor = 1 if whole.tensor_scale is None else np.float32(whole.tensor_scale)
-    assert sums.max_scale == largest * factor * np.float32(2) ** fmt.element_exponent
+        np.testing.assert_array_equal(bits(weight.tensor_scale), bits(whole.tensor_scale))
+    largest = np.fmax.reduce(np.asarray(whole.scale, np.float32), axis=None, initial=0)
+    divisor = 1 if whole.tensor_scale is None else np.float32(whole.tensor_scale)
+    assert report.max_scale == largest / divisor
     y, wide = np.asarray(whole.dequantize("float32"), np.float64), x.astype(np.float64)
     known = np.isfinite(wide) & np.isfinite(y)
-    assert sums.nonfinite == np.count_nonzero(~np.isfinite(wide))
+    assert report.nonfinite == np.count_nonzero(~np.isfinite(wide))
     signal, noise = (wide[known] ** 2).sum(), ((wide[known] - y[known]) ** 2).sum()
-    expected = ErrorSums(signal, noise)
     # A tile is summed in float32: 2**20 squares of like size have been 1.2e-5 off.
-    assert sums.signal == pytest.approx(signal, rel=1e-4)
-    assert sums.sqnr_db == pytest.approx(expected.sqnr_db, abs=2e-3)
+    assert report.sqnr_db == pytest.approx(10 * math.log10(signal / noise), abs=2e-3)
 
 
 def weights(shape, dtype=np.float32, seed=0):
@@ -110,129 +72,118 @@ def weights(shape, dtype=np.float32, seed=0):
 
 
 CASES = {
-    "a scale for the tensor": (BlockFormat.tensor("e4m3fn"), (33, 100)),
-    "for each output": (BlockFormat.channel("int8", 0), (33, 100)),
-    "for each input": (BlockFormat.channel("e4m3fn", -1), (40, 70)),
-    "for each output of experts": (BlockFormat(element="e5m2", block=(None,)), (3, 20, 50)),
-    "for each input of experts": (BlockFormat(element="e5m2", block=(None, 1)), (3, 20, 50)),
-    "for each expert": (BlockFormat(element="e4m3fn", block=(None, None)), (3, 20, 50)),
-    "of a convolution": (BlockFormat.channel("e4m3fn", 0), (30, 5, 3, 3)),
-    "groups": (MXFP4, (9, 128)),
-    "groups with a tail": (MXFP4, (9, 130)),
-    "groups along the rows": (MXFP4.along(-2), (100, 18)),
-    "groups with a tensor scale": (NVFP4, (3, 10, 48)),
-    "groups of 128": (spec("int4_group128"), (10, 200)),
-    "blocks": (spec("deepseek_128x128"), (140, 257)),
-    "blocks of experts": (BlockFormat(element="e4m3fn", block=(16, 16)), (3, 24, 40)),
-    "no scale": (BlockFormat.tensor("bfloat16", scale=None), (33, 100)),
+    "a scale for the tensor": (BlockFormat.tensor("e4m3fn"), (33, 100), "plain"),
+    "for each output": (BlockFormat.channel("int8", 0), (33, 100), "plain"),
+    "of a convolution": (BlockFormat.channel("e4m3fn", 0), (30, 5, 3, 3), "plain"),
+    "groups": (spec("mxfp4"), (9, 128), "compressed-tensors"),
+    "groups with a tensor scale": (NVFP4, (30, 48), "compressed-tensors"),
+    "groups of 128": (INT4, (10, 256), "compressed-tensors"),
+    "blocks": (spec("deepseek_128x128"), (140, 257), "finegrained-fp8"),
+    "a long row": (BlockFormat.channel("e4m3fn", 0), (2, 3000), "plain"),
 }
+cases = pytest.mark.parametrize(("fmt", "shape", "layout"), CASES.values(), ids=CASES)
 
 
 @pytest.mark.sample(
     *("a scale for the tensor-float32-1024", "for each output-bfloat16-1024"),
-    *("for each input of experts-float16-1024", "of a convolution-float32-1024"),
-    *("groups with a tail-bfloat16-1024", "groups with a tensor scale-float16-1024"),
-    *("groups of 128-float16-1024", "blocks of experts-float32-1024"),
+    *("of a convolution-float32-1024", "groups-bfloat16-1024", "blocks-float32-1024"),
+    *("groups with a tensor scale-float16-1024", "groups of 128-float16-1024"),
+    "a long row-bfloat16-1024",
 )
 @pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize(("fmt", "shape"), CASES.values(), ids=CASES)
-def test_the_bits_are_those_of_quantize(monkeypatch, fmt, shape, dtype, chunk):
+@cases
+def test_the_bits_are_those_of_quantize(tmp_path, monkeypatch, fmt, shape, layout, dtype, chunk):
     monkeypatch.setattr(_slabs, "SLAB", chunk)
     x = weights(shape, dtype)
-    assert_as_quantize(x, fmt, *quantized(x, fmt, workers=2))
-
-
-@pytest.mark.parametrize("name", ["a scale for the tensor", "for each input", "blocks", "no scale"])
-def test_weights_that_are_alike_share_a_call(name):
-    fmt, shape = CASES[name]
-    arrays = [
-        weights(shape, ml_dtypes.bfloat16, seed) * ml_dtypes.bfloat16(2.0**-power)
-        for seed, power in enumerate((0, 10, 120))  # the last one has subnormal values
-    ]
-    made = [weight_of(x, fmt) for x in arrays]
-    (slab,) = made[0].grid.slabs()
-    for x, weight, each in zip(
-        arrays, made, quantize_slabs([(w, slab) for w in made]), strict=True
-    ):
-        codes = each.codes.reshape(x.shape)
-        assert_as_quantize(x, fmt, codes, each.scale, weight.tensor_scale, each.sums)
-
-
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.exhaustive)])
-def test_no_slab_tears_blocks_of_any_shape(monkeypatch, count):
-    rng = np.random.default_rng(count)
-    for _ in range(count):
-        shape = tuple(rng.choice([1, 2, 3, 8, 17, 40, 64, 300, 1500], rng.integers(1, 5)).tolist())
-        block = tuple(min(n, rng.choice([1, 2, 3, 7, 24, n // 2 + 1, n])) for n in shape)
-        if not 1000 < np.prod(shape) < 20000:
-            continue
-        monkeypatch.setattr(_slabs, "SLAB", int(rng.choice([2**6, 2**8, 2**10, 2**12])))
-        block = tuple(map(int, block[rng.integers(len(shape)) :]))
-        fmt = BlockFormat(element="e4m3fn", block=block, other_axes=rng.choice([1, None]))
-        try:
-            Grid.of(shape, fmt.block_lengths(shape))
-        except ValueError:
-            continue
-        x = weights(shape)
-        assert_as_quantize(x, fmt, *quantized(x, fmt))
+    assert_as_quantize(x, fmt, *converted(tmp_path, x, fmt, layout=layout, workers=2))
 
 
 @pytest.mark.parametrize("chunk", [2**6, 2**12])
-@pytest.mark.parametrize(("fmt", "shape"), [*CASES.values()][:-1], ids=[*CASES][:-1])
-def test_any_range_is_decoded_to_what_dequantize_gives(monkeypatch, fmt, shape, chunk):
+@cases
+def test_any_slabs_are_decoded_to_what_dequantize_gives(
+    tmp_path, monkeypatch, fmt, shape, layout, chunk
+):
+    x = np.nan_to_num(weights(shape), posinf=9, neginf=9)
+    converted(tmp_path, x, fmt, layout=layout)
     monkeypatch.setattr(_slabs, "SLAB", chunk)
-    whole = qt.quantize(np.nan_to_num(weights(shape), posinf=9, neginf=9), fmt)
-    grid = Grid.of(shape, whole.lengths)
-    codes, scale = np.asarray(whole.codes).reshape(-1), np.asarray(whole.scale).reshape(-1)
-    second = None if whole.tensor_scale is None else np.asarray(whole.tensor_scale).reshape(1)
-    expected = np.asarray(whole.dequantize("float32")).reshape(-1)
-    for start, stop in (
-        (0, 1),
-        (33, 100),
-        (255, 257),
-        (0, codes.size),
-        (codes.size - 5, codes.size),
-    ):
-        parts = []
-        for slab, some in grid.slabs_between(start, stop):
-            first = grid.start(slab)
-            part = codes[first : first + slab.size].reshape(slab.rows, slab.columns)
-            values = slab_values(part, grid, slab, fmt, scale, second)
-            parts.append(values.reshape(-1)[some])
-        np.testing.assert_array_equal(np.concatenate(parts), expected[start:stop])
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "values", dtype="float32")
+    expected = np.asarray(quantized(x, fmt).dequantize("float32"))
+    np.testing.assert_array_equal(stored(tmp_path / "values")[NAME], expected)
+
+
+@pytest.mark.parametrize("name", ["a scale for the tensor", "groups", "blocks"])
+def test_weights_that_are_alike_share_a_call(tmp_path, name):
+    fmt, shape, layout = CASES[name]
+    arrays = {
+        f"{power}.weight": weights(shape, ml_dtypes.bfloat16, seed)
+        * ml_dtypes.bfloat16(2.0**-power)
+        for seed, power in enumerate((0, 10, 120))  # the last one has subnormal values
+    }
+    save(tmp_path / "in", arrays)
+    options = {"format": fmt, "skip": (), "layout": layout, "allow_nonfinite": True}
+    report = convert(tmp_path / "in", tmp_path / "out", **options)
+    loaded = load(tmp_path / "out")
+    for tensor in report.tensors:
+        assert_as_quantize(arrays[tensor.name], fmt, loaded[tensor.name], tensor)
+
+
+def blocks_of(shape, lengths):
+    """For each element the index of its block."""
+    index = np.zeros(shape, int)
+    for axis, length in enumerate(lengths):
+        at = (np.arange(shape[axis]) // length).reshape(-1, *[1] * (len(shape) - axis - 1))
+        index = index * -(-shape[axis] // length) + at
+    return index.reshape(-1)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.exhaustive)])
+def test_no_slab_tears_blocks_of_any_shape(monkeypatch, count):
+    """Slabs hold all elements in order; their blocks are whole, or all in one row of blocks."""
+    rng, grids = np.random.default_rng(count), 0
+    for _ in range(count):
+        shape = tuple(rng.choice([1, 2, 3, 8, 17, 40, 64, 300, 1500], rng.integers(1, 5)).tolist())
+        block = tuple(int(min(n, rng.choice([1, 2, 3, 7, 24, n // 2 + 1, n]))) for n in shape)
+        monkeypatch.setattr(_slabs, "SLAB", int(rng.choice([2**6, 2**8, 2**10, 2**12])))
+        if math.prod(shape) > 20000:
+            continue
+        try:
+            grid = Grid.of(shape, block)
+        except ValueError:
+            continue
+        grids += 1
+        blocks, end = blocks_of(shape, block), 0
+        sizes = np.bincount(blocks)
+        for slab in grid.slabs():
+            assert grid.start(slab) == end, (shape, block)
+            inside, end = blocks[end:][: slab.size], end + slab.size
+            down, across = grid.blocks(slab)
+            rows, columns = np.ogrid[down, across]
+            assert set(inside) == set((rows * grid.across + columns).flat), (shape, block)
+            is_whole = np.array_equal(
+                np.bincount(inside, minlength=sizes.size)[inside], sizes[inside]
+            )
+            assert is_whole or down.stop - down.start == 1, (shape, block)
+        assert end == math.prod(shape)
+    assert grids > count / 4
 
 
 @pytest.mark.parametrize("shape", [(1, 2**19), (5, 2**17), (600, 2752), (256, 4096), (1, 3)])
-def test_padding_is_not_most_of_what_is_computed(monkeypatch, shape):
-    sizes, encoded = [], _quantize._encoded
-    monkeypatch.setattr(_quantize, "_encoded", lambda *a: sizes.append(a[0].size) or encoded(*a))
-    x, fmt = weights(shape, ml_dtypes.bfloat16), BlockFormat.channel("e4m3fn", -1)
-    assert_as_quantize(x, fmt, *quantized(x, fmt))
-    assert sum(sizes) <= max(4 * x.size, 2**10)
-    assert len(sizes) <= 1 + x.size // 2**18
+@pytest.mark.parametrize("lengths", [(1, None), (None, 1), (None, None), (1, 32)])
+def test_padding_is_not_most_of_what_is_computed(shape, lengths):
+    grid = Grid.of(
+        shape, [n if length is None else length for n, length in zip(shape, lengths, strict=True)]
+    )
+    computed = sum(math.prod(grid.padded(slab)) for slab in grid.slabs())
+    assert math.prod(shape) <= computed <= max(4 * math.prod(shape), 2**10)
 
 
 @pytest.mark.parametrize("count", [50, 500])
-def test_only_what_is_not_finite_counts_so(count):
+def test_only_what_is_not_finite_counts_so(tmp_path, count):
     """A NaN makes its row's scale NaN, so that the other row says by what sums are multiplied."""
     x = np.array([[np.nan, 1e20] * count, [1e-20, 2e-20] * count], np.float32)
-    assert quantized(x, BlockFormat.channel("int8", 0))[-1].nonfinite == count
-
-
-def test_threads_give_results_in_order_and_their_errors():
-    def fail(i):
-        if i == 7:
-            raise OSError("disk")
-        return i
-
-    with Workers(3) as workers:
-        assert list(workers.map(lambda i: i * i, range(100))) == [i * i for i in range(100)]
-        results = workers.map(fail, range(100))
-        assert list(itertools.islice(results, 7)) == list(range(7))
-        with pytest.raises(OSError, match="disk"):
-            next(results)
-        assert list(workers.map(str, range(3))) == ["0", "1", "2"]  # they go on
+    _, report = converted(tmp_path, x, BlockFormat.channel("int8", 0), layout="plain")
+    assert report.nonfinite == count
 
 
 def test_threads_are_started_once_for_all_tensors(monkeypatch, tmp_path):
