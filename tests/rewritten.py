@@ -4,33 +4,41 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import qtoolkit as qt
 from qtoolkit.formats import Rules
-from qtoolkit.products._matmul import Multiply
-from qtoolkit.products._origins import Operands, following_features
-from qtoolkit.products._product import quantized_product
-from qtoolkit.products.internal import Parameter, Program, Quantizing, State, in_module
+from qtoolkit.products.internal import Parameter, Planted, Program, Quantizing, in_module
 from qtoolkit.scaling import QArray
 
 
-def multiplying(recipe: qt.Recipe) -> Multiply:
+def multiplying(recipe: qt.Recipe) -> Callable[..., Any]:
     """Computes matmuls by a recipe, as a layer without state does."""
     return Quantizing(Rules([], default=recipe), {})
 
 
 def quantized(
-    recipe: qt.Recipe, name: str, function: Any, lhs: Any, rhs: Any, state: State | None
+    recipe: qt.Recipe,
+    function: Callable[[jax.Array, jax.Array], jax.Array],
+    amax: jax.Array,
+    probe: jax.Array,
+    x: jax.Array,
+    w: jax.Array,
 ) -> jax.Array:
-    """The matmul of an input and a kernel by a recipe, as a layer computes it.
+    """`function(x, w)`, a matmul of an input and a kernel, as a layer with this state computes it.
 
     Args:
-      name: As JAX calls it, "dot_general".
-      function: As data, see `products._bilinear`.
+      amax: float32[3], for a recipe that has a history: amaxes of the step before.
+      probe: Zeros, whose gradient is the histogram of amaxes.
     """
-    types = jax.typeof(lhs), jax.typeof(rhs)
-    recipe = following_features(recipe, Operands(function, types, 1, (-1, -1)))
-    return quantized_product(name, function, lhs, rhs, recipe, lhs.dtype, state, ())
+    program, leaves, _ = program_of(function, (x, w), lambda x, w: ("", "kernel"))
+    (matmul,) = program.matmuls
+    history = jnp.broadcast_to(amax[:, None], (3, recipe.history))
+    state = {"history": history, "probe": probe}
+    planted = {matmul.key: Planted(state)} if recipe.is_delayed else {}
+    multiply = Quantizing(Rules([], default=recipe), {}, observes=False)
+    (out,), _ = program.run(leaves, multiply, planted)
+    return out
 
 
 def program_of(
@@ -57,7 +65,7 @@ def program_of(
 
 
 def rewritten(
-    function: Callable[..., Any], multiply: Multiply, names: Callable[..., Any]
+    function: Callable[..., Any], multiply: Callable[..., Any], names: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`function` with `multiply(matmul, call, planted)` in place of each matmul."""
 

@@ -17,7 +17,6 @@ from flax import nnx
 from flax.core import unfreeze
 
 import qtoolkit as qt
-from qtoolkit.nnx._modules import LAYERS
 
 # Of nnx: the attribute of a module that holds the state; of linen: the collections.
 ATTRIBUTE, COLLECTIONS = "qtoolkit_products", ("qtoolkit", "qtoolkit_scales")
@@ -135,11 +134,6 @@ def recipe_of(layer: nnx.Module) -> qt.Recipe | None:
     """The recipe of a layer of a wrapped model; None if it has none."""
     site = getattr(layer, "qtoolkit_site", None)
     return None if site is None else site.rules.lookup(site.paths, site.kinds)
-
-
-def hooked_layers() -> list[Any]:
-    """The layers of nnx that `wrap` knows."""
-    return list(LAYERS)
 
 
 def _leaves(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:

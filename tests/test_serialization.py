@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import export
 from refused import refused
 
@@ -22,8 +23,7 @@ from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import projection_of
 from qtoolkit.formats import Rules
 from qtoolkit.post_training import InputStatistics
-from qtoolkit.products import Calibration, Numerics, Product, Sensitivity
-from qtoolkit.products._numerics import Row
+from qtoolkit.products import Calibration, Sensitivity
 from qtoolkit.scaling.internal import TALLY_SIZE, Contraction, tally_of
 
 PACKAGE = Path(qt.__file__).parent
@@ -51,15 +51,16 @@ def updated(tx):
 
 
 def measured():
-    row = Row(
-        path="a/0", product="0", operand="lhs", parts="forward", fmt="e4m3fn", limits=(0.5, 448.0),
-        tally=TALLY,
-    )  # fmt: skip
-    return Numerics(rows=(row,), left=(Product("a", "forward", "f32 x f32", "a rule"),))
+    """Of two layers, the second of which stays as it is."""
+    model = nnx.Sequential(*(nnx.Linear(64, 64, rngs=nnx.Rngs(0)) for _ in range(2)))
+    wrapped = qt.nnx.wrap(model, Rules({"layers/1": None}, default=products.recipes.mxfp8))
+    return qt.nnx.numerics(wrapped, X, lambda model, x: model(x).sum())
 
 
 def trees():
     """By name: one tree or more of each class."""
+    numerics = measured()
+    assert numerics.left
     hessian = scaling.Hessian.of(64).observe(X)
     how = Contraction((0,), (1,))
     recipes = (products.recipes.mxfp8, qt.Recipe(None))
@@ -88,8 +89,8 @@ def trees():
         "InputStatistics": InputStatistics((hessian,), (("a/kernel", (0,)),), (how,)),
         "Calibration": Calibration((observed(scaling.AbsMax),), (("a/0", "0", 1),)),
         "Sensitivity": Sensitivity(jnp.arange(3.0), ("a",), recipes[:1], kernels),
-        "Numerics": measured(),
-        "Row": measured().rows[0],
+        "Numerics": numerics,
+        "Row": numerics.rows[0],
         "QuantizedState": updated(optim.quantize_state(*quantized, rounding="stochastic")),
         "StochasticRoundState": updated(optim.stochastic_round_updates(seed=7)),
         "MasterWeightsState": updated(optim.master_weights(optax.sgd(0.1, momentum=0.9))),

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refused import refused
 
 import qtoolkit as qt
-from qtoolkit.casts._affine import ieee_quotient
 from qtoolkit.casts._elementwise import elementwise, look_up
+from qtoolkit.casts.internal import ieee_quotient
 
 TABLE = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.float32)
 

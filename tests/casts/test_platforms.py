@@ -1,4 +1,4 @@
-"""What is written for GPUs and TPUs alone, run here: the versions that XLA's CPU does not take."""
+"""The casts on meshes, in batches and without jit; what a program for another platform takes."""
 
 import re
 
@@ -11,67 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import qtoolkit as qt
-from qtoolkit.casts._affine import _corrected_quotient
-from qtoolkit.casts._bits import _by_widening_magnitudes, _narrowed_by_hand
-from qtoolkit.casts._floats import _float16_and_nans_by_hand
 from qtoolkit.casts.internal import on_cpu, quotient
-
-
-def off_by(units):
-    """Division whose results are this many units in the last place too large."""
-
-    def divide(a, b):
-        place = lax.bitcast_convert_type(a / b, jnp.int32) + np.int32(units)
-        return lax.bitcast_convert_type(place, jnp.float32)
-
-    return divide
-
-
-@pytest.mark.cpu  # a GPU's division is off already
-@pytest.mark.parametrize("units", range(-3, 4))
-def test_quotients_are_ieee_however_the_division_is_off(units):
-    """Oracle: NumPy's division, over all exponents whose quotients are normal numbers."""
-    rng = np.random.default_rng(units + 3)
-    patterns = rng.integers(0, 2**32, (2, 2**18), dtype=np.uint32)
-    a, b = patterns.view(np.float32)
-    b[2**12 : 2**13] = a[2**12 : 2**13]
-    b[2**13 : 2**14] = 448
-    with np.errstate(all="ignore"):
-        b[: 2**12] = np.nextafter(a[: 2**12], np.float32(np.inf))  # next to one
-        expected = a / b
-    least, largest = np.float32(2.0**-126), np.float32(2.0**127)
-    kept = np.ones(a.shape, bool)
-    for x in (a, b, expected):
-        kept &= (np.abs(x) >= least) & (np.abs(x) < largest)
-    assert kept.mean() > 0.5
-    got = jax.jit(lambda a, b: _corrected_quotient(a, b, off_by(units)))(a[kept], b[kept])
-    assert_same_bits(np.asarray(got), expected[kept])
-
-
-@pytest.mark.cpu  # which reads subnormals as zero
-def test_other_quotients_are_the_divisions_own():
-    a = np.array([0, -0.0, 1, 3e38, np.inf, 1, np.nan, 1, 2.0**-126, -3e38], np.float32)
-    b = np.array([2, 3, 0, 0.1, 2, np.inf, 1, np.nan, 4, 0.5], np.float32)
-    with np.errstate(all="ignore"):
-        expected = a / b
-    expected[8] = 0  # subnormal, which XLA's CPU makes zero
-    np.testing.assert_array_equal(jax.jit(_corrected_quotient)(a, b), expected)
-
-
-def test_float16_keeps_the_sign_of_nans():
-    """Oracle: NumPy, for the patterns of all float16 numbers and the NaNs of float32."""
-    numbers = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
-    nans = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC00000], np.uint32).view(np.float32)
-    x = np.concatenate([numbers, nans])
-    with np.errstate(invalid="ignore"):
-        half = x.astype(np.float16).view(np.uint16)
-    half = np.where(np.isnan(x), (half & 0x8000) | 0x7E00, half).astype(np.uint16)
-    np.testing.assert_array_equal(np.asarray(_narrowed_by_hand(x)).view(np.uint16), half)
-    wide = half.view(np.float16).astype(np.float32)
-    patterns = _by_widening_magnitudes(jnp.asarray(half.view(np.float16)))
-    assert_same_bits(np.asarray(patterns).view(np.float32), wide)
-    values = _float16_and_nans_by_hand(jnp.asarray(x.view(np.uint32)))
-    assert_same_bits(np.asarray(values).view(np.float32), wide)
 
 
 def test_batches_of_quotients():

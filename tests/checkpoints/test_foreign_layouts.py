@@ -4,7 +4,6 @@ Each oracle is the formula of the program that is named beside it, in NumPy, ele
 makes entries and the weight that they stand for, and shares no code with qtoolkit.
 """
 
-import dataclasses
 import json
 import re
 
@@ -20,13 +19,9 @@ from qtoolkit.checkpoints import (
     convert,
     dequantize_checkpoint,
     load,
-    open_source,
     save,
     verify,
 )
-from qtoolkit.checkpoints._decode import dequantized
-from qtoolkit.checkpoints._reader import WeightReader
-from qtoolkit.checkpoints.layouts._encoding import Packing, dense, packed, unpacked
 from qtoolkit.scaling import QArray
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
@@ -412,44 +407,6 @@ def test_convert_and_compare_see_the_weights(tmp_path, case):
     for name, array in expected.items():
         for one, other in zip(*map(jax.tree.leaves, (found[name], array)), strict=True):
             np.testing.assert_array_equal(one, other, err_msg=name)
-
-
-@pytest.mark.parametrize("case", ["gpt_oss", "modelopt_fused_llama4"])
-def test_experts_in_one_tensor_are_read_one_by_one(tmp_path, case):
-    config, entries, expected = CASES[case]()
-    ((name, values),) = expected.items()
-    sizes = []
-
-    def recorded(tensor):
-        def read_into(start, buffer):
-            sizes.append(len(buffer))
-            tensor.read_into(start, buffer)
-
-        return dataclasses.replace(tensor, read_into=read_into)
-
-    with open_source(folder(tmp_path / "source", config, entries)) as source:
-        encoding = dequantized(source).encodings[name]
-        weight = WeightReader(
-            encoding, {n: recorded(tensor) for n, tensor in source.tensors.items()}
-        )
-        found = np.empty(values.shape, np.float32)
-        bytes_ = found.reshape(-1).view(np.uint8).data
-        for start in range(0, found.nbytes, 4096):
-            weight.read_into(start, bytes_[start : start + 4096])
-    np.testing.assert_array_equal(found, values)
-    assert max(sizes) == values.size // 2 // len(values)
-    assert sum(sizes) < values.size  # each byte once
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("make", [stream, whole_words])
-def test_words_of_codes_are_written_as_they_are_read(bits, make):
-    """Oracle: the words above, bit by bit."""
-    codes = rng().integers(0, 2**bits, (3, 160), np.uint8)
-    packing = dense(bits) if make is stream else Packing(32)
-    data = make(codes, bits).view(np.uint8)
-    np.testing.assert_array_equal(packed(codes, packing, bits)[:, : data.shape[1]], data)
-    np.testing.assert_array_equal(unpacked(data, packing, bits, 160), codes)
 
 
 @pytest.mark.parametrize("case", ["gptq_4", "awq"])

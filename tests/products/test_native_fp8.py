@@ -17,8 +17,6 @@ from rewritten import quantized
 import qtoolkit as qt
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products import Current, Delayed, Operand, Recipe, Static, recipes
-from qtoolkit.products._bilinear import DotGeneral
-from qtoolkit.products.internal import State
 from qtoolkit.scaling.internal import BUCKETS
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -38,8 +36,8 @@ def three(recipe, numbers=MATMUL, amaxes=AMAXES):
 
     def run(x, w, ct):
         def product(x, w, probe):
-            state = State(amaxes, probe) if recipe.is_delayed else None
-            return quantized(recipe, "dot_general", DotGeneral(numbers), x, w, state)
+            multiply = lambda x, w: jax.lax.dot_general(x, w, numbers)  # noqa: E731
+            return quantized(recipe, multiply, amaxes, probe, x, w)
 
         y, back = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))
         dx, dw, counts = back(ct)

@@ -16,10 +16,15 @@ from jax.sharding import PartitionSpec as P
 from rewritten import program_of
 
 import qtoolkit as qt
-from qtoolkit.products._matmul import matching
-from qtoolkit.products._origins import ACTIVATION, CONSTANT, Origin, Step, original_of
-from qtoolkit.products._taps import Seen
-from qtoolkit.products.internal import Parameter, Planted, Program, in_module, tracing_function
+from qtoolkit.products._program import Seen
+from qtoolkit.products.internal import (
+    Parameter,
+    Planted,
+    Program,
+    in_module,
+    matching,
+    tracing_function,
+)
 
 LAYERS = 3
 
@@ -607,17 +612,6 @@ def test_parameters_that_something_else_uses_are_noted():
     assert {parameter.name for parameter in program.other_uses} == {"c", "d"}
 
 
-def test_of_inputs():
-    assert Origin.of(None, X) == ACTIVATION
-    assert not ACTIVATION.is_constant
-    assert CONSTANT.is_constant
-    kernel = Origin.of(Parameter("", "kernel"), W)
-    assert (kernel.order, kernel.is_trained, kernel.stored) == ((), True, "")
-    stored = Origin.of(Parameter("", "kernel"), qt.quantize(W, "int8"))
-    assert not stored.is_trained
-    assert "int8" in stored.stored
-
-
 MOVES = {
     "swapaxes": lambda x: x.swapaxes(-1, -2),
     "transposed": lambda x: x.transpose(2, 0, 1),
@@ -731,21 +725,3 @@ def test_scans_slice_stored_kernels(name):
     for got, one in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(got, one)
     assert set(kinds) == {is_stored}
-
-
-def test_originals_behind_one_operation():
-    """Oracle: NumPy on the original."""
-
-    def after(function, x, original):
-        (eqn,) = jax.make_jaxpr(function)(x).eqns
-        bind = lambda x: eqn.primitive.bind(x, **eqn.params)  # noqa: E731
-        return original_of(Step.of(eqn), bind, x, original)
-
-    half = W.astype(jnp.bfloat16)
-    assert after(lambda w: w.astype(jnp.bfloat16), W, None) is W
-    np.testing.assert_array_equal(after(lambda w: w.T, half, W), np.asarray(W).T)
-    assert after(jnp.negative, half, W) is None
-    assert after(lambda w: w.astype(jnp.float8_e4m3fn), W, None) is None  # the user's rounding
-    np.testing.assert_array_equal(
-        after(lambda w: w.T, W, STORED).dequantize(), np.asarray(STORED.dequantize()).T
-    )

@@ -27,8 +27,6 @@ import qtoolkit as qt
 from qtoolkit.casts import Projection
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products import Delayed, Hadamard, Operand, Recipe, Static, recipes
-from qtoolkit.products._bilinear import DotGeneral
-from qtoolkit.products.internal import State
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import BUCKETS
 
@@ -356,8 +354,7 @@ def three(ours, recipe):
 
         def run(x, w, ct):
             def product(x, w, probe):
-                state = State(amax=jnp.array(AMAXES), probe=probe)
-                return quantized(recipe, "dot_general", DotGeneral(MATMUL), x, w, state)
+                return quantized(recipe, jnp.matmul, jnp.array(AMAXES), probe, x, w)
 
             y, back = jax.vjp(product, x, w, jnp.zeros((3, BUCKETS)))
             return y, *back(ct)[:2]
