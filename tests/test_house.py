@@ -173,6 +173,33 @@ def test_nobody_uses_a_private_name_of_another_package():
     assert {path for path in inside if path.name not in tiers and path.name[0] != "_"} == set()
 
 
+def private_names_of_tests(tests: Path) -> list[str]:
+    """Where a test uses a private name of a module that it is not named after.
+
+    `test_bits.py`, `test_bits_of_nan.py` and `test_casts_bits.py` of tests/casts may use
+    `qtoolkit.casts._bits`; tests with other packages, in interop and cuda, any module that they
+    are named after.
+    """
+    wrong = []
+    for path in sorted(tests.rglob("*.py")):
+        folder = path.relative_to(tests).parts[0]
+        for name in sorted(imported_names(path, ()) | attributes_of_imports(path)):
+            first, *parts = name.split(".")
+            private = next(filter(is_private, parts[1:]), None)
+            if first != "qtoolkit" or private is None:
+                continue
+            is_of_folder = folder in (parts[0], "interop", "cuda")
+            stems = (f"test{private}_", f"test_{parts[0]}{private}_")
+            if not (is_of_folder and f"{path.stem}_".startswith(stems)):
+                wrong.append(f"{path.relative_to(tests).as_posix()}: {name}")
+    return wrong
+
+
+@pytest.mark.quick
+def test_no_test_uses_a_private_module_but_the_test_of_that_module():
+    assert private_names_of_tests(ROOT / "tests") == []
+
+
 # Bits: one layer reads those of JAX's arrays, and two operators whose pages are about bit patterns.
 # Bytes of NumPy's arrays are read on the host, where files and texts are. Each with its reason.
 BIT_CASTS = ("bitcast_convert_type", "bitcast_convert_type_p")

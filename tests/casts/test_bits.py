@@ -1,4 +1,4 @@
-"""Conversions of float16 as GPUs and TPUs compute them, run here: XLA's CPU takes another version."""
+"""Float16 converted as on GPUs and TPUs, run here: XLA's CPU takes another version."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,5 @@ def test_float16_keeps_the_sign_of_nans():
     x, half = numbers_and_halves()
     np.testing.assert_array_equal(np.asarray(_narrowed_by_hand(x)).view(np.uint16), half)
     patterns = _by_widening_magnitudes(jnp.asarray(half.view(np.float16)))
-    assert_same_bits(
-        np.asarray(patterns).view(np.float32), half.view(np.float16).astype(np.float32)
-    )
+    wide = half.view(np.float16).astype(np.float32)
+    assert_same_bits(np.asarray(patterns).view(np.float32), wide)

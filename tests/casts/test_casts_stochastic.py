@@ -1,8 +1,8 @@
 """Stochastic rounding: its bias, its streams.
 
-The formulas themselves are enumerated in `test_casts_exact.py`, the generator is in `test_random.py`. Statistics here are at fixed seeds;
-each family of them stays within what chance exceeds once in a thousand runs of the whole family
-(Bonferroni).
+The formulas themselves are enumerated in `test_casts_exact.py`; the generator has `test_random.py`.
+Statistics here are at fixed seeds; each family of them stays within what chance exceeds once in a
+thousand runs of the whole family (Bonferroni).
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The generator of stochastic rounding: its statistics, at fixed seeds, and the index of an element.
+"""The generator of stochastic rounding: statistics at fixed seeds, and the index of an element.
 
 Each family of statistics stays within what chance exceeds once in a thousand runs of the whole
 family (Bonferroni).

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from refused import refused
 from stored import stored
+from test_slabs import cut_to_slabs
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import CheckpointError, _slabs, convert, dequantize, load, save
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize, load, save
 from qtoolkit.formats import Rules
 
 SRC, DST = "src.safetensors", "dst.safetensors"
@@ -82,7 +83,7 @@ CASES = [
 def test_codes_and_scales_equal_numpy_with_ml_dtypes(
     tmp_path, monkeypatch, fmt, dtype, chunk, shapes
 ):
-    monkeypatch.setattr(_slabs, "SLAB", chunk)
+    cut_to_slabs(monkeypatch, chunk)
     tensors = {
         f"{i}{ending}": normal(shape, dtype, seed=i)
         for i, shape in enumerate(shapes)
@@ -155,7 +156,7 @@ def test_zeros_empty_tensors_and_scalars(tmp_path):
 
 
 def test_tensors_are_copied_byte_for_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(_slabs, "SLAB", 16)
+    cut_to_slabs(monkeypatch, 16)
     tensors = {
         "ids": np.arange(1000, dtype=np.int64).reshape(10, 100),
         "bias": normal(77),
@@ -201,14 +202,14 @@ def test_the_bytes_depend_on_neither_slab_size_nor_run(tmp_path, monkeypatch):
     tensors = {"a.weight": normal((40, 70)), "b/kernel": normal((64, 32)), "bias": normal(3)}
     files = []
     for chunk in (16, 100, 2**20, 2**20):
-        monkeypatch.setattr(_slabs, "SLAB", chunk)
+        cut_to_slabs(monkeypatch, chunk)
         converted(tmp_path, tensors, scaling="channel")
         files.append((tmp_path / DST).read_bytes())
     assert len(set(files)) == 1
 
 
 def test_progress_ends_at_the_total(tmp_path, monkeypatch):
-    monkeypatch.setattr(_slabs, "SLAB", 64)
+    cut_to_slabs(monkeypatch, 64)
     calls = []
     tensors = {"w": normal((40, 7)), "bias": normal(100)}
     converted(tmp_path, tensors, progress=lambda *call: calls.append(call))

@@ -26,6 +26,11 @@ OF_LAYOUT = {  # where compressed-tensors has a rule of its own
 }
 
 
+def cut_to_slabs(monkeypatch, size):
+    """Weights are read and quantized in slabs of this many elements."""
+    monkeypatch.setattr(_slabs, "SLAB", size)
+
+
 def converted(tmp_path, x, fmt, **options):
     """The weight as it was stored, and what the report says of it."""
     save(tmp_path / "in", {NAME: x}, overwrite=True)
@@ -94,7 +99,7 @@ cases = pytest.mark.parametrize(("fmt", "shape", "layout"), CASES.values(), ids=
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @cases
 def test_the_bits_are_those_of_quantize(tmp_path, monkeypatch, fmt, shape, layout, dtype, chunk):
-    monkeypatch.setattr(_slabs, "SLAB", chunk)
+    cut_to_slabs(monkeypatch, chunk)
     x = weights(shape, dtype)
     assert_as_quantize(x, fmt, *converted(tmp_path, x, fmt, layout=layout, workers=2))
 
@@ -106,7 +111,7 @@ def test_any_slabs_are_decoded_to_what_dequantize_gives(
 ):
     x = np.nan_to_num(weights(shape), posinf=9, neginf=9)
     converted(tmp_path, x, fmt, layout=layout)
-    monkeypatch.setattr(_slabs, "SLAB", chunk)
+    cut_to_slabs(monkeypatch, chunk)
     dequantize_checkpoint(tmp_path / "out", tmp_path / "values", dtype="float32")
     expected = np.asarray(quantized(x, fmt).dequantize("float32"))
     np.testing.assert_array_equal(stored(tmp_path / "values")[NAME], expected)
@@ -144,7 +149,7 @@ def test_no_slab_tears_blocks_of_any_shape(monkeypatch, count):
     for _ in range(count):
         shape = tuple(rng.choice([1, 2, 3, 8, 17, 40, 64, 300, 1500], rng.integers(1, 5)).tolist())
         block = tuple(int(min(n, rng.choice([1, 2, 3, 7, 24, n // 2 + 1, n]))) for n in shape)
-        monkeypatch.setattr(_slabs, "SLAB", int(rng.choice([2**6, 2**8, 2**10, 2**12])))
+        cut_to_slabs(monkeypatch, int(rng.choice([2**6, 2**8, 2**10, 2**12])))
         if math.prod(shape) > 20000:
             continue
         try:
@@ -188,7 +193,7 @@ def test_only_what_is_not_finite_counts_so(tmp_path, count):
 
 def test_threads_are_started_once_for_all_tensors(monkeypatch, tmp_path):
     """Each leaves a heap behind: with threads for every matrix a stack of 64 took 440 MiB."""
-    monkeypatch.setattr(_slabs, "SLAB", 2**12)
+    cut_to_slabs(monkeypatch, 2**12)
     stack = np.random.default_rng(0).normal(size=(24, 64, 256)).astype(np.float32)
     save(tmp_path / "src", {"experts.down_proj": stack})
     started, start = [], threading.Thread.start

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import save_file
 
 from qtoolkit import Rules
-from qtoolkit.checkpoints import CheckpointError, _cautions, convert, dequantize_checkpoint
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, internal
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 COMPRESSED = [
@@ -274,7 +274,7 @@ ASK_FOR_WEIGHTS = {
 
 
 def test_the_table_has_these_models():
-    assert ASK_FOR_WEIGHTS.keys() == _cautions.ASK_FOR_WEIGHTS
+    assert ASK_FOR_WEIGHTS.keys() == internal.ASK_FOR_WEIGHTS
 
 
 @pytest.mark.parametrize("kind", ASK_FOR_WEIGHTS)
