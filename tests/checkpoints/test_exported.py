@@ -76,6 +76,40 @@ def test_the_bytes_are_those_of_convert(tmp_path, case):
     assert exported.plan.quantization_config == report.quantization_config
 
 
+@pytest.fixture
+def compilations():
+    """The programs that are compiled from here on, one for each entry."""
+    found = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4_group32", "e4m3fn"])
+def test_a_second_export_of_the_same_shapes_compiles_nothing(compilations, fmt):
+    """Of kernels, of which the checkpoint has the transpose, and of a stack of experts."""
+
+    def exported(seed):
+        draw = np.random.default_rng(seed).normal
+        shapes = {"q": (160, 96), "k": (160, 96), "up": (3, 96, 160)}  # no other test has these
+        tree = {name: jnp.float32(draw(size=shape)) for name, shape in shapes.items()}
+        table = {name: (f"model.layers.0.self_attn.{name}_proj.weight", (1, 0)) for name in "qk"}
+        table["up"] = (f"{EXPERTS}.{{expert}}.up_proj.weight", (1, 0))
+        del compilations[:]
+        found = dict(export(tree, CONFIG, format=fmt, names=table))
+        return jax.block_until_ready(found)
+
+    exported(0)
+    assert compilations
+    exported(1)
+    assert compilations == []
+
+
 def test_sharded_in_another_order_and_a_part(tmp_path):
     """As a model of Flax has it: kernels are [inputs, outputs]."""
     weights = model(np.float32)
