@@ -14,9 +14,9 @@ _EXPECTED = re.compile(
 
 
 @contextlib.contextmanager
-def _refused(kind: Any, got: str) -> Iterator[None]:
+def _refused(kind: Any, got: str) -> Iterator[Any]:
     with pytest.raises(kind, match=got) as error:
-        yield
+        yield error
     message = str(error.value)
     assert _EXPECTED.search(message), f"does not say what is expected: {message}"
 
