@@ -21,6 +21,12 @@ def _refused(kind: Any, got: str) -> Iterator[Any]:
     assert _EXPECTED.search(message), f"does not say what is expected: {message}"
 
 
+def got(x: Any) -> str:
+    """How messages name a wrong argument: a pattern for "dtype int32" or "type list"."""
+    is_array = hasattr(x, "dtype") and not isinstance(x, type)
+    return re.escape(f"dtype {x.dtype}" if is_array else f"type {type(x).__name__}")
+
+
 def refused(
     kind: type[Exception] | tuple[type[Exception], ...],
     got: str,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from casts_oracle import Float
 from each import each
-from refused import refused
+from refused import got, refused
 
 import qtoolkit as qt
 
@@ -20,61 +20,33 @@ MADE = Float(4, 3, 7, "fn", "nan").as_format("made")
 X64 = r"enable them with jax\.config\.update\('jax_enable_x64', True\)"
 
 
+NO_NUMBERS = [
+    *(np.ones(2, np.complex64), np.complex128(1), jnp.ones(2, jnp.complex64), 1j),
+    *(np.array(["1"]), np.array([b"1"]), np.str_("1"), np.array([1.0, None], object)),
+    *(np.array([1], "M8[s]"), np.array([1], "m8[s]"), np.zeros(2, np.dtype([("a", "f4")]))),
+    *(KEY, [1.0, 2.0], (), "1.0", b"1", None, object()),
+]
+NO_FLOATS = [np.ones(2, np.int32), np.ones(2, bool), jnp.ones(2, jnp.float8_e4m3fn), 1]
+
+
 @pytest.mark.quick
 @each("name", CASTS)
-@each(
-    ("x", "got"),
-    [
-        (np.ones(2, np.complex64), "dtype complex64"),
-        (np.complex128(1), "dtype complex128"),
-        (jnp.ones(2, jnp.complex64), "dtype complex64"),
-        (np.array(["1"]), "dtype <U1"),
-        (np.array([b"1"]), r"dtype \|S1"),
-        (np.str_("1"), "dtype <U1"),
-        (np.array([1.0, None], object), "dtype object"),
-        (np.array([1], "M8[s]"), r"dtype datetime64\[s\]"),
-        (np.array([1], "m8[s]"), r"dtype timedelta64\[s\]"),
-        (np.zeros(2, np.dtype([("a", "f4")])), r"dtype \[\('a', '<f4'\)\]"),
-        (KEY, "dtype key<fry>"),
-        (1j, "type complex"),
-        ([1.0, 2.0], "type list"),
-        ((), "type tuple"),
-        ("1.0", "type str"),
-        (b"1", "type bytes"),
-        (None, "type NoneType"),
-        (object(), "type object"),
-    ],
-)
-def test_wrong_sources(name, x, got):
-    expected = rf"^{name}: x has {got}, expected an array of a float, integer or bool dtype; conv"
+@each("x", NO_NUMBERS)
+def test_wrong_sources(name, x):
+    expected = rf"^{name}: x has {got(x)}, expected an array of a float, integer or bool dtype; "
     refused(TypeError, expected, CASTS[name], x, "e4m3fn")
 
 
-@pytest.mark.parametrize("name", CASTS)
-@pytest.mark.parametrize("x", [2**64, -(2**63) - 1, 10**400])
+@each("name", CASTS)
+@each("x", [2**64, -(2**63) - 1, 10**400])
 def test_integers_of_python_beyond_64_bits(name, x):
     refused(TypeError, rf"^{name}: x is an integer of more than 64 bits", CASTS[name], x, "e4m3fn")
 
 
 @each("name", DIFFERENTIABLE)
-@each(
-    ("x", "got"),
-    [
-        (np.ones(2, np.int32), "dtype int32"),
-        (np.ones(2, bool), "dtype bool"),
-        (np.ones(2, np.complex64), "dtype complex64"),
-        (jnp.ones(2, jnp.float8_e4m3fn), "dtype float8_e4m3fn"),
-        (np.array([1.0], object), "dtype object"),
-        (np.array(["1"]), "dtype <U1"),
-        (1, "type int"),
-        (1j, "type complex"),
-        ([1.0], "type list"),
-        ("1.0", "type str"),
-        (None, "type NoneType"),
-    ],
-)
-def test_differentiable_casts_refuse_sources_without_derivative(name, x, got):
-    expected = rf"^{name}: x has {got}, expected float32, .*convert it first, e\.g\. jnp\.asarray"
+@each("x", [*NO_NUMBERS, *NO_FLOATS])
+def test_differentiable_casts_refuse_sources_without_derivative(name, x):
+    expected = rf"^{name}: x has {got(x)}, expected float32, .*convert it first"
     refused(TypeError, expected, DIFFERENTIABLE[name], x, "e4m3fn")
 
 
@@ -156,14 +128,11 @@ def test_options_of_an_unhashable_or_array_type(name, option):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("bits", [0, -1, 25, 64, 8.0, "8", None])
-def test_numbers_of_random_bits_out_of_range(bits):
-    refused(ValueError, rf"Stochastic: bits={bits!r}", qt.Stochastic, "A", bits=bits)
-
-
-@pytest.mark.parametrize("variant", ["D", "a", "", None, 0])
-def test_unknown_variants(variant):
-    refused(ValueError, rf"Stochastic: variant={variant!r}", qt.Stochastic, variant)
+def test_what_is_no_stochastic_rounding():
+    for bits in (0, -1, 25, 64, 8.0, "8", None):
+        refused(ValueError, rf"Stochastic: bits={bits!r}", qt.Stochastic, "A", bits=bits)
+    for variant in ("D", "a", "", None, 0):
+        refused(ValueError, rf"Stochastic: variant={variant!r}", qt.Stochastic, variant)
 
 
 @pytest.mark.quick
@@ -184,24 +153,12 @@ def test_neither_or_both_of_key_and_random_bits(name):
 
 @pytest.mark.quick
 @each("name", EVERY)
-@each(
-    ("key", "got"),
-    [
-        (0, "type int"),
-        (1.5, "type float"),
-        ("key", "type str"),
-        ([0, 1], "type list"),
-        (np.zeros(2, np.float32), "dtype float32"),
-        (np.zeros(2, np.int32), "dtype int32"),
-        (np.zeros(2, np.uint8), "dtype uint8"),
-        (jnp.zeros((), jnp.uint32), "dtype uint32"),
-        (jnp.zeros(3, jnp.uint32), "dtype uint32"),
-        (jnp.zeros((2, 0), jnp.uint32), "dtype uint32"),
-        (np.zeros(2, object), "dtype object"),
-    ],
-)
-def test_what_is_no_key(name, key, got):
-    with refused(TypeError, rf"^{name}: key has {got}"):
+@each("key", [
+    *(0, 1.5, "key", [0, 1]), *(np.zeros(2, d) for d in (np.float32, np.int32, np.uint8, object)),
+    *(jnp.zeros(shape, jnp.uint32) for shape in ((), 3, (2, 0))),
+])  # fmt: skip
+def test_what_is_no_key(name, key):
+    with refused(TypeError, rf"^{name}: key has {got(key)}"):
         EVERY[name](X, "e4m3fn", rounding="stochastic", key=key)
 
 
@@ -219,10 +176,9 @@ def test_wrong_random_bits(name):
     def call(random, **kwargs):
         EVERY[name](X, "e4m3fn", rounding="stochastic", random_bits=random, **kwargs)
 
-    kinds = [(np.zeros(3, d), np.dtype(d).name) for d in (np.int32, np.float32, bool, np.uint64)]
-    for random, got in [*kinds, (3, "int"), ([1, 2, 3], "list"), ("a", "str")]:
-        expected = rf"^{name}: random_bits has {got}, expected an array of uint8, uint16 or uint32"
-        refused(TypeError, expected, call, random)
+    arrays = (np.zeros(3, dtype) for dtype in (np.int32, np.float32, bool, np.uint64))
+    for random in (*arrays, 3, [1, 2, 3], "a"):
+        refused(TypeError, rf"^{name}: random_bits has .*, expected an array of uint8", call, random)
     for shape in ((2,), (4,), (2, 3), (3, 1)):
         text = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         expected = rf"^{name}: random_bits has shape \({text}\), .*broadcasts to .*\(3,\)"
@@ -233,17 +189,14 @@ def test_wrong_random_bits(name):
 
 @pytest.mark.quick
 @each("name", EVERY)
-@each("offset", [-1, 2**64, np.int64(-3), np.array(-1), -(2**70), jnp.int32(-1)])
-def test_offsets_out_of_range(name, offset):
-    with refused(ValueError, rf"^{name}: index_offset=-?\d+"):
+def test_wrong_offsets(name):
+    def call(offset):
         EVERY[name](X, "e4m3fn", rounding="stochastic", key=KEY, index_offset=offset)
 
-
-@each("name", EVERY)
-@each("offset", [1.0, True, None, "3", np.ones(3, np.int32), np.float32(1), jnp.ones((), bool)])
-def test_offsets_that_are_no_integer(name, offset):
-    with refused(TypeError, rf"^{name}: index_offset is "):
-        EVERY[name](X, "e4m3fn", rounding="stochastic", key=KEY, index_offset=offset)
+    for offset in (-1, 2**64, np.int64(-3), np.array(-1), -(2**70), jnp.int32(-1)):
+        refused(ValueError, rf"^{name}: index_offset=-?\d+", call, offset)
+    for offset in (1.0, True, None, "3", np.ones(3, int), np.float32(1), jnp.ones((), bool)):
+        refused(TypeError, rf"^{name}: index_offset is ", call, offset)
 
 
 # Formats without what is asked for.
@@ -283,44 +236,32 @@ def test_formats_without_a_sign_clamp_what_is_negative():
     np.testing.assert_array_equal(qt.encode(x, "uint8"), [0, 0, 0])
 
 
-@pytest.mark.sample(
-    *("float16-bfloat16-use float32", "float16-fmt2-use float32", "bfloat16-fmt5-use float32"),
-    *("bfloat16-nf4-use float32", "uint8-int8-use float32", "float8_e8m0fnu-e2m1fn-use float32"),
-    *("float32-fmt13-use float64", "float32-fmt15-use float64"),
-)
-@pytest.mark.parametrize(
-    ("dtype", "fmt", "hint"),
-    [
-        (jnp.float16, "bfloat16", "use float32"),
-        (jnp.bfloat16, "float16", "use float32"),
-        (jnp.float16, Float(5, 2, 40, "ieee", "inf").as_format("tiny"), "use float32"),
-        (jnp.float16, Float(5, 2, 8, "ieee", "inf").as_format("large"), "use float32"),
-        (jnp.float16, Float(3, 12, 3, "ieee", "inf").as_format("long"), "use float32"),
-        (jnp.bfloat16, Float(3, 8, 3, "ieee", "inf").as_format("long"), "use float32"),
-        (jnp.bfloat16, qt.IntFormat(name="int10", bits=10), "use float32"),
-        (jnp.bfloat16, "nf4", "use float32"),
-        (jnp.float16, "e8m0fnu", "use float32"),
-        (jnp.int32, "e4m3fn", "use float32"),
-        (jnp.uint8, "int8", "use float32"),
-        (jnp.float8_e5m2, "e4m3fn", "use float32"),
-        (jnp.float8_e8m0fnu, "e2m1fn", "use float32"),
-        (jnp.float32, qt.IntFormat(name="int32", bits=32), "use float64"),
-        (jnp.float32, qt.IntFormat(name="uint32", bits=32, signed=False), "use float64"),
-        (jnp.float32, Float(8, 3, 126, "ieee", "inf").as_format("wide"), "use float64"),
-        (jnp.float32, Float(8, 3, 127, "fn", "nan").as_format("wide"), "use float64"),
-        (jnp.float32, Float(3, 2, -125, "ieee", "inf").as_format("wide"), "use float64"),
-    ],
-)
-def test_dtypes_that_do_not_hold_the_format(dtype, fmt, hint):
-    fmt = qt.format(fmt)
-    why = f"dtype {np.dtype(dtype)} does not hold every finite value of {fmt.name}.*{hint}"
-    refused(ValueError, f"^round_to_format: {why}", qt.round_to_format, jnp.ones(2, dtype), fmt)
-    if dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
-        for name, function in DIFFERENTIABLE.items():
-            refused(ValueError, f"^{name}: {why}", function, jnp.ones(2, dtype), fmt)
-    code = np.ones(2, fmt.code_dtype)
-    refused(ValueError, f"^decode: {why}", qt.decode, code, fmt, dtype)
-    assert qt.encode(jnp.ones(2, dtype), fmt).dtype == code.dtype  # codes do not need it
+def made(*fields):
+    return Float(*fields, "ieee", "inf").as_format("made")
+
+
+@each(("hint", "dtype", "formats"), [
+    ("use float32", jnp.float16, ["bfloat16", "e8m0fnu", made(5, 2, 40), made(5, 2, 8),
+                                  made(3, 12, 3)]),
+    ("use float32", jnp.bfloat16, ["float16", "nf4", made(3, 8, 3),
+                                   qt.IntFormat(name="int10", bits=10)]),
+    ("use float32", jnp.int32, ["e4m3fn"]),
+    ("use float32", jnp.uint8, ["int8"]),
+    ("use float32", jnp.float8_e5m2, ["e4m3fn"]),
+    ("use float32", jnp.float8_e8m0fnu, ["e2m1fn"]),
+    ("use float64", jnp.float32, ["int32", "uint32", made(8, 3, 126), made(3, 2, -125),
+                                  Float(8, 3, 127, "fn", "nan").as_format("wide")]),
+])  # fmt: skip
+def test_dtypes_that_do_not_hold_the_format(hint, dtype, formats):
+    for fmt in map(qt.format, formats):
+        why = f"dtype {np.dtype(dtype)} does not hold every finite value of {fmt.name}.*{hint}"
+        refused(ValueError, f"^round_to_format: {why}", qt.round_to_format, jnp.ones(2, dtype), fmt)
+        if dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
+            for name, function in DIFFERENTIABLE.items():
+                refused(ValueError, f"^{name}: {why}", function, jnp.ones(2, dtype), fmt)
+        code = np.ones(2, fmt.code_dtype)
+        refused(ValueError, f"^decode: {why}", qt.decode, code, fmt, dtype)
+        assert qt.encode(jnp.ones(2, dtype), fmt).dtype == code.dtype  # codes do not need it
 
 
 def test_formats_beyond_float64_point_to_exact_values():
@@ -329,29 +270,16 @@ def test_formats_beyond_float64_point_to_exact_values():
         qt.decode(np.ones(2, np.uint16), fmt)
 
 
-@pytest.mark.parametrize(
-    ("codes", "fmt", "got"),
-    [
-        (np.ones(2, np.uint16), "e4m3fn", "dtype uint16, expected uint8"),
-        (np.ones(2, np.int8), "e4m3fn", "dtype int8, expected uint8"),
-        (np.ones(2, np.float32), "e4m3fn", "dtype float32, expected uint8"),
-        (np.ones(2, np.uint8), "bfloat16", "dtype uint8, expected uint16"),
-        (jnp.ones(2, jnp.float8_e5m2), "e4m3fn", "dtype float8_e5m2, expected uint8"),
-        (
-            np.ones(2, np.uint8),
-            Float(8, 5, 127, "ieee", "inf").as_format("made"),
-            "expected uint16",
-        ),
-        ([1, 2], "e4m3fn", "type list, expected uint8"),
-        (1, "e4m3fn", "type int, expected uint8"),
-        ("a", "e4m3fn", "type str, expected uint8"),
-    ],
-)
-def test_decode_refuses_other_codes(codes, fmt, got):
-    refused(TypeError, rf"^decode: codes have .*{got}", qt.decode, codes, fmt)
+@each(("codes", "fmt", "wanted"), [
+    *((np.ones(2, dtype), "e4m3fn", "uint8") for dtype in (np.uint16, np.int8, np.float32)),
+    *((x, "e4m3fn", "uint8") for x in (jnp.ones(2, jnp.float8_e5m2), [1, 2], 1, "a")),
+    *((np.ones(2, np.uint8), fmt, "uint16") for fmt in ("bfloat16", made(8, 5, 127))),
+])  # fmt: skip
+def test_decode_refuses_other_codes(codes, fmt, wanted):
+    refused(TypeError, rf"^decode: codes have .*{got(codes)}, exp.*{wanted}", qt.decode, codes, fmt)
 
 
-@pytest.mark.parametrize("dtype", [np.complex64, "<U1", object, "M8[s]", np.longdouble, "abc", -1])
+@each("dtype", [np.complex64, "<U1", object, "M8[s]", np.longdouble, "abc", -1])
 def test_decode_refuses_other_target_dtypes(dtype):
     expected = r"^decode: got dtype .*, expected a float or integer dtype of JAX"
     refused(TypeError, expected, qt.decode, np.ones(2, np.uint8), "e4m3fn", dtype)
