@@ -178,7 +178,9 @@ def test_wrong_random_bits(name):
 
     arrays = (np.zeros(3, dtype) for dtype in (np.int32, np.float32, bool, np.uint64))
     for random in (*arrays, 3, [1, 2, 3], "a"):
-        refused(TypeError, rf"^{name}: random_bits has .*, expected an array of uint8", call, random)
+        refused(
+            TypeError, rf"^{name}: random_bits has .*, expected an array of uint8", call, random
+        )
     for shape in ((2,), (4,), (2, 3), (3, 1)):
         text = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         expected = rf"^{name}: random_bits has shape \({text}\), .*broadcasts to .*\(3,\)"

@@ -18,93 +18,42 @@ pytestmark = pytest.mark.quick
 
 # Every number type of onnx.TensorProto at opset 25, but for the complex ones.
 ONNX = {
-    "DOUBLE": "float64",
-    "FLOAT": "float32",
-    "FLOAT16": "float16",
-    "BFLOAT16": "bfloat16",
-    "FLOAT8E4M3FN": "e4m3fn",
-    "FLOAT8E4M3FNUZ": "e4m3fnuz",
-    "FLOAT8E5M2": "e5m2",
-    "FLOAT8E5M2FNUZ": "e5m2fnuz",
-    "FLOAT8E8M0": "e8m0fnu",
-    "FLOAT4E2M1": "e2m1fn",
-    "BOOL": "bool",
-    **{
-        f"{u}INT{bits}": f"{u}int{bits}".lower()
-        for u in ("", "U")
-        for bits in (2, 4, 8, 16, 32, 64)
-    },
-}
+    "DOUBLE": "float64", "FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16",
+    "FLOAT8E4M3FN": "e4m3fn", "FLOAT8E4M3FNUZ": "e4m3fnuz", "FLOAT8E5M2": "e5m2",
+    "FLOAT8E5M2FNUZ": "e5m2fnuz", "FLOAT8E8M0": "e8m0fnu", "FLOAT4E2M1": "e2m1fn", "BOOL": "bool",
+    **{f"INT{bits}": f"int{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"UINT{bits}": f"uint{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+}  # fmt: skip
 # ov.Type
 OPENVINO = {
-    "boolean": "bool",
-    "f64": "float64",
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f8e4m3": "e4m3fn",
-    "f8e5m2": "e5m2",
-    "f8e8m0": "e8m0fnu",
-    "f4e2m1": "e2m1fn",
-    "nf4": "nf4",
+    "boolean": "bool", "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16",
+    "f8e4m3": "e4m3fn", "f8e5m2": "e5m2", "f8e8m0": "e8m0fnu", "f4e2m1": "e2m1fn", "nf4": "nf4",
     **{f"i{bits}": f"int{bits}" for bits in (4, 8, 16, 32, 64)},
     **{f"u{bits}": f"uint{bits}" for bits in (1, 2, 3, 4, 6, 8, 16, 32, 64)},
-}
+}  # fmt: skip
 SAFETENSORS = {
-    "BOOL": "bool",
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "e4m3fn",
-    "F8_E5M2": "e5m2",
-    "F8_E4M3FNUZ": "e4m3fnuz",
-    "F8_E5M2FNUZ": "e5m2fnuz",
-    "F8_E8M0": "e8m0fnu",
-    "F6_E2M3": "e2m3fn",
-    "F6_E3M2": "e3m2fn",
-    "F4": "e2m1fn",
-    **{
-        f"{letter}{bits}": name + str(bits)
-        for letter, name in (("I", "int"), ("U", "uint"))
-        for bits in (8, 16, 32, 64)
-    },
-}
+    "BOOL": "bool", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "e4m3fn", "F8_E5M2": "e5m2", "F8_E4M3FNUZ": "e4m3fnuz", "F8_E5M2FNUZ": "e5m2fnuz",
+    "F8_E8M0": "e8m0fnu", "F6_E2M3": "e2m3fn", "F6_E3M2": "e3m2fn", "F4": "e2m1fn",
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}  # fmt: skip
 # pypto.DataType; the newer kernel language spells some without the underscore.
 PYPTO = {
-    "DT_DOUBLE": "float64",
-    "DT_FP32": "float32",
-    "DT_FP16": "float16",
-    "DT_BF16": "bfloat16",
-    "DT_FP8E4M3": "e4m3fn",
-    "DT_FP8E4M3FN": "e4m3fn",
-    "DT_FP8E5M2": "e5m2",
-    "DT_FP8E8M0": "e8m0fnu",
-    "DT_HF8": "hifloat8",
-    "DT_FP4_E2M1X2": "e2m1fn",
-    "DT_FP4_E1M2X2": "e1m2fn",
-    "DT_FP4E2M1": "e2m1fn",
-    "DT_FP4E1M2": "e1m2fn",
-    "DT_BOOL": "bool",
+    "DT_DOUBLE": "float64", "DT_FP32": "float32", "DT_FP16": "float16", "DT_BF16": "bfloat16",
+    "DT_FP8E4M3": "e4m3fn", "DT_FP8E4M3FN": "e4m3fn", "DT_FP8E5M2": "e5m2",
+    "DT_FP8E8M0": "e8m0fnu", "DT_HF8": "hifloat8", "DT_FP4_E2M1X2": "e2m1fn",
+    "DT_FP4_E1M2X2": "e1m2fn", "DT_FP4E2M1": "e2m1fn", "DT_FP4E1M2": "e1m2fn", "DT_BOOL": "bool",
     **{f"DT_INT{bits}": f"int{bits}" for bits in (4, 8, 16, 32, 64)},
     **{f"DT_UINT{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-}
+}  # fmt: skip
 OTHERS = {
-    "binary64": "float64",
-    "binary32": "float32",
-    "binary16": "float16",
-    "TensorFloat32": "tf32",
-    "e2m1": "e2m1fn",
-    "e1m2": "e1m2fn",
-    "e2m3": "e2m3fn",
-    "e3m2": "e3m2fn",
-    "e8m0": "e8m0fnu",
-    "ue8m0": "e8m0fnu",
-    "hif8": "hifloat8",
-    "float6_e2m3fn": "e2m3fn",
-    "float6_e3m2fn": "e3m2fn",
+    "binary64": "float64", "binary32": "float32", "binary16": "float16", "TensorFloat32": "tf32",
+    **{name: f"{name}fn" for name in ("e2m1", "e1m2", "e2m3", "e3m2")},
+    **{f"float6_{name}fn": f"{name}fn" for name in ("e2m3", "e3m2")},
+    "e8m0": "e8m0fnu", "ue8m0": "e8m0fnu", "hif8": "hifloat8",
     **{fmt.name: fmt.name for fmt in formats.FORMATS},
-}
+}  # fmt: skip
 SPELLINGS = {**ONNX, **OPENVINO, **SAFETENSORS, **PYPTO, **OTHERS}
 
 
@@ -230,73 +179,48 @@ def test_names_of_pytorch(name):
     assert qt.format("half") is qt.format("fp16") is qt.format(np.half)
 
 
-@pytest.mark.parametrize(
-    ("name", "closest"),
-    [
-        ("e4m3fm", "e4m3fn"),
-        ("float8_e5m3", "e5m2"),
-        ("FLOAT8E4M3FNU", "e4m3fnuz"),
-        ("fp8_e4m3", "e4m3fn"),
-        ("fp8_e5m2", "e5m2"),
-        ("bfloat", "bfloat16"),
-        ("int65", "int64"),
-        ("int8_t", "int8"),
-        ("int", "int8"),
-        ("float128", "float32"),
-        ("nf5", "nf4"),
-        ("posits8", "posit8"),
-        ("hifloat", "hifloat8"),
-        ("Binary8p3sx", "binary8p3se"),
-    ],
-)
-def test_unknown_names_raise_with_the_closest(name, closest):
-    for function in (qt.format, qt.spec):
-        where = function.__name__
-        with pytest.raises(
-            ValueError, match=rf"^{where}: unknown format {name!r}; did you mean .*\? {ALL}$"
-        ) as e:
-            function(name)
-        hint = str(e.value).split("did you mean ")[1].split("?")[0]
-        nearest = re.findall("'(.*?)'", hint)
-        assert closest in nearest
-        assert len(nearest) <= 3
-        blocks = {fmt.name for fmt in formats.BLOCK_FORMATS}
-        assert all(near in blocks or qt.format(near).name == near for near in nearest)
+CLOSEST = {
+    "e4m3fm": "e4m3fn", "float8_e5m3": "e5m2", "FLOAT8E4M3FNU": "e4m3fnuz", "fp8_e4m3": "e4m3fn",
+    "fp8_e5m2": "e5m2", "bfloat": "bfloat16", "int65": "int64", "int8_t": "int8", "int": "int8",
+    "float128": "float32", "nf5": "nf4", "posits8": "posit8", "hifloat": "hifloat8",
+    "Binary8p3sx": "binary8p3se",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "in_a_cast", "in_a_spec"),
-    [
-        ("mxfp8", "the block format 'mxfp8_e4m3' or 'mxfp8_e5m2'", "'mxfp8_e4m3' or 'mxfp8_e5m2'"),
-        ("MXFP6", "the block format 'mxfp6_e2m3' or 'mxfp6_e3m2'", "'mxfp6_e2m3' or 'mxfp6_e3m2'"),
-        (
-            "mx",
-            "the block format 'mxfp8_e4m3' or 'mxfp8_e5m2' or 'mxfp6_e2m3'",
-            "'mxfp8_e4m3' or 'mxfp8_e5m2' or 'mxfp6_e2m3'",
-        ),
-        (
-            "int4_group",
-            "the block format 'int4_group32' or 'int4_group128'",
-            "'int4_group32' or 'int4_group128'",
-        ),
-        ("nvfp8", "the block format 'nvfp4'", "'nvfp4'"),
-        *(
-            (
-                name,
-                "'e2m1fn' or the block format 'mxfp4' or 'nvfp4'",
-                "'e2m1fn' or 'mxfp4' or 'nvfp4'",
-            )
-            for name in ("fp4", "float4")
-        ),
-    ],
-)
-def test_names_that_begin_or_resemble_block_formats(name, in_a_cast, in_a_spec):
-    for function, hint in ((qt.format, in_a_cast), (qt.spec, in_a_spec)):
-        where = function.__name__
-        with refused(
-            ValueError, rf"^{where}: unknown format '{name}'; did you mean {hint}\? {ALL}$"
-        ):
-            function(name)
+@each("function", [qt.format, qt.spec])
+@each(("name", "closest"), CLOSEST.items())
+def test_unknown_names_raise_with_the_closest(function, name, closest):
+    message = rf"^{function.__name__}: unknown format {name!r}; did you mean .*\? {ALL}$"
+    with refused(ValueError, message) as error:
+        function(name)
+    nearest = re.findall("'(.*?)'", str(error.value).split("did you mean ")[1].split("?")[0])
+    assert closest in nearest
+    assert len(nearest) <= 3
+    blocks = {fmt.name for fmt in formats.BLOCK_FORMATS}
+    assert all(near in blocks or qt.format(near).name == near for near in nearest)
+
+
+# Names that begin or resemble those of block formats, which casts do not take.
+BLOCKS = {
+    **dict.fromkeys(("mxfp8", "mx"), "'mxfp8_e4m3' or 'mxfp8_e5m2'"),
+    "MXFP6": "'mxfp6_e2m3' or 'mxfp6_e3m2'",
+    "int4_group": "'int4_group32' or 'int4_group128'",
+    "nvfp8": "'nvfp4'",
+}
+
+
+@each(("name", "hint"), BLOCKS.items())
+def test_names_that_begin_or_resemble_block_formats(name, hint):
+    refused(ValueError, rf"^spec: .*'{name}'; did you mean {hint}.*\? {ALL}$", qt.spec, name)
+    hint = f"the block format {hint}"
+    refused(ValueError, rf"^format: .*'{name}'; did you mean {hint}.*\? {ALL}$", qt.format, name)
+
+
+@each("name", ["fp4", "float4"])
+def test_names_of_a_format_and_of_block_formats(name):
+    for function, word in ((qt.format, "the block format "), (qt.spec, "")):
+        hint = f"'e2m1fn' or {word}'mxfp4' or 'nvfp4'"
+        refused(ValueError, rf"unknown format '{name}'; did you mean {hint}\? ", function, name)
 
 
 @pytest.mark.parametrize("name", ["", "?", "zzzzzzzzzz", " ", "m", "a\nb", "x" * 10_000])
