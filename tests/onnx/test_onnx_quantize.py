@@ -342,111 +342,57 @@ X = np.zeros((2, 3), np.float32)
 ONE = np.float32(1)
 
 
-@each(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: quantize_linear(X, np.ones(2, np.float32)),
-            ValueError,
-            "has shape .2,., expected",
-        ),
-        (
-            lambda: quantize_linear(X, np.ones(3, np.float32), axis=2),
-            ValueError,
-            "axis=2, expected -2 to 1 for x of shape",
-        ),
-        (
-            lambda: quantize_linear(X[0], np.ones(3, np.float32)),
-            ValueError,
-            "axis=1, expected -1 to 0",
-        ),
-        (
-            lambda: quantize_linear(X, np.ones((2, 2), np.float32), block_size=3),
-            ValueError,
-            r"y_scale has shape \(2, 2\), expected \(2, 1\) .* block_size=3 on axis 1",
-        ),
-        (
-            lambda: quantize_linear(X, np.ones((2, 3), np.float32)),
-            ValueError,
-            r"y_scale has shape \(2, 3\), expected \(3,\) .* axis=1, or a scalar",
-        ),
-        (
-            lambda: quantize_linear(X, ONE, block_size=-1),
-            ValueError,
-            "block_size=-1, expected 0 or",
-        ),
-        (lambda: quantize_linear(X, ONE, axis=1.0), TypeError, "axis=1.0, expected an integer"),
-        (
-            lambda: quantize_linear(X, ONE, np.zeros(3, np.uint8)),
-            ValueError,
-            r"y_zero_point has shape \(3,\), expected \(\), that of y_scale",
-        ),
-        (
-            lambda: quantize_linear(X, ONE, np.uint8(0), output_dtype="INT8"),
-            TypeError,
-            "y_zero_point is UINT8, but output_dtype=INT8",
-        ),
-        (
-            lambda: quantize_linear(X, ONE, np.uint8(0), precision="INT8"),
-            TypeError,
-            "precision is INT8, with opset=28; expected BFLOAT16, FLOAT, FLOAT16",
-        ),
-        (
-            lambda: quantize_linear(X, ONE, precision="FLOAT", opset=22),
-            ValueError,
-            "precision='FLOAT' with opset=22, but the attribute came with opset 23",
-        ),
-        (
-            lambda: quantize_linear(X, ONE, output_dtype=3, opset=20),
-            ValueError,
-            "came with opset 21",
-        ),
-        (lambda: quantize_linear(X, ONE, saturate=0, opset=13), ValueError, "came with opset 19"),
-        (lambda: quantize_linear(X, ONE, axis=0, opset=10), ValueError, "axis=0 with opset=10"),
-        (lambda: quantize_linear(X, ONE, block_size=2, opset=19), ValueError, "block_size=2 with"),
-        (
-            lambda: quantize_linear(X, np.ones(3, np.float32), opset=10),
-            ValueError,
-            "with opset=10, expected a scalar",
-        ),
-        (
-            lambda: quantize_linear(X, ONE, opset=22, y_zero_point=np.zeros((), DTYPES["INT2"])),
-            TypeError,
-            "the output is INT2, which came with opset 25, with opset=22",
-        ),
-        (
-            lambda: quantize_linear(X, np.float16(1), opset=21),
-            TypeError,
-            "y_scale is FLOAT16 with opset=21, expected FLOAT, the type of x",
-        ),
-        (lambda: quantize_linear(X, ONE, saturate=7), ValueError, "saturate=7, expected True or"),
-        (
-            lambda: dequantize_linear(np.uint8(1), ONE, np.int8(1)),
-            TypeError,
-            "onnx.dequantize_linear: x_zero_point is INT8, expected UINT8",
-        ),
-        (
-            lambda: dequantize_linear(np.uint8(1), ONE.astype(DTYPES["FLOAT8E8M0"])),
-            TypeError,
-            "onnx.dequantize_linear: the output is FLOAT8E8M0, with opset=28; expected BFLOAT16",
-        ),
-        (
-            lambda: dequantize_linear(np.uint8(1), ONE, output_dtype="FLOAT", opset=21),
-            ValueError,
-            "output_dtype='FLOAT' with opset=21",
-        ),
-        (
-            lambda: dynamic_quantize_linear(np.zeros((0, 2), np.float32)),
-            ValueError,
-            r"onnx.dynamic_quantize_linear: x has shape \(0, 2\), expected at least one element",
-        ),
-        (lambda: dynamic_quantize_linear(np.ones(2, np.float16)), TypeError, "x is FLOAT16"),
-        (
-            lambda: jax.jit(lambda v: quantize_linear(v, ONE, output_dtype="FLOAT6E2M3"))(X),
-            TypeError,
-            "onnx.quantize_linear: x is traced, and FLOAT6E2M3 has no JAX array",
-        ),
-    ],
-)
-def test_bad_arguments(call, error, message):
-    refused(error, message, call)
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+# Changes of a call that is right, the last of which is the one that the error names.
+QUANTIZE = [
+    (ValueError, {"y_scale": ones(2)}),
+    (ValueError, {"y_scale": ones(2, 3)}),
+    (ValueError, {"block_size": 3, "y_scale": ones(2, 2)}),
+    (ValueError, {"opset": 10, "y_scale": ones(3)}),
+    (TypeError, {"opset": 21, "y_scale": np.float16(1)}),
+    (ValueError, {"y_scale": ones(3), "axis": 2}),
+    (ValueError, {"x": X[0], "y_scale": ones(3), "axis": 1}),
+    (ValueError, {"opset": 10, "axis": 0}),
+    (TypeError, {"axis": 1.0}),
+    (ValueError, {"block_size": -1}),
+    (ValueError, {"opset": 19, "block_size": 2}),
+    (ValueError, {"y_zero_point": ones(3, dtype=np.uint8)}),
+    (TypeError, {"y_zero_point": np.uint8(0), "output_dtype": "INT8"}),
+    (ValueError, {"opset": 20, "output_dtype": 3}),
+    (TypeError, {"y_zero_point": np.uint8(0), "precision": "INT8"}),
+    (ValueError, {"opset": 22, "precision": "FLOAT"}),
+    (ValueError, {"saturate": 7}),
+    (ValueError, {"opset": 13, "saturate": 0}),
+    (TypeError, {"y_zero_point": np.zeros((), DTYPES["INT2"]), "opset": 22}),
+]
+DEQUANTIZE = [
+    (TypeError, {"x_zero_point": np.int8(1)}),
+    (ValueError, {"opset": 21, "output_dtype": "FLOAT"}),
+]
+
+
+@each(("function", "error", "changes"), [
+    *((quantize_linear, *row) for row in QUANTIZE),
+    *((dequantize_linear, *row) for row in DEQUANTIZE),
+])  # fmt: skip
+def test_bad_arguments(function, error, changes):
+    right = {"x": X, "y_scale": ONE} if function is quantize_linear else {"x": np.uint8(1)}
+    right |= {} if function is quantize_linear else {"x_scale": ONE}
+    *_, name = changes
+    start = rf"^onnx\.{function.__name__}: (.*\W)?{name}\W"
+    refused(error, start, function, **right | changes)
+
+
+def test_bad_types():
+    e8m0 = ONE.astype(DTYPES["FLOAT8E8M0"])
+    with refused(TypeError, "onnx.dequantize_linear: the output is FLOAT8E8M0, with opset=28"):
+        dequantize_linear(np.uint8(1), e8m0)
+    with refused(ValueError, r"onnx.dynamic_quantize_linear: x has shape \(0, 2\)"):
+        dynamic_quantize_linear(np.zeros((0, 2), np.float32))
+    with refused(TypeError, "x is FLOAT16"):
+        dynamic_quantize_linear(np.ones(2, np.float16))
+    with refused(TypeError, "onnx.quantize_linear: x is traced, and FLOAT6E2M3 has no JAX array"):
+        jax.jit(lambda v: quantize_linear(v, ONE, output_dtype="FLOAT6E2M3"))(X)

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import openvino_oracle as core
 import pytest
+from each import each
 from refused import refused
 
 import qtoolkit
@@ -236,24 +237,17 @@ def test_derivatives(arithmetic):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("x", "target", "arithmetic", "error", "message"),
-    [
-        (1.0, "fp8", "exact", ValueError, "destination_type: 'fp8' is not an element type of Open"),
-        (1.0, "e4m3fn", "exact", ValueError, "'e4m3fn' is not an element type of OpenVINO"),
-        (1.0, np.complex64, "exact", TypeError, "destination_type: got .*complex64.*, expected a"),
-        (1.0, None, "exact", TypeError, "destination_type: got None, expected a dtype"),
-        (1.0, "string", "exact", TypeError, "nothing converts to 'string' here"),
-        (1.0, "dynamic", "exact", TypeError, "nothing converts to 'dynamic' here"),
-        (1.0, "nf4", "exact", TypeError, r"no dtype for nf4; use qtoolkit.encode\(x, 'nf4'\)"),
-        (1.0, "u6", "exact", TypeError, r"no dtype for u6; use qtoolkit.encode\(x, 'uint6'\)"),
-        ([1.0], "f16", "exact", TypeError, "x has type list, expected an array"),
-        (np.complex64(1), "f16", "exact", TypeError, "x has dtype complex64, expected an array"),
-        (2**70, "f16", "exact", TypeError, "x is an integer of more than 64 bits"),
-        (1.0, "f16", "fast", ValueError, "arithmetic='fast', expected 'exact' or 'openvino'"),
-        (1, "f16", "openvino", TypeError, "arithmetic='openvino' from i64 to f16, expected from"),
-        (np.float32(1), "i8", "openvino", TypeError, "'openvino' from f32 to i8, expected from"),
-    ],
-)
-def test_errors(x, target, arithmetic, error, message):
-    refused(error, rf"^openvino\.convert: .*{message}", convert, x, target, arithmetic=arithmetic)
+@each(("error", "got", "x", "target", "options"), [
+    *((ValueError, f"destination_type: '{t}'", 1.0, t, {}) for t in ("fp8", "e4m3fn")),
+    *((TypeError, "destination_type: got .*", 1.0, t, {}) for t in (np.complex64, None)),
+    *((TypeError, f"nothing converts to '{t}'", 1.0, t, {}) for t in ("string", "dynamic")),
+    (TypeError, r"no dtype for nf4; use qtoolkit.encode\(x, 'nf4'\)", 1.0, "nf4", {}),
+    (TypeError, r"no dtype for u6; use qtoolkit.encode\(x, 'uint6'\)", 1.0, "u6", {}),
+    (TypeError, "x has type list", [1.0], "f16", {}),
+    (TypeError, "x has dtype complex64", np.complex64(1), "f16", {}),
+    (ValueError, "arithmetic='fast'", 1.0, "f16", {"arithmetic": "fast"}),
+    (TypeError, "arithmetic=.* from i64 to f16", 1, "f16", {"arithmetic": "openvino"}),
+    (TypeError, "arithmetic=.* from f32 to i8", np.float32(1), "i8", {"arithmetic": "openvino"}),
+])  # fmt: skip
+def test_errors(error, got, x, target, options):
+    refused(error, rf"^openvino\.convert: .*{got}", convert, x, target, **options)
