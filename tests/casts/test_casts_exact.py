@@ -44,6 +44,7 @@ from casts_oracle import (
     values32,
     values64,
 )
+from each import each
 from jax import lax
 from refused import refused
 
@@ -455,148 +456,105 @@ def test_stochastic_rounding_with_many_bits(name, dtype, bits):
 # --- by hand --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("x", "saturation", "code"),
-    [
-        (2.5, "none", 2),
-        (3.5, "none", 4),
-        (-0.5, "none", 0),
-        (128.0, "none", 0x80),
-        (-129.0, "none", 0x7F),
-        (300.0, "none", 300 - 256),
-        (2.0**40 + 2.0**17, "none", 0),
-        (2.0**33 + 2.0**10 * 3 + 2.0**10, "none", 0),
-        (16777215.0, "none", 0xFF),
-        (-16777215.0, "none", 0x01),
-        (1e30, "none", int(np.float32(1e30)) % 256),
-        (np.inf, "none", 0x7F),
-        (-np.inf, "none", 0x80),
-        (np.nan, "none", 0),
-        (np.inf, "propagate", 0x7F),
-        (-np.inf, "propagate", 0x80),
-        (300.0, "propagate", 0x7F),
-        (-300.0, "finite", 0x80),
-        (127.5, "finite", 0x7F),
-        (-128.5, "finite", 0x80),
-        (np.nan, "finite", 0),
-    ],
-)
-def test_int8_by_hand(x, saturation, code):
-    assert int(qt.encode(np.float32(x), "int8", saturation=saturation)) == code
+def assert_codes(name, options, cases):
+    """Of cases (x, a code for each of the options), all numbers at once."""
+    x = np.array([x for x, _ in cases], np.float32)
+    got = [np.asarray(qt.encode(x, name, **option)).tolist() for option in options]
+    for row, (value, wanted) in zip(zip(*got, strict=True), cases, strict=True):
+        assert row == wanted, f"{name}: {value}"
 
 
-@pytest.mark.sample(
-    *("e4m3fn-464.0-by_saturation0", "e4m3fn--465.0-by_saturation2", "e5m2-61440.0-by_saturation5"),
-    *("e4m3fnuz-247.0-by_saturation7", "e4m3fnuz--0.0-by_saturation10"),
-    *("e5m2fnuz-nan-by_saturation13", "float16-65520.0-by_saturation15"),
-    *("bfloat16-3.4028235e+38-by_saturation18", "e2m1fn--0.1-by_saturation23"),
-    *("ue4m3--0.0009765625-by_saturation26", "ue4m3--inf-by_saturation28"),
-    *("e8m0fnu-1.0-by_saturation31", "e8m0fnu-0.0-by_saturation34"),
-    "e8m0fnu-2.938735877055719e-39-by_saturation36",
-    *("e8m0fnu-2.9774707105582116e+38-by_saturation39", "binary8p3se-53248.0-by_saturation41"),
-    *("binary8p3se--0.0-by_saturation44", "binary8p1uf--1.0-by_saturation47"),
-    *("bool--0.0-by_saturation49", "bool--inf-by_saturation52"),
-)
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "x", "by_saturation"),
-    [
-        ("e4m3fn", 464.0, (0x7E, 0x7E, 0x7E)),  # the tie beyond 448 goes to the even code
-        ("e4m3fn", 465.0, (0x7E, 0x7E, 0x7F)),
-        ("e4m3fn", -465.0, (0xFE, 0xFE, 0xFF)),
-        ("e4m3fn", np.inf, (0x7E, 0x7F, 0x7F)),
-        ("e5m2", 61439.0, (0x7B, 0x7B, 0x7B)),
-        ("e5m2", 61440.0, (0x7B, 0x7B, 0x7C)),
-        ("e5m2", -np.inf, (0xFB, 0xFC, 0xFC)),
-        ("e4m3fnuz", 247.0, (0x7F, 0x7F, 0x7F)),
-        ("e4m3fnuz", 248.0, (0x7F, 0x7F, 0x80)),
-        ("e4m3fnuz", -np.inf, (0xFF, 0x80, 0x80)),
-        ("e4m3fnuz", -0.0, (0x00, 0x00, 0x00)),
-        ("e4m3fnuz", -(2.0**-11), (0x00, 0x00, 0x00)),
-        ("e4m3fn", -(2.0**-10), (0x80, 0x80, 0x80)),
-        ("e5m2fnuz", np.nan, (0x80, 0x80, 0x80)),
-        ("float16", 65519.0, (0x7BFF, 0x7BFF, 0x7BFF)),
-        ("float16", 65520.0, (0x7BFF, 0x7BFF, 0x7C00)),
-        ("bfloat16", 2.0**-134, (0, 0, 0)),
-        ("bfloat16", 1.5 * 2.0**-133, (2, 2, 2)),
-        ("bfloat16", 3.4028235e38, (0x7F7F, 0x7F7F, 0x7F80)),
-        ("e2m1fn", np.nan, (7, 7, 7)),
-        ("e2m1fn", -np.nan, (7, 7, 7)),
-        ("e2m1fn", -np.inf, (15, 15, 15)),
-        ("e2m1fn", 5.0, (6, 6, 6)),
-        ("e2m1fn", -0.1, (8, 8, 8)),
-        ("e2m3fn", 100.0, (31, 31, 31)),
-        ("ue4m3", -0.0, (0, 0, 0)),
-        ("ue4m3", -(2.0**-10), (0, 0, 0)),
-        ("ue4m3", -1.0, (0, 0, 0x7F)),
-        ("ue4m3", -np.inf, (0, 0, 0x7F)),
-        ("ue4m3", np.inf, (0x7E, 0x7F, 0x7F)),
-        ("ue4m3", -np.nan, (0x7F, 0x7F, 0x7F)),
-        ("e8m0fnu", 1.0, (127, 127, 127)),
-        ("e8m0fnu", 1.5, (128, 128, 128)),  # the tie between 2**0 and 2**1: codes 127 and 128
-        ("e8m0fnu", 3.0, (128, 128, 128)),
-        ("e8m0fnu", 0.0, (0, 0, 255)),
-        ("e8m0fnu", -1.0, (0, 0, 255)),
-        ("e8m0fnu", 2.0**-128, (0, 0, 0)),  # the tie between zero, code -1, and 2**-127, code 0
-        ("e8m0fnu", 2.0**-129, (0, 0, 255)),
-        ("e8m0fnu", 1.5 * 2.0**127, (254, 254, 254)),
-        ("e8m0fnu", 1.75 * 2.0**127, (254, 254, 255)),
-        ("e8m0fnu", np.inf, (254, 255, 255)),
-        ("binary8p3se", 53248.0, (0x7E, 0x7E, 0x7E)),  # halfway beyond 49152, an even code
-        ("binary8p3se", 53249.0, (0x7E, 0x7E, 0x7F)),
-        ("binary8p3se", -np.inf, (0xFE, 0xFF, 0xFF)),
-        ("binary8p3se", -0.0, (0, 0, 0)),
-        ("binary8p3se", -np.nan, (0x80, 0x80, 0x80)),
-        ("binary8p1ue", -1.0, (0, 0, 0xFF)),
-        ("binary8p1uf", -1.0, (0, 0, 0xFF)),
-        ("bool", 0.0, (0, 0, 0)),
-        ("bool", -0.0, (0, 0, 0)),
-        ("bool", 1e-45, (1, 1, 1)),
-        ("bool", np.nan, (1, 1, 1)),
-        ("bool", -np.inf, (1, 1, 1)),
+OF_SATURATIONS = [{"saturation": saturation} for saturation in SATURATIONS]
+OVERFLOW = {
+    "int8": [
+        (np.inf, (0x7F, 0x7F, 0x7F)), (-np.inf, (0x80, 0x80, 0x80)), (np.nan, (0, 0, 0)),
+        (300.0, (0x7F, 0x7F, 300 - 256)), (-300.0, (0x80, 0x80, 512 - 300)),
+        (128.0, (0x7F, 0x7F, 0x80)), (-129.0, (0x80, 0x80, 0x7F)),
+        (16777215.0, (0x7F, 0x7F, 0xFF)), (-16777215.0, (0x80, 0x80, 0x01)),
+        (2.0**40 + 2.0**17, (0x7F, 0x7F, 0)), (1e30, (0x7F, 0x7F, int(np.float32(1e30)) % 256)),
+        (127.5, (0x7F, 0x7F, 0x80)), (2.5, (2, 2, 2)), (3.5, (4, 4, 4)), (-0.5, (0, 0, 0)),
     ],
-)
-def test_overflow_and_underflow_by_hand(name, x, by_saturation):
+    "e4m3fn": [
+        (464.0, (0x7E, 0x7E, 0x7E)),  # the tie beyond 448 goes to the even code
+        (465.0, (0x7E, 0x7E, 0x7F)), (-465.0, (0xFE, 0xFE, 0xFF)), (np.inf, (0x7E, 0x7F, 0x7F)),
+        (-(2.0**-10), (0x80, 0x80, 0x80)),
+    ],
+    "e5m2": [
+        (61439.0, (0x7B, 0x7B, 0x7B)), (61440.0, (0x7B, 0x7B, 0x7C)), (-np.inf, (0xFB, 0xFC, 0xFC)),
+    ],
+    "e4m3fnuz": [
+        (247.0, (0x7F, 0x7F, 0x7F)), (248.0, (0x7F, 0x7F, 0x80)), (-np.inf, (0xFF, 0x80, 0x80)),
+        (-0.0, (0, 0, 0)), (-(2.0**-11), (0, 0, 0)),
+    ],
+    "e5m2fnuz": [(np.nan, (0x80, 0x80, 0x80))],
+    "float16": [(65519.0, (0x7BFF, 0x7BFF, 0x7BFF)), (65520.0, (0x7BFF, 0x7BFF, 0x7C00))],
+    "bfloat16": [
+        (2.0**-134, (0, 0, 0)), (1.5 * 2.0**-133, (2, 2, 2)),
+        (3.4028235e38, (0x7F7F, 0x7F7F, 0x7F80)),
+    ],
+    "e2m1fn": [
+        (np.nan, (7, 7, 7)), (-np.nan, (7, 7, 7)), (-np.inf, (15, 15, 15)), (5.0, (6, 6, 6)),
+        (-0.1, (8, 8, 8)),
+    ],
+    "e2m3fn": [(100.0, (31, 31, 31))],
+    "ue4m3": [
+        (-0.0, (0, 0, 0)), (-(2.0**-10), (0, 0, 0)), (-1.0, (0, 0, 0x7F)),
+        (-np.inf, (0, 0, 0x7F)), (np.inf, (0x7E, 0x7F, 0x7F)), (-np.nan, (0x7F, 0x7F, 0x7F)),
+    ],
+    "e8m0fnu": [
+        (1.0, (127, 127, 127)),
+        (1.5, (128, 128, 128)),  # the tie between 2**0 and 2**1: codes 127 and 128
+        (3.0, (128, 128, 128)), (0.0, (0, 0, 255)), (-1.0, (0, 0, 255)),
+        (2.0**-128, (0, 0, 0)),  # the tie between zero, code -1, and 2**-127, code 0
+        (2.0**-129, (0, 0, 255)), (1.5 * 2.0**127, (254, 254, 254)),
+        (1.75 * 2.0**127, (254, 254, 255)), (np.inf, (254, 255, 255)),
+    ],
+    "binary8p3se": [
+        (53248.0, (0x7E, 0x7E, 0x7E)),  # halfway beyond 49152, an even code
+        (53249.0, (0x7E, 0x7E, 0x7F)), (-np.inf, (0xFE, 0xFF, 0xFF)), (-0.0, (0, 0, 0)),
+        (-np.nan, (0x80, 0x80, 0x80)),
+    ],
+    "binary8p1ue": [(-1.0, (0, 0, 0xFF))],
+    "binary8p1uf": [(-1.0, (0, 0, 0xFF))],
+    "bool": [
+        (0.0, (0, 0, 0)), (-0.0, (0, 0, 0)), (1e-45, (1, 1, 1)), (np.nan, (1, 1, 1)),
+        (-np.inf, (1, 1, 1)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@each(("name", "cases"), OVERFLOW.items())
+def test_overflow_and_underflow_by_hand(name, cases):
     """OFP8 1.0; OCP MX 1.0; arXiv:2206.02915; saturation words of IEEE P3109."""
-    got = [int(qt.encode(np.float32(x), name, saturation=s)) for s in SATURATIONS]
-    assert got == list(by_saturation)
+    assert_codes(name, OF_SATURATIONS, cases)
 
 
-@pytest.mark.sample(
-    *("e4m3fn-0.0009765625-by_rounding0", "e4m3fn--0.0009765625-by_rounding1"),
-    *("e4m3fn-1.1754943508222875e-38-by_rounding2", "e4m3fn-19.0-by_rounding4"),
-    *("e4m3fn-464.0-by_rounding5", "e4m3fn-inf-by_rounding7", "e5m2-1000000000.0-by_rounding9"),
-    *("e5m2-inf-by_rounding10", "int8--2.5-by_rounding12", "e8m0fnu-1.25-by_rounding13"),
-    *("e8m0fnu-2.5-by_rounding14", "e8m0fnu-1.401298464324817e-45-by_rounding15"),
-)
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "x", "by_rounding"),
-    [
-        # In the order of ROUNDINGS; 2**-9 is the step of e4m3fn's subnormals.
-        ("e4m3fn", 2.0**-10, (0, 1, 0, 1, 0, 1)),
-        ("e4m3fn", -(2.0**-10), (0x80, 0x81, 0x80, 0x80, 0x81, 0x81)),
-        ("e4m3fn", 2.0**-126, (0, 0, 0, 1, 0, 1)),
-        ("e4m3fn", 17.0, (0x58, 0x59, 0x58, 0x59, 0x58, 0x59)),
-        ("e4m3fn", 19.0, (0x5A, 0x5A, 0x59, 0x5A, 0x59, 0x59)),
-        ("e4m3fn", 464.0, (0x7E, 0x7F, 0x7E, 0x7F, 0x7E, 0x7F)),
-        ("e4m3fn", -1e9, (0xFF, 0xFF, 0xFE, 0xFE, 0xFF, 0xFF)),
-        ("e4m3fn", np.inf, (0x7F,) * 6),
-        ("e5m2", 60000.0, (0x7B, 0x7B, 0x7B, 0x7C, 0x7B, 0x7B)),
-        ("e5m2", 1e9, (0x7C, 0x7C, 0x7B, 0x7C, 0x7B, 0x7B)),
-        ("e5m2", np.inf, (0x7C,) * 6),
-        ("int8", 2.5, (2, 3, 2, 3, 2, 3)),
-        ("int8", -2.5, (0xFE, 0xFD, 0xFE, 0xFE, 0xFD, 0xFD)),
-        ("e8m0fnu", 1.25, (127, 127, 127, 128, 127, 127)),
-        ("e8m0fnu", 2.5, (128, 128, 128, 129, 128, 129)),
-        ("e8m0fnu", 2.0**-149, (255, 255, 255, 0, 255, 255)),
+# In the order of ROUNDINGS; 2**-9 is the step of e4m3fn's subnormals.
+ROUNDED = {
+    "e4m3fn": [
+        (2.0**-10, (0, 1, 0, 1, 0, 1)), (-(2.0**-10), (0x80, 0x81, 0x80, 0x80, 0x81, 0x81)),
+        (2.0**-126, (0, 0, 0, 1, 0, 1)), (17.0, (0x58, 0x59, 0x58, 0x59, 0x58, 0x59)),
+        (19.0, (0x5A, 0x5A, 0x59, 0x5A, 0x59, 0x59)),
+        (464.0, (0x7E, 0x7F, 0x7E, 0x7F, 0x7E, 0x7F)),
+        (-1e9, (0xFF, 0xFF, 0xFE, 0xFE, 0xFF, 0xFF)), (np.inf, (0x7F,) * 6),
     ],
-)
-def test_roundings_by_hand(name, x, by_rounding):
-    """Saturation "none"."""
-    got = [int(qt.encode(np.float32(x), name, rounding=r, saturation="none")) for r in ROUNDINGS]
-    assert got == list(by_rounding)
+    "e5m2": [
+        (60000.0, (0x7B, 0x7B, 0x7B, 0x7C, 0x7B, 0x7B)),
+        (1e9, (0x7C, 0x7C, 0x7B, 0x7C, 0x7B, 0x7B)), (np.inf, (0x7C,) * 6),
+    ],
+    "int8": [(2.5, (2, 3, 2, 3, 2, 3)), (-2.5, (0xFE, 0xFD, 0xFE, 0xFE, 0xFD, 0xFD))],
+    "e8m0fnu": [
+        (1.25, (127, 127, 127, 128, 127, 127)), (2.5, (128, 128, 128, 129, 128, 129)),
+        (2.0**-149, (255, 255, 255, 0, 255, 255)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@each(("name", "cases"), ROUNDED.items())
+def test_roundings_by_hand(name, cases):
+    assert_codes(name, [{"rounding": r, "saturation": "none"} for r in ROUNDINGS], cases)
 
 
 def test_every_kind_of_format_is_here():

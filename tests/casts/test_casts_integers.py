@@ -28,6 +28,7 @@ from casts_oracle import (
     stochastic_codes,
     values64,
 )
+from each import each
 
 import qtoolkit as qt
 
@@ -185,46 +186,23 @@ def test_stochastic_rounding_to_and_from_integers(source, variant):
             assert_same_bits(got, expected, x)
 
 
-@pytest.mark.sample(
-    "x32-4611686293305294848-float32-nearest_even-1585446912",
-    "x32-4611686293305294849-float32-nearest_even-1585446913",
-    "x32-4611686293305294847-float32-toward_positive-1585446913",
-    "x32-9223372036854775807-float32-nearest_even-1593835520",
-    "x32-9223372036854775807-float32-toward_zero-1593835519",
-    *("x32-257-bfloat16-nearest_even-17280", "x32-65519-float16-nearest_even-31743"),
-    *("x32-65520-float16-toward_negative-31743", "x32-300-int8-nearest_even-127"),
-    *("x32--300-uint8-nearest_even-0", "x32-9223372036854775807-int32-nearest_even-2147483647"),
-    "x64-4611686293305294848-float32-nearest_even-1585446912",
-    "x64-4611686293305294847-float32-toward_positive-1585446913",
-    "x64--4611686293305294849-float32-nearest_even-3732930561",
-    "x64-9223372036854775807-float32-toward_zero-1593835519",
-    *("x64-257-bfloat16-nearest_even-17280", "x64-1103806595073-bfloat16-nearest_even-21377"),
-    *("x64-65520-float16-toward_negative-31743", "x64-17-e4m3fn-nearest_away-89"),
-    *("x64-300-int8-nearest_even-127", "x64--300-uint8-nearest_even-0"),
-)
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("x", "name", "rounding", "code"),
-    [
-        # float32 has 24 bits; a conversion through float64 would lose the last one.
-        (2**62 + 2**38, "float32", "nearest_even", 0x5E800000),
-        (2**62 + 2**38 + 1, "float32", "nearest_even", 0x5E800001),
-        (2**62 + 2**38 - 1, "float32", "toward_positive", 0x5E800001),
-        (-(2**62) - 2**38 - 1, "float32", "nearest_even", 0xDE800001),
-        (2**63 - 1, "float32", "nearest_even", 0x5F000000),
-        (2**63 - 1, "float32", "toward_zero", 0x5EFFFFFF),
-        (-(2**63), "float32", "nearest_even", 0xDF000000),
-        (257, "bfloat16", "nearest_even", 0x4380),
-        (2**40 + 2**32 + 1, "bfloat16", "nearest_even", 0x5381),
-        (65519, "float16", "nearest_even", 0x7BFF),
-        (65520, "float16", "toward_negative", 0x7BFF),
-        (17, "e4m3fn", "nearest_away", 0x59),
-        (300, "int8", "nearest_even", 127),
-        (-300, "uint8", "nearest_even", 0),
-        (2**63 - 1, "int32", "nearest_even", 2**31 - 1),
-    ],
-)
 @pytest.mark.parametrize("enabled", [False, True], ids=["x32", "x64"])
+@each(("x", "name", "rounding", "code"), [
+    # float32 has 24 bits; a conversion through float64 would lose the last one.
+    (2**62 + 2**38, "float32", "nearest_even", 0x5E800000),
+    (2**62 + 2**38 + 1, "float32", "nearest_even", 0x5E800001),
+    (2**62 + 2**38 - 1, "float32", "toward_positive", 0x5E800001),
+    (-(2**62) - 2**38 - 1, "float32", "nearest_even", 0xDE800001),
+    (2**63 - 1, "float32", "nearest_even", 0x5F000000),
+    (2**63 - 1, "float32", "toward_zero", 0x5EFFFFFF),
+    (-(2**63), "float32", "nearest_even", 0xDF000000),
+    (257, "bfloat16", "nearest_even", 0x4380),
+    (2**40 + 2**32 + 1, "bfloat16", "nearest_even", 0x5381),
+    (65519, "float16", "nearest_even", 0x7BFF), (65520, "float16", "toward_negative", 0x7BFF),
+    (17, "e4m3fn", "nearest_away", 0x59), (300, "int8", "nearest_even", 127),
+    (-300, "uint8", "nearest_even", 0), (2**63 - 1, "int32", "nearest_even", 2**31 - 1),
+])  # fmt: skip
 def test_integers_by_hand(x, name, rounding, code, enabled):
     with jax.enable_x64(enabled):
         for given in (x, np.int64(x), np.array([x])):

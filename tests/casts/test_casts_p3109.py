@@ -1,9 +1,8 @@
 """Every code of the 120 formats for which the P3109 working group has tables."""
 
+import collections
 import csv
-import functools
 import gzip
-import math
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,82 +19,23 @@ import qtoolkit as qt
 TABLES = Path(__file__).parent.parent / "data" / "p3109_value_tables_k3_to_k8.csv.gz"
 
 
-@functools.cache
-def _tables() -> dict[str, list[tuple[int, Fraction | float, bool]]]:
-    """By format: code, value, whether it is subnormal."""
-    tables: dict[str, list] = {}
-    with gzip.open(TABLES, "rt") as file:
-        for name, code, text, subnormal in list(csv.reader(file))[1:]:
-            value = float(text) if text in ("NaN", "Inf", "-Inf") else _fraction(text)
-            tables.setdefault(name, []).append((int(code, 16), value, subnormal == "*"))
-    return tables
-
-
-def _fraction(text: str) -> Fraction:
-    """A C99 hexadecimal float, exactly."""
-    significand, exponent = text.lower().replace("0x", "").split("p")
-    digits, _, places = significand.partition(".")
-    value = Fraction(int(digits + places, 16), 16 ** len(places))
-    return value * Fraction(2) ** int(exponent)
-
-
-def test_there_are_13296_rows_of_120_formats():
-    tables = _tables()
-    assert len(tables) == 120
-    assert sum(map(len, tables.values())) == 13296
-    ours = {name for bits in range(3, 9) for name in every_p3109(bits)}
-    assert {name.lower() for name in tables} == ours
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("bits", range(3, 9))
-def test_every_code_has_the_value_of_the_tables(bits):
-    """Fractions on both sides; also what the properties say, and this suite's own oracle."""
-    for name, spec in every_p3109(bits).items():
-        fmt = qt.format(name)
-        rows = _tables()[name.replace("binary", "Binary", 1)]
-        assert [code for code, _, _ in rows] == list(range(2**bits))
-        for code, expected, _ in rows:
-            for got in (fmt.value(code), spec.value(code)):
-                same = got == expected or (math.isnan(got) and math.isnan(expected))
-                assert same, f"{name} {code:#x}: got {got}, expected {expected}"
-        finite = {code: value for code, value, _ in rows if math.isfinite(value)}
-        assert fmt.max_finite == max(finite.values())
-        assert fmt.lowest == min(finite.values())
-        assert fmt.finite_count == len(finite)
-        assert fmt.max_code == max(finite, key=finite.get)
-        assert fmt.min_subnormal == min(v for v in finite.values() if v > 0)
-        assert list(fmt.nan_codes) == [code for code, v, _ in rows if math.isnan(v)]
-        assert fmt.nan_code == fmt.nan_codes[0]
-        assert fmt.has_inf == any(v == math.inf for _, v, _ in rows)
-        if fmt.has_inf:
-            assert rows[fmt.inf_code][1] == math.inf
-        for code, value, subnormal in rows:
-            if code in finite and value != 0:
-                assert subnormal == (abs(value) < fmt.min_normal)
+def test_the_values_of_the_tables():
+    """What `decode` gives and what this suite's oracle has; float32 holds every value.
 
-
-@pytest.mark.sample("3")
-@pytest.mark.parametrize("bits", range(3, 9))
-def test_decode_gives_the_values_of_the_tables(bits):
-    """float32 holds every value of these formats."""
-    every = np.arange(2**bits, dtype=np.uint8)
-    for name in every_p3109(bits):
-        rows = _tables()[name.replace("binary", "Binary", 1)]
-        expected = np.array([float(value) for _, value, _ in rows])
-        assert_same_bits(qt.decode(every, name), expected.astype(np.float32), every)
-        np.testing.assert_array_equal(qt.format(name).values(), expected)
-
-
-def test_names_and_the_constructor_agree():
-    for bits in range(3, 9):
-        for name, spec in every_p3109(bits).items():
-            signed, extended = name[-2] == "s", name[-1] == "e"
-            made = qt.p3109(bits, spec.mantissa + 1, signed=signed, extended=extended)
-            assert made == qt.format(name) == qt.format(name.replace("b", "B", 1))
-            assert made.name == name
-            assert made.bits == bits
-    assert qt.p3109(8, 3) == qt.format("Binary8p3se")
+    Properties and exact values of the formats: `test_formats_p3109`.
+    """
+    tables = collections.defaultdict(list)
+    with gzip.open(TABLES, "rt") as file:
+        for name, _, text, _ in list(csv.reader(file))[1:]:
+            special = text in ("NaN", "Inf", "-Inf")
+            tables[name.lower()].append(float(text) if special else float.fromhex(text))
+    specs = {name: spec for bits in range(3, 9) for name, spec in every_p3109(bits).items()}
+    assert specs.keys() == tables.keys()
+    for name, spec in specs.items():
+        every = np.arange(len(tables[name]), dtype=np.uint8)
+        np.testing.assert_array_equal(values64(spec), tables[name], err_msg=name)
+        assert_same_bits(qt.decode(every, name), np.float32(tables[name]), every)
 
 
 @pytest.mark.sample("binary9p4se")

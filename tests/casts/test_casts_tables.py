@@ -30,7 +30,9 @@ from casts_oracle import (
     integer_inputs,
     values64,
 )
+from each import each
 from refused import refused
+from test_casts_exact import assert_codes
 
 import qtoolkit as qt
 
@@ -100,67 +102,39 @@ def test_tables_round_to_the_nearest_by_rational_arithmetic(name):
         assert len(rivals) == 1 or code % 2 == 0 or all(c % 2 for c in rivals)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "x", "code"),
-    [
-        ("nf4", 0.0, 7),
-        ("nf4", -0.0, 7),
-        ("nf4", 1e9, 15),
-        ("nf4", -np.inf, 0),
-        ("nf4", np.nan, 15),
-        ("nf4", 0.04, 8),
-        ("nf4", 0.039, 7),
-        ("nf4", -0.9, 0),
-        ("hifloat8", 1.0, 0x08),
-        ("hifloat8", -1.0, 0x88),
-        ("hifloat8", 0.0, 0x00),
-        ("hifloat8", -0.0, 0x00),
-        ("hifloat8", 2.0**15, 0x6E),
-        ("hifloat8", 1e9, 0x6E),
-        ("hifloat8", -np.inf, 0xEE),
-        ("hifloat8", np.nan, 0x80),
-        ("hifloat8", 2.0**-22, 0x01),
-        ("hifloat8", 2.0**-15, 0x7E),
-        ("posit8", 1.0, 0x40),
-        ("posit8", -1.0, 0xC0),
-        ("posit8", 2.0**24, 0x7F),
-        ("posit8", 1e30, 0x7F),
-        ("posit8", -1e30, 0x81),
-        ("posit8", 2.0**-24, 0x01),
-        ("posit8", 1e-30, 0x01),
-        ("posit8", -1e-30, 0xFF),
-        ("posit8", 0.0, 0x00),
-        ("posit8", np.nan, 0x80),
-        ("posit8", np.inf, 0x7F),
+# arXiv:2305.14314; arXiv:2409.16626; Standard for Posit Arithmetic (2022).
+BY_HAND = {
+    "nf4": [
+        (0.0, 7), (-0.0, 7), (1e9, 15), (-np.inf, 0), (np.nan, 15), (0.04, 8), (0.039, 7),
+        (-0.9, 0),
+    ],
+    "hifloat8": [
+        (1.0, 0x08), (-1.0, 0x88), (0.0, 0x00), (-0.0, 0x00), (2.0**15, 0x6E), (1e9, 0x6E),
+        (-np.inf, 0xEE), (np.nan, 0x80), (2.0**-22, 0x01), (2.0**-15, 0x7E),
+    ],
+    "posit8": [
+        (1.0, 0x40), (-1.0, 0xC0), (2.0**24, 0x7F), (1e30, 0x7F), (-1e30, 0x81), (2.0**-24, 0x01),
+        (1e-30, 0x01), (-1e-30, 0xFF), (0.0, 0x00), (np.nan, 0x80), (np.inf, 0x7F),
         # Between 2**20 and 2**24 the next bit is the exponent's upper one: the tie is 2**22.
-        ("posit8", 2.0**22, 0x7E),
-        ("posit8", 2.0**22 + 1, 0x7F),
-        ("posit8", 2.0**22 - 1, 0x7E),
+        (2.0**22, 0x7E), (2.0**22 + 1, 0x7F), (2.0**22 - 1, 0x7E),
     ],
-)
-def test_tables_by_hand(name, x, code):
-    """arXiv:2305.14314; arXiv:2409.16626; Standard for Posit Arithmetic (2022)."""
-    assert int(qt.encode(np.float32(x), name)) == code
+}  # fmt: skip
+BEYOND = {
+    "hifloat8": [
+        (np.inf, (0x6E, 0x6F, 0x6F)), (-np.inf, (0xEE, 0xEF, 0xEF)),
+        (1.25 * 2.0**15, (0x6E, 0x6E, 0x6E)),  # the tie beyond: 0x6E is even
+        (1.26 * 2.0**15, (0x6E, 0x6E, 0x6F)), (-1e30, (0xEE, 0xEE, 0xEF)),
+    ],
+    "posit8": [(-np.inf, (0x81, 0x80, 0x80)), (1e30, (0x7F, 0x7F, 0x7F))],
+    "nf4": [(np.inf, (15, 15, 15)), (5.0, (15, 15, 15))],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "x", "by_saturation"),
-    [
-        ("hifloat8", np.inf, (0x6E, 0x6F, 0x6F)),
-        ("hifloat8", -np.inf, (0xEE, 0xEF, 0xEF)),
-        ("hifloat8", 1.25 * 2.0**15, (0x6E, 0x6E, 0x6E)),  # the tie beyond: 0x6E is even
-        ("hifloat8", 1.26 * 2.0**15, (0x6E, 0x6E, 0x6F)),
-        ("hifloat8", -1e30, (0xEE, 0xEE, 0xEF)),
-        ("posit8", -np.inf, (0x81, 0x80, 0x80)),
-        ("posit8", 1e30, (0x7F, 0x7F, 0x7F)),
-        ("nf4", np.inf, (15, 15, 15)),
-        ("nf4", 5.0, (15, 15, 15)),
-    ],
-)
-def test_overflow_of_tables_by_hand(name, x, by_saturation):
-    got = [int(qt.encode(np.float32(x), name, saturation=s)) for s in SATURATIONS]
-    assert got == list(by_saturation)
+@pytest.mark.quick
+@each("name", BY_HAND)
+def test_tables_by_hand(name):
+    assert_codes(name, [{}], [(x, (code,)) for x, code in BY_HAND[name]])
+    assert_codes(name, [{"saturation": saturation} for saturation in SATURATIONS], BEYOND[name])
 
 
 def test_hifloat8_by_the_papers_table():

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
@@ -117,67 +118,44 @@ def changed(path, value):
     return json.dumps(data)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (
-            ("colour",),
-            1,
-            "from_json: recipe (Recipe) has the unknown field 'colour', expected forw",
-        ),
-        (("dgrad", 0, "speck"), 1, "recipe.dgrad[0] (Operand) has the unknown field 'speck'"),
-        (("forward", 1, "type"), "Operator", "recipe.forward[1] has type 'Operator', expected one"),
-        (("forward", 1, "type"), None, "recipe.forward[1] has type None, expected one of"),
-        (
-            ("forward", 0, "spec"),
-            "nvfp5",
-            "from_json: recipe.forward[0]: spec: unknown format 'nvfp5'",
-        ),
-        (
-            ("forward", 1, "spec", "element"),
-            "e9m9",
-            "from_json: recipe.forward[1].spec: format: unknown format 'e9m9'",
-        ),
-        (("wgrad", 0, "transform", "block"), 12, "recipe.wgrad[0].transform: Hadamard: block=12"),
-        (("dgrad", 0, "projection", "rounding", "bits"), 99, "recipe.dgrad[0].projection.rounding"),
-        (("dgrad", 0, "scaling"), "delayed", "recipe.dgrad[0]: Operand: scaling has type str"),
-        (("wgrad", 0), None, "from_json: recipe: Recipe: wgrad transforms its operands by None"),
-        (("arithmetic",), "fast", "from_json: recipe: Recipe: arithmetic='fast', expected one of"),
-        (("axis_names",), ["a", 1], "from_json: recipe: Recipe: axis_names=('a', 1), expected"),
-        (("wgrad",), ["e4m3fn"], "from_json: recipe: Recipe: wgrad has 1 operands, expected two"),
-        (("type",), ["Recipe"], "from_json: recipe has type ['Recipe'], expected one of"),
-        (("type",), "Static", "from_json: recipe (Static) has the unknown field"),
-    ],
-)
-def test_errors_say_where(path, value, message):
-    refused(ValueError, re.escape(message), from_json, changed(path, value))
+@each(("path", "value", "where"), [
+    (("colour",), 1, "recipe (Recipe) has the unknown field 'colour'"),
+    (("dgrad", 0, "speck"), 1, "recipe.dgrad[0] (Operand) has the unknown field 'speck'"),
+    (("forward", 1, "type"), "Operator", "recipe.forward[1] has type 'Operator'"),
+    (("forward", 1, "type"), None, "recipe.forward[1] has type None"),
+    (("forward", 0, "spec"), "nvfp5", "recipe.forward[0]: spec: unknown format 'nvfp5'"),
+    (("forward", 1, "spec", "element"), "e9m9", "recipe.forward[1].spec: format: unknown format"),
+    (("wgrad", 0, "transform", "block"), 12, "recipe.wgrad[0].transform: Hadamard: block=12"),
+    (("dgrad", 0, "projection", "rounding", "bits"), 99, "recipe.dgrad[0].projection.rounding"),
+    (("dgrad", 0, "scaling"), "delayed", "recipe.dgrad[0]: Operand: scaling has type str"),
+    (("wgrad", 0), None, "recipe: Recipe: wgrad transforms its operands by None"),
+    (("arithmetic",), "fast", "recipe: Recipe: arithmetic='fast'"),
+    (("axis_names",), ["a", 1], "recipe: Recipe: axis_names=('a', 1)"),
+    (("wgrad",), ["e4m3fn"], "recipe: Recipe: wgrad has 1 operands"),
+    (("type",), ["Recipe"], "recipe has type ['Recipe']"),
+    (("type",), "Static", "recipe (Static) has the unknown field"),
+])  # fmt: skip
+def test_errors_say_where(path, value, where):
+    refused(ValueError, re.escape(f"from_json: {where}"), from_json, changed(path, value))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "from_json: invalid JSON"),
-        (b"\xff", "from_json: invalid JSON"),
-        ("[" * 100_000, "from_json: invalid JSON"),
-        ("3", "from_json: got int, expected"),
-        ("null", "from_json: got NoneType, expected"),
-        ("[]", "from_json: got tuple, expected"),
-        ('"mxfp8"', "from_json: got str, expected"),
-        ('{"type": "Hadamard"}', "from_json: got Hadamard, expected"),
-        ("{}", "from_json: recipe has type None, expected one of"),
-        ('{"type": "Rules"}', "from_json: recipe (Rules) expected"),
-        ('{"type": "Rules", "rules": [["a"]]}', "from_json: recipe (Rules) expected"),
-        ('{"type": "Rules", "rules": 3}', "from_json: recipe (Rules) expected"),
-        ('{"type": "Rules", "rules": [], "x": 1}', "(Rules) has the unknown field 'x'"),
-        ('{"type": "Rules", "rules": [["a", {"type": "Recipe", "y": 1}]]}',
-         "from_json: recipe 'a' (Recipe) has the unknown field 'y'"),
-        ('{"type": "Rules", "rules": [["(", null]]}', "recipe: Rules: rule '(': invalid"),
-        ('{"type": "Rules", "rules": [["a", "e4m3fn"]]}', "recipe 'a' is 'e4m3fn', expected"),
-        ('{"type": "Rules", "rules": [], "default": 3}', "recipe 'default' is 3, expected"),
-    ],
-)  # fmt: skip
-def test_wrong_texts(text, message):
-    refused(ValueError, re.escape(message), from_json, text)
+RULES = '{"type": "Rules", "rules": '
+
+
+@each(("texts", "where"), [
+    (("{", b"\xff", "[" * 100_000), "invalid JSON"),
+    (("3", "null", "[]", '"mxfp8"', '{"type": "Hadamard"}'), "got "),
+    (("{}",), "recipe has type None"),
+    (('{"type": "Rules"}', RULES + '[["a"]]}', RULES + "3}"), "recipe (Rules) expected"),
+    ((RULES + '[], "x": 1}',), "recipe (Rules) has the unknown field 'x'"),
+    ((RULES + '[["a", {"type": "Recipe", "y": 1}]]}',), "recipe 'a' (Recipe) has the unknown fi"),
+    ((RULES + '[["(", null]]}',), "recipe: Rules: rule '(': invalid"),
+    ((RULES + '[["a", "e4m3fn"]]}',), "recipe 'a' is 'e4m3fn'"),
+    ((RULES + '[], "default": 3}',), "recipe 'default' is 3"),
+])  # fmt: skip
+def test_wrong_texts(texts, where):
+    for text in texts:
+        refused(ValueError, re.escape(f"from_json: {where}"), from_json, text)
 
 
 def test_what_has_no_text():
