@@ -328,6 +328,7 @@ def patches(x, size):
     return np.stack([padded[:, i : i + size, j : j + size] for i in rows for j in columns], 1)
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("groups", [2, 8])
 def test_each_group_of_a_convolution_has_inputs_of_its_own(groups):
     model = nnx.Conv(16, 24, (3, 3), feature_group_count=groups, rngs=nnx.Rngs(0))

@@ -64,9 +64,10 @@ def mapped(model, x):
 @pytest.mark.parametrize("loss", [loss, rematted, jitted, mapped])
 def test_a_plain_gradient_moves_the_histories_of_lhs_and_rhs(loss):
     model, other = (qt.nnx.wrap(Net(), FORWARD) for _ in range(2))
+    steps = nnx.jit(nnx.value_and_grad(loss)), nnx.jit(qt.nnx.value_and_grad(loss))
     for factor in (1, 3):
-        nnx.jit(nnx.value_and_grad(loss))(model, factor * X)
-        qt.nnx.value_and_grad(loss)(other, factor * X)
+        for step, one in zip(steps, (model, other), strict=True):
+            step(one, factor * X)
     for mine, theirs in zip(histories(model), histories(other), strict=True):
         np.testing.assert_array_equal(mine[:2], theirs[:2])
         assert not mine[2].any()
@@ -274,6 +275,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sample(*(f"none-{name}" for name in LOOPS), "inputs-both")
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("inputs", [(X,), None], ids=["inputs", "none"])
 def test_loops_of_a_module_move_the_state_that_they_close_over(name, inputs):
