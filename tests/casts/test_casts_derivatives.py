@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from each import each
 from refused import refused
 
 import qtoolkit as qt
@@ -56,26 +57,11 @@ def test_a_derivative_raises_and_names_fake_cast(function, where, name):
         jax.vmap(jax.grad(lambda x: jnp.sum(function(x, name))))(X[:, None])
 
 
-@pytest.mark.sample(
-    *("round_to_format-e4m3fn-to_odd", "round_to_format-e4m3fn-toward_zero"),
-    *("round_to_format-e4m3fn-stochastic", "encode-bfloat16-to_odd", "encode-bfloat16-toward_zero"),
-    *("encode-bfloat16-random_bits", "cast-int4-toward_zero", "cast-int4-stochastic"),
-    *("cast-e8m0fnu-to_odd", "cast-e8m0fnu-toward_zero", "cast-e8m0fnu-random_bits"),
-    *("cast-bool-toward_zero", "cast-bool-stochastic", "encode-e2m1fn-to_odd"),
-    *("encode-e2m1fn-stochastic", "encode-e2m1fn-random_bits"),
-)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("where", "name"),
-    [
-        ("round_to_format", "e4m3fn"),
-        ("encode", "bfloat16"),
-        ("cast", "int4"),
-        ("cast", "e8m0fnu"),
-        ("cast", "bool"),
-        ("encode", "e2m1fn"),
-    ],
-)
+@each("mode", MODES)
+@each(("where", "name"), [
+    ("round_to_format", "e4m3fn"), ("encode", "bfloat16"), ("encode", "e2m1fn"),
+    *(("cast", name) for name in ("int4", "e8m0fnu", "bool")),
+])  # fmt: skip
 def test_no_mode_has_a_derivative(where, name, mode):
     def loss(x):
         return jnp.sum(getattr(qt, where)(x, name, **MODES[mode]).astype(jnp.float32))

@@ -33,10 +33,6 @@ def _program(function, x):
     return re.sub(r"HloModule \S+", "HloModule", text)
 
 
-@pytest.mark.sample(
-    *("<lambda>-<lambda>0", "<lambda>-<lambda>1", "<lambda>-<lambda>2", "<lambda>-<lambda>4"),
-    "<lambda>-<lambda>5",
-)
 @pytest.mark.quick
 @pytest.mark.parametrize(("ours", "operator"), SAME)
 def test_an_operator_compiles_to_the_program_of_its_cast(ours, operator):

@@ -144,21 +144,15 @@ def test_types_of_dynamic_quantize_linear():
     assert got == schema_types("DynamicQuantizeLinear", NEWEST, "x")
 
 
-@pytest.mark.sample(
-    "<lambda>-1", "<lambda>-15", "<lambda>-10_0", "<lambda>-11_0", "<lambda>-11_1", "<lambda>-26"
-)
-@pytest.mark.parametrize(
-    ("call", "first"),
-    [
-        (lambda opset: ops.cast(np.float32(1), "FLOAT", opset=opset), 1),
-        (lambda opset: ops.cast_like(np.float32(1), np.float32(1), opset=opset), 15),
-        (lambda opset: ops.quantize_linear(np.float32(1), np.float32(1), opset=opset), 10),
-        (lambda opset: ops.dequantize_linear(np.uint8(1), np.float32(1), opset=opset), 10),
-        (lambda opset: ops.dynamic_quantize_linear(np.float32(1), opset=opset), 11),
-        (lambda opset: ops.range(*np.float32([0, 1, 1]), opset=opset), 11),
-        (lambda opset: ops.bit_cast(np.float32(1), "INT32", opset=opset), 26),
-    ],
-)
+@each(("call", "first"), [
+    (lambda opset: ops.cast(np.float32(1), "FLOAT", opset=opset), 1),
+    (lambda opset: ops.cast_like(np.float32(1), np.float32(1), opset=opset), 15),
+    (lambda opset: ops.quantize_linear(np.float32(1), np.float32(1), opset=opset), 10),
+    (lambda opset: ops.dequantize_linear(np.uint8(1), np.float32(1), opset=opset), 10),
+    (lambda opset: ops.dynamic_quantize_linear(np.float32(1), opset=opset), 11),
+    (lambda opset: ops.range(*np.float32([0, 1, 1]), opset=opset), 11),
+    (lambda opset: ops.bit_cast(np.float32(1), "INT32", opset=opset), 26),
+])  # fmt: skip
 def test_versions_that_do_not_exist(call, first):
     call(first)
     call(np.int64(NEWEST))

@@ -49,11 +49,6 @@ def _numpy_is_quiet():
 # "openvino": the core's bits.
 
 
-@pytest.mark.sample(
-    *("float16-bf16", "float16-f16", "float16-f32", "float16-f8e5m2", "bfloat16-bf16"),
-    *("bfloat16-f16", "bfloat16-f32", "bfloat16-f8e5m2", "float32-bf16", "float32-f16"),
-    *("float32-f32", "float32-f8e4m3", "float32-f8e5m2"),
-)
 @pytest.mark.quick
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("source", [*HALVES, np.float32])

@@ -119,48 +119,12 @@ def test_forward_mode_sees_no_rounded_cotangent():
     np.testing.assert_allclose(dot, qx @ t * sx, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.exhaustive
-def test_transformations_agree():
-    x, w = draw(4, 6, 8), draw(8, 3, seed=1)
-
-    def loss(x, w):
-        return jnp.sum(dot_general(x, w, MATMUL) ** 2)
-
-    one_by_one = jnp.stack([jax.grad(loss)(row, w) for row in x])
-    np.testing.assert_allclose(jax.vmap(jax.grad(loss), (0, None))(x, w), one_by_one, rtol=1e-6)
-    summed = jax.grad(lambda w: jnp.sum(jax.vmap(loss, (0, None))(x, w)))(w)
-    separate = sum(jax.grad(loss, 1)(row, w) for row in x)
-    np.testing.assert_allclose(summed, separate, rtol=1e-5, atol=1e-5)
-
-    def scanned(x, w):
-        return jax.lax.scan(lambda c, row: (c + jax.checkpoint(loss)(row, w), None), 0.0, x)[0]
-
-    np.testing.assert_allclose(jax.grad(scanned)(x, w), one_by_one, rtol=1e-6)
-
-
 def test_the_gradient_by_a_weakly_typed_kernel_is_not_weak():
     kernel = jax.lax.full((4, 4), 0.5)
     assert kernel.weak_type
     for transform in (lambda f: f, jax.jit):
         gradient = transform(jax.grad(lambda w: dot_general(jnp.ones((2, 4)), w, MATMUL).sum()))
         assert not gradient(kernel).weak_type
-
-
-@pytest.mark.exhaustive
-def test_second_derivatives_are_those_of_the_estimate():
-    x, w = draw(4, 5), draw(5, 3, seed=1)
-    recipe = Recipe(gradient=None)
-
-    def loss(x):
-        return jnp.sum(dot_general(x, w, MATMUL, recipe=recipe) ** 2)
-
-    qw, sw = quantized(w)
-    hessian = jax.hessian(loss)(x).reshape(20, 20)
-    expected = 2 * np.kron(np.eye(4), (qw * sw) @ (qw * sw).T)
-    np.testing.assert_allclose(hessian, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(jax.jacfwd(jax.jacfwd(loss))(x).reshape(20, 20), expected, atol=1e-5)
-    mixed = jax.jacobian(jax.grad(lambda x, w: jnp.sum(dot_general(x, w, MATMUL))), 1)(x, w)
-    np.testing.assert_array_equal(mixed[0, :, :, 0], np.eye(5))  # d(dx)/dw of x @ w
 
 
 def test_a_recipe_without_formats_is_the_plain_product():
