@@ -232,7 +232,7 @@ def test_values_and_gradients_follow_the_plain_model(name):
         return jnp.mean(model(batch) ** 2)
 
     model, wrapped = made(name), qt.nnx.wrap(made(name))
-    (_, plain), (_, grads) = (nnx.value_and_grad(loss)(m) for m in (model, wrapped))
+    (_, plain), (_, grads) = (nnx.jit(nnx.value_and_grad(loss))(m) for m in (model, wrapped))
     a, b = (
         np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
         for tree in (plain, grads)

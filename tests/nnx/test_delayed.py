@@ -66,7 +66,7 @@ def edge(amax):
 
 def test_the_first_step_scales_as_current_scaling_does(x):
     value, grads = step(qt.nnx.wrap(Net(), DELAYED), x)
-    expected, wanted = nnx.value_and_grad(loss)(qt.nnx.wrap(Net(), CURRENT), x)
+    expected, wanted = nnx.jit(nnx.value_and_grad(loss))(qt.nnx.wrap(Net(), CURRENT), x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, wanted)
 
@@ -74,11 +74,11 @@ def test_the_first_step_scales_as_current_scaling_does(x):
 def test_gradients_clip_as_those_of_the_plain_model(x):
     """Flax's fp8_ops: the global norm went from 5.1 to 28.8 by the scales in it."""
     model = qt.nnx.wrap(Net(), DELAYED)
-    _, plain = nnx.value_and_grad(loss)(Net(), x)
+    _, plain = nnx.jit(nnx.value_and_grad(loss))(Net(), x)
     _, grads = step(model, x)
     assert jax.tree.structure(jax.tree.leaves(grads)) == jax.tree.structure(jax.tree.leaves(plain))
     np.testing.assert_allclose(optax.tree.norm(grads), optax.tree.norm(plain), rtol=0.05)
-    _, grads = qt.nnx.value_and_grad(loss, wrt=nnx.PathContains("b"))(model, x)
+    _, grads = nnx.jit(qt.nnx.value_and_grad(loss, wrt=nnx.PathContains("b")))(model, x)
     assert set(nnx.to_pure_dict(grads)) == {"b"}
 
 
@@ -334,7 +334,7 @@ def test_several_models_are_passed_as_one(x):
     for given in (tuple(models), models, dict(enumerate(models))):
         with refused(TypeError, r"expected an nnx.Module; pass several models as one"):
             qt.nnx.value_and_grad(both)(given, x)
-    _, grads = qt.nnx.value_and_grad(both)(nnx.List(models), x)
+    _, grads = nnx.jit(qt.nnx.value_and_grad(both))(nnx.List(models), x)
     assert sorted(grads) == [0, 1]
     assert all(newest(model).min() > 0 for model in models)
 

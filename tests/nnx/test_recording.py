@@ -535,12 +535,12 @@ def test_devices_of_pmap_have_one_history(value_and_grad):
 def test_bad_counts_what_saturates_by_more_than_a_factor_of_two(value_and_grad):
     """Oracle: NumPy. Such a step enters the history, one with an infinity does not."""
     model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), FORWARD)
-    expected, known = 0, 0.0
+    expected, known, step = 0, 0.0, nnx.jit(value_and_grad(loss))
     for factor in (1, 1.5, 2.9, 3.0, 40, 40, 3, jnp.inf):
         amax = factor * np.abs(X).max()
         expected += int(amax >= 2 * known > 0)
         known = max(known, edge(amax)) if np.isfinite(amax) else known
-        value_and_grad(loss)(model, jnp.where(jnp.abs(X) == jnp.abs(X).max(), factor * X, X))
+        step(model, jnp.where(jnp.abs(X) == jnp.abs(X).max(), factor * X, X))
     assert expected == 2
     assert int(state_of(model)["kernel"]["bad"][...]) == expected
     assert history_of(model).max() == known
@@ -560,10 +560,10 @@ class Gradient(nnx.Module):
 def test_a_model_that_differentiates_itself(value_and_grad):
     """Its own matmul is quantized and moves its state, the derivative's stays. Oracle: by hand."""
     model = qt.nnx.wrap(Gradient(), FORWARD)
-    kernel = model.energy.kernel[...]
+    kernel, step = model.energy.kernel[...], nnx.jit(value_and_grad(loss))
     for factor in (1, 20):
         slopes = 1 - jnp.tanh(model.energy(factor * X)) ** 2
-        value, grads = value_and_grad(loss)(model, factor * X)
+        value, grads = step(model, factor * X)
         np.testing.assert_allclose(value, jnp.mean((slopes @ kernel.T) ** 2), rtol=1e-5)
         assert jnp.any(grads["energy"]["kernel"][...])
         assert history_of(model.energy)[0, 0] == edge(factor * np.abs(X).max())
