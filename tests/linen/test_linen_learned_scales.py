@@ -403,18 +403,3 @@ def test_what_is_not_finite_stays_so(bad):
         np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
     assert np.isfinite(ours[1]).any()
     assert not np.isfinite(ours[1]).all()
-
-
-@pytest.mark.quick
-def test_debug_nans_finds_none_in_a_correct_run():
-    """A scale that is not started is NaN, which no user has to look for."""
-    module, x = qt.linen.wrap(nn.Dense(4), qt.recipes.int4_lsq), jnp.ones((2, 4))
-    with jax.debug_nans(True):
-        variables = module.init(jax.random.key(0), x)
-        trained = {"params": variables["params"]}
-        for given in (variables, trained):
-            started = qt.linen.start_scales(module, given, x)
-            step = qt.linen.value_and_grad(
-                lambda variables: (module.apply(variables, x) ** 2).mean()
-            )
-            assert jax.jit(step)(started)[0] > 0

@@ -438,26 +438,6 @@ def test_what_is_not_reached_is_reported():
     assert (len(plain.quantized), len(plain.unexplained)) == (0, len(plain.left))
 
 
-def test_static_methods_and_class_methods():
-    """Oracle: by hand, two matmuls forward; one derivative by the kernel, one by its result."""
-
-    class Static(nn.Module):
-        @staticmethod
-        def scores(query, key):
-            return query @ key.mT
-
-        @nn.compact
-        def __call__(self, x):
-            return self.scores(nn.Dense(16)(x), x)
-
-    class Class(Static):
-        scores = classmethod(lambda cls, query, key: query @ key.mT)
-
-    for module in (Static(), Class()):
-        found = report(wrap(module, strict=(X,)), shapes(module, X), X)
-        assert (found.left, sum(p.count for p in found.quantized)) == ((), 4)
-
-
 def test_strict():
     assert wrap(Stack(), strict=(X,)) == wrap(Stack())
     with refused(ValueError, r"^wrap: 3 matmuls of Hidden are not .*, first float32"):
@@ -474,46 +454,6 @@ def test_strict():
     assert report(wrap(Stack(), Rules({"tide": B}, A)), shapes(Stack(), X), X).unreached == (
         "rule tide",
     )
-
-
-class Gram(nn.Module):
-    def setup(self):
-        self.kernel = self.param("kernel", nn.initializers.normal(), (16, 16))
-
-    @property
-    def gram(self):
-        return self.kernel @ self.kernel.T
-
-    def __call__(self, x):
-        return x + self.gram[:6]
-
-
-def test_a_product_in_a_property():
-    """Oracle: `qt.dot_general`."""
-    module = wrap(Gram(), strict=(X,))
-    variables = module.init(KEY, X)
-    kernel = variables["params"]["kernel"]
-    gram = qt.dot_general(kernel, kernel, (((1,), (1,)), ((), ())))
-    np.testing.assert_allclose(module.apply(variables, X), X + gram[:6], rtol=1e-5, atol=1e-5)
-
-
-class Yielding(nn.Module):
-    def setup(self):
-        self.dense = nn.Dense(16)
-
-    def steps(self, x):
-        for _ in range(2):
-            yield self.dense(x) @ x.mT
-
-    def __call__(self, x):
-        return sum(self.steps(x))
-
-
-def test_a_method_that_yields():
-    """Oracle: two matmuls and two derivatives for each step. Its gradient was lost, silently."""
-    variables = shapes(Yielding(), X)
-    found = report(wrap(Yielding()), variables, X)
-    assert (sum(p.count for p in found.quantized), found.left) == (8, ())
 
 
 class Optional(nn.Module):
