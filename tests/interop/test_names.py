@@ -115,7 +115,7 @@ def test_heads_that_are_tied_to_embeddings_are_known(tmp_path):
     heads = {name for path in sources for name in tied.findall(path.read_text())}
     save(tmp_path / "in", {"mlp.weight": np.ones((64, 64), np.float32)})
     report = convert(tmp_path / "in", tmp_path / "out", layout="compressed-tensors")
-    (pattern,) = report.quantization_config["ignore"]
+    *_, pattern = report.quantization_config["ignore"]
     found = re.compile(pattern.removeprefix("re:"))
     assert len(heads) > 20
     assert [name for name in sorted(heads) if not found.match(name) and "embed" not in name] == []
