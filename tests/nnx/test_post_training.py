@@ -136,6 +136,10 @@ class Parallel(nnx.Module):
         return run(self.layers, x)
 
 
+@pytest.mark.sample(
+    *("int8-gptq-False", "nvfp4-gptq-True", "int4_group32-smoothquant-False"),
+    *("int8-smoothquant-True", "nvfp4-hadamard+awq-False", "int4_group32-hadamard+awq-True"),
+)
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("method", ["gptq", "smoothquant", "hadamard+awq"])
 @pytest.mark.parametrize("spec", ["int8", "nvfp4", "int4_group32"])

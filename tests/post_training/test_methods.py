@@ -60,6 +60,7 @@ GATES = {
 }
 
 
+@pytest.mark.sample(*(f"{gate}-smoothquant" for gate in GATES), "gated-awq")
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 @pytest.mark.parametrize("gate", GATES)
 def test_factors_are_folded_only_where_results_stay(method, gate):
@@ -116,6 +117,7 @@ class Mixing(nnx.Module):
         return self.layer(self.norm(x))
 
 
+@pytest.mark.sample("tokens-awq", *(f"{n}-smoothquant" for n in ("few tokens", "two axes", "conv")))
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 @pytest.mark.parametrize(
     ("layer", "tokens", "along"),

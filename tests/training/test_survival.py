@@ -38,18 +38,22 @@ RECIPES = {
 CASES = [(shell, recipe) for shell in ("nnx", "linen") for recipe in RECIPES if recipe != "plain"]
 
 
-def cases(*, marks=(), of_others=()):
-    """All shells and recipes. Those with state, which is what may not survive, have `marks`."""
+def cases(is_usual, of_delayed=()):
+    """All shells and recipes; those that are not usual are exhaustive."""
     marked = [
-        pytest.param(*case, marks=marks if case[1] == "delayed" else of_others) for case in CASES
+        pytest.param(*case, marks=pytest.mark.exhaustive if not is_usual(*case) else marks)
+        for case in CASES
+        for marks in [of_delayed if case[1] == "delayed" else ()]
     ]
     return pytest.mark.parametrize(("shell", "recipe"), marked)
 
 
-# Each case compiles programs of its own. Outside of `make exhaustive` all recipes are trained and
-# mapped; only those with state go through the other checks.
-EACH = cases(marks=pytest.mark.quick)
-STATEFUL = cases(of_others=pytest.mark.exhaustive)
+# Each case compiles programs of its own. Outside of `make exhaustive` all recipes are trained, and
+# mapped those with a history or keys; a history is what may not survive the other checks.
+QUICK = pytest.mark.quick
+TRAINED = cases(lambda shell, recipe: shell == "nnx" or recipe in ("delayed", "nvfp4"), QUICK)
+MAPPED = cases(lambda shell, recipe: recipe in ("delayed", "nvfp4"), QUICK)
+STATEFUL = cases(lambda shell, recipe: recipe == "delayed")
 
 
 def nearness(recipe):
@@ -236,7 +240,7 @@ def edge(amax):
     return (((bits >> 20) + 1) << 20).view(np.float32)
 
 
-@EACH
+@TRAINED
 def test_donation_accumulation_and_clipping_in_one_trace(shell, recipe):
     train = fresh(shell, recipe)
     losses, grads = zip(*(train(X) for _ in range(10)), strict=True)
@@ -334,7 +338,7 @@ def transformed(shell, recipe):
     return program(net.params, net.kept)
 
 
-@EACH
+@MAPPED
 def test_mapped_steps_and_micro_batches_are_single_steps(shell, recipe):
     (kept, (values, grads)), second = transformed(shell, recipe)
     train = fresh(shell, recipe, "simple")
