@@ -89,48 +89,22 @@ def test_the_page_s_words():
     assert cast(np.array([314.15926]), "STRING") == "314.15926"
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        *(
-            (" 1.5\t", 1.5),
-            ("5.", 5.0),
-            (".5", 0.5),
-            ("+.5e+1", 5.0),
-            ("-0", -0.0),
-            ("00012", 12.0),
-        ),
-        *(("1e400", np.inf), ("-1e400", -np.inf), ("1e-400", 0.0), ("-1e-400", -0.0), ("0e999", 0)),
-        *(("1e" + "9" * 5000, np.inf), ("1e-" + "9" * 5000, 0.0), ("9" * 6000, np.inf)),
-        *(("0." + "0" * 6000 + "1e6001", 1.0), ("1" + "0" * 6000 + "e-6000", 1.0)),
-    ],
-)
+@each(("text", "number"), [
+    (" 1.5\t", 1.5), ("5.", 5.0), (".5", 0.5), ("+.5e+1", 5.0), ("-0", -0.0), ("00012", 12.0),
+    ("1e400", np.inf), ("-1e400", -np.inf), ("1e-400", 0.0), ("-1e-400", -0.0), ("0e999", 0),
+    ("1e" + "9" * 5000, np.inf), ("1e-" + "9" * 5000, 0.0), ("9" * 6000, np.inf),
+    ("0." + "0" * 6000 + "1e6001", 1.0), ("1" + "0" * 6000 + "e-6000", 1.0),
+])  # fmt: skip
 def test_forms_of_numbers(text, number):
     got = np.asarray(cast(text, "FLOAT"))
     assert got == number
     assert np.signbit(got) == np.signbit(number)
 
 
-@each(
-    "text",
-    [
-        *(
-            "Hello World!",
-            "",
-            " ",
-            ".",
-            "e5",
-            "1e",
-            "1e+",
-            "1.5abc",
-            "1,5",
-            "1_000",
-            "0x1p3",
-            "--1",
-        ),
-        *("infinity", "-NaN", "nan(1)", "true", "1 2", "٣", "½", "1e5.0", "+ 1", "1\x00"),
-    ],
-)
+@each("text", [
+    "Hello World!", "", " ", ".", "e5", "1e", "1e+", "1.5abc", "1,5", "1_000", "0x1p3", "--1",
+    "infinity", "-NaN", "nan(1)", "true", "1 2", "٣", "½", "1e5.0", "+ 1", "1\x00",
+])  # fmt: skip
 @each("to", ["FLOAT", "INT8", "BOOL", "FLOAT8E8M0", "FLOAT6E3M2"])
 def test_text_that_is_no_number(text, to):
     x = np.array([["1", "2", "3"], ["4", text, "no"]], object)
@@ -230,19 +204,8 @@ def test_ieee_floats_print_the_fewest_digits_in_plain_notation(name):
 
 def test_known_numbers_in_print():
     x = np.array([1, 1e-5, 123456789, 0.1, -2.5, 1e10, np.inf, -np.inf, np.nan, -np.nan, -0.0])
-    wanted = [
-        "1",
-        "0.00001",
-        "123456790",
-        "0.1",
-        "-2.5",
-        "10000000000",
-        "INF",
-        "-INF",
-        "NaN",
-        "NaN",
-    ]
-    assert cast(x.astype(np.float32), "STRING").tolist() == [*wanted, "-0"]
+    wanted = "1 0.00001 123456790 0.1 -2.5 10000000000 INF -INF NaN NaN -0"
+    assert cast(x.astype(np.float32), "STRING").tolist() == wanted.split()
     assert cast(np.array([True, False]), "STRING").tolist() == ["1", "0"]
     big = np.array([2**64 - 1], np.uint64)
     assert cast(big, "STRING").tolist() == ["18446744073709551615"]

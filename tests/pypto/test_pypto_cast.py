@@ -141,45 +141,41 @@ def test_there_are_21_pairs():
 HALF = 2.0**-11
 
 
-@pytest.mark.sample(
-    *("DT_FP32-0.500244140625-DT_FP16-expected0", "DT_FP16--1.5-DT_INT16-expected5"),
-    "DT_FP32-65520.0-DT_FP16-expected13",
-)
-@pytest.mark.parametrize(
-    ("source", "x", "to", "expected"),
-    [
+INF = np.inf
+DOCUMENTED = {  # a number, and its casts in the order of MODES
+    ("DT_FP32", "DT_FP16"): [
         # 0.5 + 2**-12 lies between two float16 numbers, at their middle.
-        ("DT_FP32", 0.5 + HALF / 2, "DT_FP16", (0.5, 0.5 + HALF, 0.5, 0.5 + HALF, 0.5, 0.5 + HALF)),
-        ("DT_INT32", 2**25 + 3, "DT_FP32", (4, 4, 0, 4, 0, 4)),
-        ("DT_INT16", 4098, "DT_FP16", (4096, 4100, 4096, 4100, 4096, 4100)),
-        ("DT_FP16", 127.5, "DT_INT16", (128, 128, 127, 128, 127, 127)),
-        ("DT_FP16", 127.5, "DT_INT8", (127,) * 6),
-        ("DT_FP16", -1.5, "DT_INT16", (-2, -2, -2, -1, -1, -1)),
-        ("DT_FP16", 2.5, "DT_INT16", (2, 3, 2, 3, 2, 3)),
-        ("DT_FP16", 0.25, "DT_INT32", (0, 0, 0, 1, 0, 1)),
-        ("DT_FP16", -128.4, "DT_INT8", (-128, -128, -128, -128, -128, -128)),
-        ("DT_FP16", -0.9, "DT_UINT8", (0,) * 6),
-        ("DT_FP32", -0.25, "DT_INT32", (0, 0, -1, 0, 0, -1)),
-        ("DT_FP32", 65504.0, "DT_FP16", (65504,) * 6),
-        ("DT_FP32", 65519.0, "DT_FP16", (65504, 65504, 65504, np.inf, 65504, 65504)),
-        ("DT_FP32", 65520.0, "DT_FP16", (np.inf, np.inf, 65504, np.inf, 65504, 65504)),
-        ("DT_FP32", 1e6, "DT_FP16", (np.inf, np.inf, 65504, np.inf, 65504, 65504)),
-        ("DT_FP32", -1e6, "DT_FP16", (-np.inf, -np.inf, -np.inf, -65504, -65504, -65504)),
-        ("DT_FP32", np.inf, "DT_FP16", (np.inf,) * 6),
-        ("DT_FP32", np.inf, "DT_INT32", (2**31 - 1,) * 6),
-        ("DT_FP16", -np.inf, "DT_UINT8", (0,) * 6),
-        ("DT_FP32", np.nan, "DT_INT16", (0,) * 6),
-        ("DT_FP32", -0.0, "DT_BF16", (-0.0,) * 6),
-        ("DT_FP32", 2.0**-25, "DT_FP16", (0, 2.0**-24, 0, 2.0**-24, 0, 2.0**-24)),
+        (0.5 + HALF / 2, (0.5, 0.5 + HALF, 0.5, 0.5 + HALF, 0.5, 0.5 + HALF)),
+        (65504.0, (65504,) * 6), (65519.0, (65504, 65504, 65504, INF, 65504, 65504)),
+        (65520.0, (INF, INF, 65504, INF, 65504, 65504)), (INF, (INF,) * 6),
+        (1e6, (INF, INF, 65504, INF, 65504, 65504)),
+        (-1e6, (-INF, -INF, -INF, -65504, -65504, -65504)),
+        (2.0**-25, (0, 2.0**-24, 0, 2.0**-24, 0, 2.0**-24)),
     ],
-)
-def test_documented_values(source, x, to, expected):
-    x = np.array([x], DTYPES[source])
-    base = 2.0**25 if source == "DT_INT32" else 0.0
-    for mode, value in zip(MODES, expected, strict=True):
-        y = pypto.cast(x, dt(to), CastMode[f"CAST_{mode}"])
-        np.testing.assert_array_equal(np.asarray(y).astype(np.float64) - base, [value], mode)
-        assert np.signbit(np.asarray(y).astype(np.float64) - base) == np.signbit(value)
+    ("DT_INT32", "DT_FP32"): [(2**25 + 3, tuple(2**25 + n for n in (4, 4, 0, 4, 0, 4)))],
+    ("DT_INT16", "DT_FP16"): [(4098, (4096, 4100, 4096, 4100, 4096, 4100))],
+    ("DT_FP16", "DT_INT16"): [
+        (127.5, (128, 128, 127, 128, 127, 127)), (-1.5, (-2, -2, -2, -1, -1, -1)),
+        (2.5, (2, 3, 2, 3, 2, 3)),
+    ],
+    ("DT_FP16", "DT_INT8"): [(127.5, (127,) * 6), (-128.4, (-128,) * 6)],
+    ("DT_FP16", "DT_INT32"): [(0.25, (0, 0, 0, 1, 0, 1))],
+    ("DT_FP16", "DT_UINT8"): [(-0.9, (0,) * 6), (-INF, (0,) * 6)],
+    ("DT_FP32", "DT_INT32"): [(-0.25, (0, 0, -1, 0, 0, -1)), (INF, (2**31 - 1,) * 6)],
+    ("DT_FP32", "DT_INT16"): [(np.nan, (0,) * 6)],
+    ("DT_FP32", "DT_BF16"): [(-0.0, (-0.0,) * 6)],
+}  # fmt: skip
+
+
+@each("pair", DOCUMENTED)
+def test_documented_values(pair):
+    source, to = pair
+    x = np.array([x for x, _ in DOCUMENTED[pair]], DTYPES[source])
+    got = in_every_mode(x, to, modes=[CastMode[f"CAST_{mode}"] for mode in MODES])
+    values = np.transpose([np.asarray(y).astype(np.float64) for y in got.values()])
+    expected = np.array([codes for _, codes in DOCUMENTED[pair]], np.float64)
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(np.signbit(values), np.signbit(expected))
 
 
 @pytest.mark.quick
@@ -353,7 +349,7 @@ def test_what_extended_would_take_is_said():
         pypto.cast(jnp.ones(2, jnp.float32), "DT_INT8")
 
 
-@pytest.mark.parametrize("shape", [(), (1, 1, 1, 1, 1), (2,) * 6])
+@each("shape", [(), (1, 1, 1, 1, 1), (2,) * 6])
 def test_ranks(shape):
     with refused(ValueError, rf"pypto\.cast: input has {len(shape)} axes.*expected 1 to 4"):
         pypto.cast(jnp.ones(shape, jnp.float32), "DT_FP16")
