@@ -29,7 +29,7 @@ _MEANT = {
         ("global_scale", "per_tensor_scale", "scale_2"), "write tensor_scale=..."
     ),
     **dict.fromkeys(("estimator", "ste", "grad"), "write gradient='identity', say"),
-    "amax": "write scale=qtoolkit.scaling.scale_from_amax(amax, fmt)",
+    "amax": "write scale=amax / float(qtoolkit.format(fmt).max_finite)",
     **dict.fromkeys(("dtype", "format", "to", "qtype"), "the format is the second argument"),
 }  # fmt: skip
 

@@ -22,15 +22,14 @@ from qtoolkit.products._taps import Seen
 from qtoolkit.scaling import (
     MSE,
     AbsMax,
-    AmaxHistory,
     Bins,
     MinMax,
     MovingAverage,
-    Observer,
     Percentile,
     QArray,
 )
 from qtoolkit.scaling.internal import (
+    Observer,
     amax_of,
     observed_summary,
     occurrences,
@@ -41,7 +40,6 @@ OBSERVERS: dict[str, type[Observer]] = {
     "moving_average": MovingAverage,
     "percentile": Percentile,
     "mse": MSE,
-    "amax_history": AmaxHistory,
 }
 _HISTOGRAMS = (Percentile, MSE)
 _STATIC: Any = {"static": True}

@@ -11,11 +11,9 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from qtoolkit.casts.internal import (
     binary_parts,
-    check_differentiable,
     differentiable_widened,
     dtype_from_codes,
     e8m0_codes,
@@ -37,50 +35,12 @@ from qtoolkit.formats import (
     FLOAT32,
     BlockFormat,
     FloatFormat,
-    FormatLike,
     IntFormat,
     TableFormat,
-    format,
 )
 from qtoolkit.formats.internal import POWER_RULES, binade
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
-
-
-def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
-    """The scale that maps `amax` to the largest finite value of `fmt`: their IEEE quotient.
-
-    Args:
-      amax: float32, float16 or bfloat16, finite and not negative, which is not checked.
-      fmt: The format that x / scale is to be rounded to.
-
-    Returns:
-      Shape of `amax`, float32. 1 where `amax` is zero, because zeros then stay exact zeros, and
-      infinities saturate to the largest finite value. Else at least 2**-126, float32's lowest
-      normal number, because XLA's CPU would take a smaller scale for zero and divide by that.
-
-    Raises:
-      TypeError: `amax` has another dtype; or `fmt` is a block format, whose rules `quantize`
-        follows.
-      ValueError: `fmt` names no format, or has no positive value (int1).
-
-    Examples:
-      >>> amax = jnp.asarray([896.0, 7.0, 0.0])
-      >>> qt.scaling.scale_from_amax(amax, "e4m3fn")  # amax / 448; 1 for zeros
-      Array([2.      , 0.015625, 1.      ], dtype=float32)
-    """
-    if isinstance(fmt, BlockFormat):
-        raise TypeError(
-            f"scale_from_amax: fmt is the block format {fmt.name}, expected a number format; "
-            "quantize(x, fmt).scale has the scales of block formats"
-        )
-    element = format(fmt)
-    if element.max_finite <= 0:
-        raise ValueError(
-            f"scale_from_amax: {element.name} has no positive value, expected a wider format"
-        )
-    amax = check_differentiable("scale_from_amax", amax, "amax", wide=False)
-    return _quotient_scale(differentiable_widened(amax), element.max_finite, _LEAST)
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:

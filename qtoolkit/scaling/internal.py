@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
+from qtoolkit.scaling._awq import awq_factors
 from qtoolkit.scaling._blocks import (
     Blocks,
     TornBlocksError,
@@ -38,7 +39,7 @@ from qtoolkit.scaling._history import (
 )
 from qtoolkit.scaling._input_transform import InputTransform
 from qtoolkit.scaling._metrics import occurrences
-from qtoolkit.scaling._observer import observed_summary
+from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import (
     asymmetric,
@@ -48,10 +49,12 @@ from qtoolkit.scaling._scales import (
     tensor_scale_from,
     unclamped_range,
 )
+from qtoolkit.scaling._smoothing import smoothing_factors
 from qtoolkit.scaling._tally import (
     LOWEST_EXPONENT,
     TALLY_SHAPES,
     TALLY_SIZE,
+    Tally,
     extreme,
     marked,
     marked_size,
