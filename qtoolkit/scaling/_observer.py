@@ -18,6 +18,7 @@ Each field declares how it is merged; `merge` and `merge_across` both follow tha
 
 import dataclasses
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -78,7 +79,7 @@ class Merge(NamedTuple):
 STATIC = {"static": True}
 COUNT = {"merge": Merge(added, _added_across)}
 MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
-SUM = {"merge": Merge(jnp.add, lax.psum)}
+SUM = {"merge": Merge(operator.add, lax.psum)}  # of NumPy's numbers, too
 
 
 def merged(state: Any, value: Callable[[Merge, str], Array]) -> Any:

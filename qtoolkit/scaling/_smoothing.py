@@ -26,8 +26,8 @@ def smoothing_factors(
       activation_amax: [channels], the largest |x| of each channel, over calibration data; float32,
         float16 or bfloat16, finite, not negative.
       weight_amax: [channels], the largest |w| that meets each channel, likewise.
-      alpha: A static number; how much of the range moves to the weights, from 0 to 1.
-        At 0.5 both operands end with the same amax in every channel: sqrt(activation_amax * weight_amax).
+      alpha: How much of the range moves to the weights, from 0 to 1; static. At 0.5 both operands
+        end with the same amax in every channel: sqrt(activation_amax * weight_amax).
       power_of_two: Whether to round factors to the nearest power of two, by their logarithm. Then
         dividing and multiplying by them rounds nothing.
 

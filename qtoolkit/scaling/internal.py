@@ -25,7 +25,14 @@ from qtoolkit.scaling._engine import (
     single_scale,
     unscaled_values,
 )
-from qtoolkit.scaling._error_sums import ErrorSums, error_sums
+from qtoolkit.scaling._error_sums import (
+    SlabSums,
+    WeightErrors,
+    error_sums,
+    slab_errors,
+    slab_sums,
+    weight_errors,
+)
 from qtoolkit.scaling._find_scales import find_scales, finite_range
 from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import (
