@@ -122,7 +122,8 @@ class ErrorSums(Mergeable):
         if isinstance(count, jax.core.Tracer):
             count, total = (jnp.asarray(n, jnp.float32) for n in (count, total))
             return count / jnp.maximum(total, np.float32(1))
-        return count / np.maximum(total, np.float64(1))
+        count, total = (np.asarray(n, np.float64) for n in (count, total))
+        return (count / np.maximum(total, 1))[()]
 
     def _sums(self) -> tuple[Any, Any, Any]:
         """A module with `log`; the four sums, and the exponents of the powers of two they count."""

@@ -29,6 +29,7 @@ from qtoolkit.scaling._observer import (
     MAX,
     STATIC,
     Observer,
+    Summary,
     added,
     check_number,
     from_bits,
@@ -130,7 +131,7 @@ class Histogram(Observer):
     counts: Array = dataclasses.field(metadata=COUNT)
     magnitude: Array = dataclasses.field(metadata=MAX)
 
-    def _counted(self, x: Array) -> Array:
+    def _summary(self, x: Array) -> Summary:
         scales = self.spec.scale_shape(x.shape)
         lengths = self.spec.block_lengths(x.shape)
         block = jnp.zeros(x.shape, jnp.int32)
@@ -140,10 +141,11 @@ class Histogram(Observer):
                 block = block * np.int32(blocks) + along
         index = block * np.int32(self.bins.count) + self.bins.index(exact_float32(x))
         counts = jnp.zeros(int(np.prod(scales)) * self.bins.count, jnp.uint32)
-        return counts.at[index].add(np.uint32(1)).reshape(*scales, self.bins.count)
+        counts = counts.at[index].add(np.uint32(1)).reshape(*scales, self.bins.count)
+        return *super()._summary(x), counts
 
-    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
-        assert counts is not None
+    def _after(self, summary: Summary) -> Self:
+        amax, counts = summary
         return dataclasses.replace(
             self,
             counts=added(self.counts, counts),

@@ -46,6 +46,7 @@ from qtoolkit.scaling._scales import scale_from, tensor_scale_from
 
 Array = jax.Array
 AxisNames = str | tuple[str, ...]
+Summary = tuple[Array, ...]
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -243,16 +244,12 @@ class Observer(Mergeable):
         """The amax of each block, from which the second scale is computed."""
         return self._block_amax()
 
-    def _after(self, x: Array) -> Self:
+    def _summary(self, x: Array) -> Summary:
+        """What the state needs to know of a batch: by default the patterns of its amaxes."""
+        return (amax_bits(x, self.spec),)
+
+    def _after(self, summary: Summary) -> Self:
         """The state after a good batch, with the old counters."""
-        return self._after_summary(amax_bits(x, self.spec), self._counted(x))
-
-    def _counted(self, x: Array) -> Array | None:
-        """The histogram of a batch, for states that keep one."""
-        return None
-
-    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
-        """`_after`, from the patterns of the amaxes of a batch and its histogram."""
         raise NotImplementedError
 
 
@@ -290,13 +287,13 @@ def stored_tensor_scale(state: Observer) -> Array | None:
 
 @jax.jit
 def _observed(state: State, x: Array) -> State:
-    return _counting(state, state._after(x), jnp.all(jnp.isfinite(x)))
+    return _counting(state, state._after(state._summary(x)), jnp.all(jnp.isfinite(x)))
 
 
 @jax.jit
-def observed_summary(state: State, amax: Array, counts: Array | None, is_good: Array) -> State:
-    """`state.observe(x)` from float32 amaxes in the shape of the scales, and histograms or None."""
-    return _counting(state, state._after_summary(magnitude_ordinal(amax), counts), is_good)
+def observed_summary(state: State, is_good: Array, amax: Array, *counts: Array) -> State:
+    """`state.observe(x)` from float32 amaxes in the shape of the scales, and a histogram if any."""
+    return _counting(state, state._after((magnitude_ordinal(amax), *counts)), is_good)
 
 
 def _counting(state: State, after: State, is_good: Array) -> State:

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from refused import refused
 
-import qtoolkit as qt
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling import hadamard_transform, metrics, quantize, sqnr_db
 from qtoolkit.scaling.internal import Scales, tally_of, tally_vector
