@@ -39,7 +39,7 @@ def hinting(function: Function) -> Function:
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
-    def called(*args: Any, **keywords: Any) -> Any:
+    def wrapper(*args: Any, **keywords: Any) -> Any:
         try:  # looking at the keywords first would take a tenth of the time of an eager cast
             return function(*args, **keywords)
         except TypeError:
@@ -59,4 +59,4 @@ def hinting(function: Function) -> Function:
             hint = f"did you mean {close[0]!r}?"
         return hint or f"expected some of {', '.join(parameters)}"
 
-    return called  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]

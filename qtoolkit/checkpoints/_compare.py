@@ -109,9 +109,9 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
         size=b.size,
         equal=not errors.differing,
         sqnr_db=errors.known_sqnr_db,
-        max_error=float(errors.max_error),
-        saturated=None if values is None else float(errors.saturated_fraction),
-        flushed=None if values is None else float(errors.flushed_fraction),
+        max_error=errors.max_error,
+        saturated=None if values is None else errors.saturated_fraction,
+        flushed=None if values is None else errors.flushed_fraction,
         nonfinite=errors.elements - errors.compared,
     )
 

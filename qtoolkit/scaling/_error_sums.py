@@ -82,7 +82,7 @@ class ErrorSums(Mergeable):
     def __add__(self, other: Self) -> Self:
         return self.merge(other)
 
-    # What follows from the sums: float64 where they are known, float32 where they are traced.
+    # What follows from the sums: numbers of Python, or float32 where the sums are traced.
 
     @property
     def sqnr_db(self) -> Any:
@@ -94,7 +94,7 @@ class ErrorSums(Mergeable):
         units = (exponents[..., 0] - exponents[..., 1]).astype(sums.dtype)
         decibels += units * (10 * math.log10(2))
         decibels = xp.where(signal > 0, decibels, -np.inf)
-        return xp.where(noise > 0, decibels, xp.where(self.compared > 0, np.inf, np.nan))[()]
+        return _number(xp.where(noise > 0, decibels, xp.where(self.compared > 0, np.inf, np.nan)))
 
     @property
     def cosine(self) -> Any:
@@ -106,7 +106,7 @@ class ErrorSums(Mergeable):
         norms = xp.sqrt(signal) * xp.sqrt(image)
         cosine = xp.ldexp(overlap / xp.where(norms > 0, norms, 1), units)
         both_zero = (signal == 0) & (image == 0)
-        return xp.where(both_zero, 1, xp.clip(cosine, -1, 1))[()]
+        return _number(xp.where(both_zero, 1, xp.clip(cosine, -1, 1)))
 
     @property
     def saturated_fraction(self) -> Any:
@@ -123,7 +123,7 @@ class ErrorSums(Mergeable):
             count, total = (jnp.asarray(n, jnp.float32) for n in (count, total))
             return count / jnp.maximum(total, np.float32(1))
         count, total = (np.asarray(n, np.float64) for n in (count, total))
-        return (count / np.maximum(total, 1))[()]
+        return _number(count / np.maximum(total, 1))
 
     def _sums(self) -> tuple[Any, Any, Any]:
         """A module with `log`; the four sums, and the exponents of the powers of two they count."""
@@ -136,6 +136,12 @@ class ErrorSums(Mergeable):
         below = jnp.where(slots == top - 1, np.float32(2.0 ** -(1 << _SLOT_BITS)), np.float32(0))
         highest = jnp.sum(self.moments * jnp.where(slots == top, np.float32(1), below), axis=-1)
         return jnp, highest, (top[..., 0] << np.int32(_SLOT_BITS)) + np.int32(_FIRST)
+
+
+def _number(x: Any) -> Any:
+    """An array of NumPy without axes as a number of Python."""
+    is_known = isinstance(x, np.ndarray | np.generic) and np.ndim(x) == 0
+    return x.item() if is_known else x
 
 
 class ArrayErrors(NamedTuple):
@@ -264,7 +270,7 @@ class WeightErrors(ErrorSums):
         """`sqnr_db`; None if all of x is 0, or a sum is not finite."""
         signal, noise = self.moments[:2, _OF_ONE]
         is_known = signal > 0 and np.isfinite(signal) and np.isfinite(noise)
-        return float(self.sqnr_db) if is_known else None
+        return self.sqnr_db if is_known else None
 
 
 def _moments(signal: float, noise: float) -> np.ndarray:

@@ -30,14 +30,14 @@ from qtoolkit.scaling._observer import (
     STATIC,
     Observer,
     Summary,
-    added,
     check_number,
     from_bits,
     pytree,
+    saturating_sum,
     start,
     stored_tensor_scale,
 )
-from qtoolkit.scaling._scales import effective, scale_from
+from qtoolkit.scaling._scales import effective_scale, scale_from
 
 Array = jax.Array
 
@@ -148,7 +148,7 @@ class Histogram(Observer):
         amax, counts = summary
         return dataclasses.replace(
             self,
-            counts=added(self.counts, counts),
+            counts=saturating_sum(self.counts, counts),
             magnitude=jnp.maximum(self.magnitude, amax),
         )
 
@@ -302,7 +302,7 @@ class MSE(Histogram):
         def search(block: tuple[Array, Array]) -> Array:
             counts, amax = block
             candidates = jnp.minimum(amax * factors, _LARGEST).at[0].set(amax)
-            scales = effective(scale_from(candidates, spec, second), second, spec)
+            scales = effective_scale(scale_from(candidates, spec, second), second, spec)
             costs = lax.map(lambda scale: self._cost(counts, amax, scale), scales)
             costs = jnp.where(jnp.isnan(costs), np.float32(np.inf), costs)
             return candidates[jnp.argmin(costs)]

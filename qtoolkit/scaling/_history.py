@@ -48,7 +48,7 @@ def amax_to_keep(x: Array) -> tuple[Array, Array]:
     return jnp.where(is_bad, np.float32(0), amax), is_bad
 
 
-def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
+def updated_history(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     """Updates float32[..., arrays, steps] histories, the newest amax first, after one more step.
 
     Args:
@@ -68,8 +68,8 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     amax = jnp.where(top > 0, from_magnitude_ordinal(edge, jnp.float32), 0)
     longer = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)
     is_good = (top > 0) & ~is_bad[..., None]
-    known = jnp.max(history, axis=-1)
+    before = jnp.max(history, axis=-1)
     # Halved, not doubled: twice a large float32 is an infinity.
-    is_far = jnp.any((known > 0) & (amax / FAR > known), axis=-1)
+    is_far = jnp.any((before > 0) & (amax / FAR > before), axis=-1)
     new_bad = bad + (is_bad | is_far).astype(jnp.uint32)
     return jnp.where(is_good[..., None], longer, history), new_bad

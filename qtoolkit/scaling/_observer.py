@@ -53,13 +53,13 @@ Kind = TypeVar("Kind", bound=type)
 _MOST = np.uint32(0xFFFFFFFF)
 
 
-def added(a: Array, b: Array) -> Array:
+def saturating_sum(a: Array, b: Array) -> Array:
     """The sum of uint32 counts, 2**32 - 1 where it is more."""
     total = a + b
     return jnp.where(total < a, _MOST, total)
 
 
-def _added_across(counts: Array, axis_name: AxisNames) -> Array:
+def _saturating_psum(counts: Array, axis_name: AxisNames) -> Array:
     """The sum of uint32 counts of fewer than 2**16 devices, 2**32 - 1 where it is more."""
     # 16 bits of each are summed at a time, so that no sum wraps.
     low = lax.psum(counts & np.uint32(0xFFFF), axis_name)
@@ -78,12 +78,12 @@ class Merge(NamedTuple):
 # Metadata of fields. Static ones are configuration, which states that are merged must share; all
 # others are arrays.
 STATIC = {"static": True}
-COUNT = {"merge": Merge(added, _added_across)}
+COUNT = {"merge": Merge(saturating_sum, _saturating_psum)}
 MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
 SUM = {"merge": Merge(operator.add, lax.psum)}  # of NumPy's numbers, too
 
 
-def merged(state: Any, value: Callable[[Merge, str], Array]) -> Any:
+def merge_fields(state: Any, value: Callable[[Merge, str], Array]) -> Any:
     """A dataclass with `value` of the rule and the name of each field that has a rule."""
     leaves = [f for f in dataclasses.fields(state) if "merge" in f.metadata]
     values: dict[str, Any] = {f.name: value(f.metadata["merge"], f.name) for f in leaves}
@@ -107,11 +107,11 @@ def pytree(kind: Kind) -> Kind:
         return next(parts), next(parts)
 
     def flatten_with_keys(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        children, known = flatten(state)
-        return tuple(zip(keys, children, strict=True)), known
+        children, configuration = flatten(state)
+        return tuple(zip(keys, children, strict=True)), configuration
 
-    def unflatten(known: tuple[Any, ...], children: Any) -> Any:
-        return kind(**dict(zip((*static, *arrays), (*known, *children), strict=True)))
+    def unflatten(configuration: tuple[Any, ...], children: Any) -> Any:
+        return kind(**dict(zip((*static, *arrays), (*configuration, *children), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
     return serializable(kind)
@@ -137,7 +137,7 @@ class Mergeable:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ValueError(f"{where}: other has {name}={theirs}, expected {mine}")
-        return merged(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
+        return merge_fields(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
 
     def merge_across(self, axis_name: AxisNames) -> Self:
         """A state that has seen the batches of all devices along mesh axes, the same on each.
@@ -145,7 +145,7 @@ class Mergeable:
         Args:
           axis_name: One or more axes of `shard_map`, or that of `pmap` or `vmap`.
         """
-        return merged(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
+        return merge_fields(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -300,7 +300,9 @@ def _counting(state: State, after: State, is_good: Array) -> State:
     after = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), after, state)
     good = is_good.astype(jnp.uint32)
     return dataclasses.replace(
-        after, count=added(state.count, good), bad=added(state.bad, np.uint32(1) - good)
+        after,
+        count=saturating_sum(state.count, good),
+        bad=saturating_sum(state.bad, np.uint32(1) - good),
     )
 
 

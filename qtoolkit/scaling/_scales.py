@@ -169,7 +169,7 @@ def asymmetric(
     return stored, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
 
 
-def effective(
+def effective_scale(
     scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat, *, is_own: bool = False
 ) -> jax.Array:
     """The float32 number by which a value of the element format is multiplied.
@@ -194,7 +194,7 @@ def effective(
 def differentiable_scale(
     scale: jax.Array | None, tensor_scale: jax.Array | None, spec: BlockFormat
 ) -> jax.Array:
-    """`effective`, for scales of 16 bits and more, by operations that have a derivative."""
+    """`effective_scale`, for scales of 16 bits and more, by operations that have a derivative."""
     assert scale is not None
     value = differentiable_widened(scale)
     if tensor_scale is None:

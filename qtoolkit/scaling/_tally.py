@@ -26,7 +26,7 @@ from qtoolkit.scaling._engine import scaled_and_unscaled
 from qtoolkit.scaling._error_sums import SLOTS, ErrorSums, error_sums
 from qtoolkit.scaling._metrics import occurrences, saturates
 from qtoolkit.scaling._observer import MAX, SUM, Merge
-from qtoolkit.scaling._scales import effective
+from qtoolkit.scaling._scales import effective_scale
 
 Array = jax.Array
 
@@ -67,14 +67,14 @@ class Tally(ErrorSums):
 _EXTREMES = {"amax": 3, "least_scale": 0, "largest_scale": 0}
 
 
-def marked_size(bits: int) -> int:
+def marks_size(bits: int) -> int:
     return 3 * (256 << bits)
 
 
 _SIZES = {
     **dict.fromkeys(("uses", *_COUNTS), 1),
     "moments": 4 * SLOTS,
-    **{name: marked_size(bits) for name, bits in _EXTREMES.items()},
+    **{name: marks_size(bits) for name, bits in _EXTREMES.items()},
     "exponents": _BINS,  # last: what is not finite has bin _BINS, which is outside of the vector
 }
 _STOPS = dict(zip(_SIZES, np.cumsum(list(_SIZES.values())).tolist(), strict=True))
@@ -129,7 +129,7 @@ def tally_of(vector: Array) -> Tally:
 def _extreme_scales(x: Array, spec: BlockFormat, scales: Scales, amax: Array) -> list[Array]:
     """The least and the largest finite scale of blocks that are not all zeros; infinity and 0."""
     assert scales.scale is not None
-    values = effective(scales.scale, scales.tensor_scale, spec)
+    values = effective_scale(scales.scale, scales.tensor_scale, spec)
     blocks = blocks_of(x, spec)
     is_zero = amax == 0
     if math.prod(values.shape) > 1:
@@ -154,13 +154,13 @@ def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
     return rows + at.astype(jnp.int32)[None], jnp.stack([jnp.ones_like(within), within, within**2])
 
 
-def marked(values: Array, bits: int) -> Array:
-    """float32[n * marked_size(bits)]: for each magnitude a mark in its bucket. Marks add."""
+def magnitude_marks(values: Array, bits: int) -> Array:
+    """float32[n * marks_size(bits)]: for each magnitude a mark in its bucket. Marks add."""
     # A value's place within a bucket runs from 0 to 1. A bucket holds the number of its values, the
     # sum of their places, and the sum of the squares of these.
     places, marks = _mark(values, np.full(values.shape, bits, np.uint32))
-    starts = marked_size(bits) * np.arange(values.size, dtype=np.int32)[None]
-    zeros = jnp.zeros(values.size * marked_size(bits), jnp.float32)
+    starts = marks_size(bits) * np.arange(values.size, dtype=np.int32)[None]
+    zeros = jnp.zeros(values.size * marks_size(bits), jnp.float32)
     return zeros.at[places + starts].set(marks)
 
 

@@ -91,9 +91,9 @@ def transposed(array: QArray, axes: tuple[Any, ...]) -> QArray:
 
 def reshaped(array: QArray, shape: tuple[Any, ...]) -> QArray:
     new_shape = _flat("reshape", shape)
-    known = math.prod(n for n in new_shape if n != -1)
-    if new_shape.count(-1) == 1 and known and array.size % known == 0:
-        new_shape = tuple(array.size // known if n == -1 else n for n in new_shape)
+    others = math.prod(n for n in new_shape if n != -1)
+    if new_shape.count(-1) == 1 and others and array.size % others == 0:
+        new_shape = tuple(array.size // others if n == -1 else n for n in new_shape)
     if math.prod(new_shape) != array.size or min(new_shape, default=1) < 1:
         raise ValueError(
             f"QArray: reshape{new_shape} of an array of shape {array.shape}, expected lengths "

@@ -42,7 +42,7 @@ from qtoolkit.scaling._history import (
     amax_of,
     amax_to_keep,
     histogram,
-    rolled,
+    updated_history,
 )
 from qtoolkit.scaling._input_transform import InputTransform
 from qtoolkit.scaling._metrics import occurrences
@@ -50,7 +50,7 @@ from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import (
     asymmetric,
-    effective,
+    effective_scale,
     power_above,
     scale_from,
     tensor_scale_from,
@@ -63,8 +63,8 @@ from qtoolkit.scaling._tally import (
     TALLY_SIZE,
     Tally,
     extreme,
-    marked,
-    marked_size,
+    magnitude_marks,
+    marks_size,
     tally_of,
     tally_vector,
 )

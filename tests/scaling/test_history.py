@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qtoolkit.scaling.internal import BUCKETS, amax_of, histogram, rolled
+from qtoolkit.scaling.internal import BUCKETS, amax_of, histogram, updated_history
 
 
 def draw(*shape, seed=0):
@@ -24,14 +24,17 @@ AMAXES = np.concatenate(
 
 def rolled_once(counts, history=None, bad=0):
     history = np.zeros((1, 3), np.float32) if history is None else history
-    return jax.jit(rolled)(jnp.asarray(history), jnp.uint32(bad), jnp.asarray(counts))
+    return jax.jit(updated_history)(jnp.asarray(history), jnp.uint32(bad), jnp.asarray(counts))
 
 
 def test_bucket_edges_are_at_most_an_eighth_above_amax():
     """Normal numbers: above amax by 0 to 12.5 %; the largest finite number stays finite."""
-    edges = jax.jit(
-        jax.vmap(lambda a: rolled(jnp.zeros((1, 1)), jnp.uint32(0), histogram(a, a < 0)[None])[0])
-    )(AMAXES)
+
+    def edge(a):
+        counts = histogram(a, a < 0)[None]
+        return updated_history(jnp.zeros((1, 1)), jnp.uint32(0), counts)[0]
+
+    edges = jax.jit(jax.vmap(edge))(AMAXES)
     edges = np.asarray(edges, np.float64).reshape(-1)
     amaxes = AMAXES.astype(np.float64)
     normal = amaxes >= 2.0**-126
