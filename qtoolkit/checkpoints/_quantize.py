@@ -115,17 +115,16 @@ def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
         made = jax.device_get(_encoded_weights(*filled, spec))
         result = jax.tree.map(lambda a: a[:n], made)
     codes = result.codes[:, : slab.rows, : slab.columns]
-    errors = slab_errors(slab.size, result.sums)
     if result.scale is None:
+        errors = slab_errors(slab.size, result.sums, [0.0] * n)
         return [QuantizedSlab(*parts) for parts in zip(codes, [None] * n, errors, strict=True)]
     shape = down.stop - down.start, across.stop - across.start
     scale = _of_blocks(result.scale, counts, shape)
     if tensor_scale is not None:
         tensor_scale = tensor_scale.reshape(n, 1, 1)
     rates = multipliers(scale, tensor_scale, weight.spec)
-    largest = np.fmax.reduce(rates, axis=(1, 2), initial=0).tolist()
-    pairs = zip(errors, largest, strict=True)
-    errors = [dataclasses.replace(slab_error, max_scale=value) for slab_error, value in pairs]
+    max_scales = np.fmax.reduce(rates, axis=(1, 2), initial=0).tolist()
+    errors = slab_errors(slab.size, result.sums, max_scales)
     zeros = [None] * n
     if result.zero_point is not None:
         zeros = [*_of_blocks(result.zero_point, counts, shape).reshape(n, -1)]

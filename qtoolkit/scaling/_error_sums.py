@@ -16,6 +16,7 @@ Three functions make them:
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -89,12 +90,11 @@ class ErrorSums(Mergeable):
         """10 log10(sum x^2 / sum (x - y)^2), as in `metrics`."""
         xp, sums, exponents = self._sums()
         signal, noise = sums[..., 0], sums[..., 1]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            decibels = (xp.log(signal) - xp.log(noise)) * _DECIBELS
         units = (exponents[..., 0] - exponents[..., 1]).astype(sums.dtype)
-        decibels += units * (10 * math.log10(2))
-        decibels = xp.where(signal > 0, decibels, -np.inf)
-        return _number(xp.where(noise > 0, decibels, xp.where(self.compared > 0, np.inf, np.nan)))
+        with np.errstate(divide="ignore", invalid="ignore"):  # log(0) is -inf
+            decibels = (xp.log(signal) - xp.log(noise)) * _DECIBELS + units * (10 * math.log10(2))
+        is_exact = (noise == 0) & (self.compared > 0)
+        return _number(xp.where(is_exact, np.inf, decibels))
 
     @property
     def cosine(self) -> Any:
@@ -122,7 +122,8 @@ class ErrorSums(Mergeable):
         if isinstance(count, jax.core.Tracer):
             count, total = (jnp.asarray(n, jnp.float32) for n in (count, total))
             return count / jnp.maximum(total, np.float32(1))
-        count, total = (np.asarray(n, np.float64) for n in (count, total))
+        if not isinstance(count, int):
+            count, total = (np.asarray(n, np.float64) for n in (count, total))
         return _number(count / np.maximum(total, 1))
 
     def _sums(self) -> tuple[Any, Any, Any]:
@@ -268,8 +269,8 @@ class WeightErrors(ErrorSums):
     @property
     def known_sqnr_db(self) -> float | None:
         """`sqnr_db`; None if all of x is 0, or a sum is not finite."""
-        signal, noise = self.moments[:2, _OF_ONE]
-        is_known = signal > 0 and np.isfinite(signal) and np.isfinite(noise)
+        signal, noise = self.moments[:2, _OF_ONE].tolist()
+        is_known = signal > 0 and math.isfinite(signal) and math.isfinite(noise)
         return self.sqnr_db if is_known else None
 
 
@@ -308,10 +309,11 @@ def slab_sums(x: Array, y: Array, amax: Array, limit: float | None) -> SlabSums:
     return SlabSums(jnp.stack([jnp.sum(term.reshape(rows), axis=1) for term in terms]), factor)
 
 
-def slab_errors(size: int, sums: SlabSums) -> list[WeightErrors]:
-    """The errors of some slabs of this size, from the stacked sums of each."""
+def slab_errors(size: int, sums: SlabSums, max_scales: Sequence[float]) -> list[WeightErrors]:
+    """The errors of some slabs of this size, from stacked sums and the largest scale of each."""
     totals = sums.sums.astype(np.float64).sum(axis=2)
     totals[:, :2] /= np.square(sums.factor.astype(np.float64))[:, None]
+    pairs = zip(totals.tolist(), max_scales, strict=True)
     return [
         WeightErrors(
             elements=size,
@@ -319,8 +321,9 @@ def slab_errors(size: int, sums: SlabSums) -> list[WeightErrors]:
             nonfinite=int(nonfinite),
             moments=_moments(signal, noise),
             overflowed=int(overflowed),
+            max_scale=max_scale,
         )
-        for signal, noise, nonfinite, overflowed in totals.tolist()
+        for (signal, noise, nonfinite, overflowed), max_scale in pairs
     ]
 
 

@@ -17,6 +17,7 @@ Each field declares how it is merged; `merge` and `merge_across` both follow tha
 """
 
 import dataclasses
+import functools
 import numbers
 import operator
 from collections.abc import Callable
@@ -83,11 +84,18 @@ MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
 SUM = {"merge": Merge(operator.add, lax.psum)}  # of NumPy's numbers, too
 
 
+@functools.cache
+def _rules(kind: Any) -> dict[str, Merge]:
+    """How the fields of a dataclass are merged, by name."""
+    fields = dataclasses.fields(kind)
+    return {f.name: f.metadata["merge"] for f in fields if "merge" in f.metadata}
+
+
 def merge_fields(state: Any, value: Callable[[Merge, str], Array]) -> Any:
     """A dataclass with `value` of the rule and the name of each field that has a rule."""
-    leaves = [f for f in dataclasses.fields(state) if "merge" in f.metadata]
-    values: dict[str, Any] = {f.name: value(f.metadata["merge"], f.name) for f in leaves}
-    return dataclasses.replace(state, **values)
+    kind: Any = type(state)
+    rules = _rules(kind)
+    return dataclasses.replace(state, **{name: value(rules[name], name) for name in rules})
 
 
 def pytree(kind: Kind) -> Kind:
