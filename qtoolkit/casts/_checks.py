@@ -239,7 +239,7 @@ def broadcasts_to(shape: tuple[int, ...], wide: tuple[int, ...]) -> bool:
     return len(shape) <= len(wide) and all(size in (1, wide_size) for size, wide_size in sizes)
 
 
-def ranked(parameter: Parameter, ndim: int) -> Parameter:
+def with_rank(parameter: Parameter, ndim: int) -> Parameter:
     """Add leading axes up to `ndim`, for `jax_numpy_rank_promotion="raise"`."""
     if parameter is None or parameter.ndim == ndim:
         return parameter

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import differentiable_widened, inside, linear_product
+from qtoolkit.casts.internal import differentiable_widened, is_within, linear_product
 from qtoolkit.formats import Format
 
 
@@ -60,7 +60,7 @@ class Clipped:
     """
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
-        return inside(x, lower, upper).astype(x.dtype)
+        return is_within(x, lower, upper).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Ramp:
         way = _over(half, min(max(length, 2.0**-126), 2.0**250))  # factors within float32
         flank = 1 - lax.clamp(np.array(0, way.dtype), way, np.array(1, way.dtype))
         flank = jnp.where(x == x, flank, jnp.zeros_like(flank))
-        return jnp.where(inside(x, lower, upper), jnp.ones_like(flank), flank).astype(x.dtype)
+        return jnp.where(is_within(x, lower, upper), jnp.ones_like(flank), flank).astype(x.dtype)
 
 
 def _over(x: jax.Array, length: float) -> jax.Array:

@@ -27,15 +27,15 @@ from qtoolkit.casts.internal import (
     check_differentiable,
     exact_float32,
     in_dtype,
-    inside,
+    is_within,
     linear_in_dtype,
     linear_product,
     parameter,
     prevent_contraction,
     product,
     quotient,
-    ranked,
     round_values,
+    with_rank,
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, format
 from qtoolkit.scaling.internal import check_axes
@@ -267,7 +267,7 @@ def _learned_jvp(
     y = _learned(x, scale, offset, fmt, factors)
     u, q, _ = _rounded(*lax.stop_gradient((x, scale, offset)), fmt)
     is_number = u == u
-    is_inside = inside(u, float(fmt.lowest), float(fmt.max_finite))
+    is_inside = is_within(u, float(fmt.lowest), float(fmt.max_finite))
     y_dot = jnp.zeros_like(y)
     if not isinstance(x_dot, SymbolicZero):  # LSQ's equation 5
         y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
@@ -304,4 +304,4 @@ _learned.defjvp(_learned_jvp, symbolic_zeros=True)
 def _learned_jitted(
     x: jax.Array, scale: jax.Array, offset: jax.Array | None, *options: Any
 ) -> jax.Array:
-    return _learned(x, ranked(scale, x.ndim), ranked(offset, x.ndim), *options)
+    return _learned(x, with_rank(scale, x.ndim), with_rank(offset, x.ndim), *options)
