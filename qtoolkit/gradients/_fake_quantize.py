@@ -108,7 +108,7 @@ def _fake_quantize_jvp(
     scales, _ = find_scales(x, spec, fixed)
     u = _scaled(x, scales, spec)
     # Values that are rounded to an end of the range lie up to half a step beyond it. They count as
-    # that end: clamping them is only rounding, and the slope of `Clipped` there is 1.
+    # that end: clamping them is only rounding, and the slope of "clipped" there is 1.
     lowest, largest = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
     first, last = map(np.float32, unclamped_range(spec))
     u = jnp.where((u < np.float32(lowest)) & (u >= first), np.float32(lowest), u)
