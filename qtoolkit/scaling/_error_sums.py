@@ -132,8 +132,8 @@ class ErrorSums(Mergeable):
             sums = np.asarray(self.moments, np.float64) @ _UNITS
             return np, sums, np.zeros(sums.shape, np.int32)
         # Of float32 the highest slot that is not empty, in its units, and the one below.
-        slots: Any = np.arange(SLOTS, dtype=np.int32)
-        top: Any = jnp.max(jnp.where(self.moments != 0, slots, 0), axis=-1, keepdims=True)
+        slots = lax.broadcasted_iota(jnp.int32, self.moments.shape, self.moments.ndim - 1)
+        top = jnp.max(jnp.where(self.moments != 0, slots, 0), axis=-1, keepdims=True)
         below = jnp.where(slots == top - 1, np.float32(2.0 ** -(1 << _SLOT_BITS)), np.float32(0))
         highest = jnp.sum(self.moments * jnp.where(slots == top, np.float32(1), below), axis=-1)
         return jnp, highest, (top[..., 0] << np.int32(_SLOT_BITS)) + np.int32(_FIRST)
@@ -201,7 +201,7 @@ def _in_slots(sums: Array, exponents: Array) -> Array:
     """[4, SLOTS], from sums that count powers of two with these exponents."""
     power = exponents - np.int32(_FIRST)
     slot, rest = power >> np.int32(_SLOT_BITS), power & np.int32(2**_SLOT_BITS - 1)
-    is_slot = np.arange(SLOTS, dtype=np.int32) == slot[:, None]
+    is_slot = np.arange(SLOTS, dtype=np.int32)[None] == slot[:, None]
     return jnp.where(is_slot, (sums * power_of_two(rest))[:, None], np.float32(0))
 
 
