@@ -363,7 +363,7 @@ def _made(
     tensor: TensorPlan, model: Model, allow_nonfinite: bool
 ) -> tuple[list[np.ndarray], TensorReport]:
     """The arrays of a tensor, and what was done to it."""
-    from qtoolkit.scaling.internal import error_sums  # loads JAX
+    from qtoolkit.scaling.internal import weight_errors  # loads JAX
 
     x = np.ascontiguousarray(model.changed(tensor.name, tensor.source.read_all()), np.float32)
     nonfinite = int(x.size - np.isfinite(x).sum())
@@ -377,8 +377,10 @@ def _made(
         overflowed = int((np.isfinite(x) & (np.abs(x) > _LARGEST)).sum())
         x = np.where(np.isfinite(x), np.clip(x, -_LARGEST, _LARGEST), x)
     arrays, values = _encoded(x, tensor.dtype)
-    sums = error_sums(x.reshape(-1), values.reshape(-1))
-    return arrays, tensor.report(sqnr_db=sums.sqnr_db, nonfinite=nonfinite, overflowed=overflowed)
+    errors = weight_errors(x.reshape(-1), values.reshape(-1))
+    return arrays, tensor.report(
+        sqnr_db=errors.known_sqnr_db, nonfinite=nonfinite, overflowed=overflowed
+    )
 
 
 def _encoded(x: np.ndarray, kind: str) -> tuple[list[np.ndarray], np.ndarray]:
