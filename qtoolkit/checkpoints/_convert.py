@@ -11,7 +11,7 @@ from qtoolkit.checkpoints._codes import check_quantized
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._formats import InputScales
-from qtoolkit.checkpoints._gguf_write import GgufPlan, check_container, plan_for, write_gguf
+from qtoolkit.checkpoints._gguf_write import check_container, plan_for, write_gguf
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
@@ -215,11 +215,9 @@ def _written(
     threads: Workers,
 ) -> Report:
     report = plan.report(source.path, destination.dst, (), _not_written(source, plan))
-    if isinstance(plan, GgufPlan):
-        return write_gguf(destination.dst, plan, report, allow_nonfinite, progress)
     production = Production(plan.tensors, threads, progress, source.stored)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
-    if source.folder is not None:
+    if source.folder is not None and plan.header is None:
         return write_folder(destination, source, plan, production, report, error_of)
     production.total = sum(tensor.nbytes for tensor in plan.tensors)
 
@@ -230,9 +228,11 @@ def _written(
         if error := error_of(production.reports):
             raise error
 
-    write_safetensors(
-        *(destination.dst, plan.outputs, chunks(), plan.metadata), overwrite=destination.overwrite
-    )
+    dst, overwrite = destination.dst, destination.overwrite
+    if plan.header is not None:
+        write_gguf(dst, plan.header, chunks(), overwrite=overwrite)
+    else:
+        write_safetensors(dst, plan.outputs, chunks(), plan.metadata, overwrite=overwrite)
     return dataclasses.replace(report, tensors=tuple(production.reports))
 
 
@@ -244,10 +244,10 @@ def _nonfinite_error(
     if allow_nonfinite or not bad:
         return None
     named = listed((f"{shown(r.name)} ({r.nonfinite:,})" for r in bad), _NAMED)
-    casts = " and without --keep-dtype" if any(r.action == "cast" for r in bad) else ""
+    casts = " and without keep_dtype=" if any(r.action == "cast" for r in bad) else ""
     return CheckpointError(
         f"{source.path}: NaN or Inf in weights: {named}; expected finite numbers; "
-        f"copy them as they are, with --skip{casts}, or pass --allow-nonfinite"
+        f"copy them as they are, with skip={casts}, or pass allow_nonfinite=True"
     )
 
 

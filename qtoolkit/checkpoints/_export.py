@@ -1,7 +1,7 @@
 """`export`: arrays in memory as the files of a layout have them, weight by weight on its devices.
 
 The plan is that of `convert`, made from names, dtypes and shapes alone. A weight is quantized by
-`qtoolkit.quantize`, or is a `QArray` already; `_entries` makes of a `QArray` what the `Encoding` of
+`qtoolkit.quantize`, or is a `QArray` already; `_stored_arrays` makes of it what the `Encoding` of
 the layout says. All of this is compiled once for each shape and format.
 """
 
@@ -210,7 +210,7 @@ def export(
     )
     for name, piece in pieces_of(source).items():  # the layout may have a weight for each expert
         leaves.setdefault(name, leaves[piece.stack]._replace(piece=piece))
-    patterns = compiled_all(only)
+    patterns = compiled_all(only, "only")
     chosen = [t for t in plan.tensors if not only or any(p.search(t.name) for p in patterns)]
     if not chosen:
         raise CheckpointError(
@@ -265,13 +265,12 @@ def _written(
             x = _in_dtype(codes, tensor.dtype, tensor.spec.element)
         yield tensor.name, x
         return
-    for entry, data in encoding.constants:
-        array = np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
-        yield entry.name, array if entry.dtype == "I64" else jnp.asarray(array)
+    for entry, values in encoding.constant_pairs:
+        yield entry.name, values if entry.dtype == "I64" else jnp.asarray(values)
     if not x.size:
-        yield encoding.codes.name, jnp.zeros(encoding.codes.shape, NUMPY_DTYPES[tensor.dtype])
-        if encoding.scale is not None:
-            yield encoding.scale.name, jnp.ones(encoding.scale.shape, np.float32)
+        zeros = jnp.zeros(encoding.codes.shape, NUMPY_DTYPES[tensor.dtype])
+        ones = None if encoding.scale is None else jnp.ones(encoding.scale.shape, np.float32)
+        yield from ((entry.name, array) for entry, array in encoding.pairs(zeros, ones))
         return
     spec = spec_of_rank(encoding.spec, encoding.matrix_shape, encoding.lengths)
     if encoding.transposed:
@@ -282,11 +281,10 @@ def _written(
         q = quantize(x, spec, tensor_scale=tensor_scale)
     entries = encoding.codes, encoding.scale, encoding.zero_point
     dtypes = tuple("" if entry is None else entry.dtype for entry in entries)
-    arrays = _entries(q, (encoding.packing, encoding.zero_packing), dtypes)
-    written = zip((encoding.tensor_scale, *entries), (q.tensor_scale, *arrays), strict=True)
-    for part, array in written:
-        if part is not None:
-            yield part.name, array.reshape(part.shape)
+    packings = encoding.packing, encoding.zero_packing
+    codes, scale, zero_point = _stored_arrays(q, packings, dtypes)
+    for entry, array in encoding.pairs(codes, scale, zero_point, q.tensor_scale):
+        yield entry.name, array.reshape(entry.shape)
 
 
 def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:
@@ -326,7 +324,7 @@ def _tensor_scale(members: Sequence[Any], encoding: Encoding) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("packings", "dtypes"))
-def _entries(
+def _stored_arrays(
     q: QArray, packings: tuple[Packing | None, Packing | None], dtypes: tuple[str, str, str]
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Codes, scales and zero points of a quantized array as a file has them."""

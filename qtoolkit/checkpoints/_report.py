@@ -29,6 +29,7 @@ class TensorPlan:
       encoding: How it is stored; None if it is not quantized or has no scale.
       scheme: The scheme of the layout; None in the same cases.
       group: A key that tensors with a common tensor scale share; "" if it has its own scale.
+      target: Its name in the target, if that is another one and `encoding` does not say it.
     """
 
     source: Tensor
@@ -39,6 +40,7 @@ class TensorPlan:
     encoding: Encoding | None = None
     scheme: Scheme | None = None
     group: str = ""
+    target: str = ""
 
     @classmethod
     def quantized(
@@ -75,6 +77,8 @@ class TensorPlan:
     @property
     def format_name(self) -> str:
         """The name of the format to which it is quantized; "" if it is not."""
+        if self.scheme is not None and self.scheme.is_named:
+            return self.scheme.format
         return self.format.name if self.action == "quantize" and self.format else ""
 
     @functools.cached_property
@@ -82,7 +86,11 @@ class TensorPlan:
         """The tensors of the target that are written for it: name, dtype and shape of each."""
         if self.encoding is not None:
             return self.encoding.entries
-        return (Entry(self.name, self.dtype, self.source.shape),)
+        return (Entry(self.target or self.name, self.dtype, self.source.shape),)
+
+    @property
+    def has_scales(self) -> bool:
+        return self.encoding is not None and self.encoding.quantizer is None
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -119,6 +127,8 @@ class Plan:
       dequantizes: The layout of a quantized source; "" if the source is not quantized.
       caution: What a loader of the layout is known to misread, and what of the source belongs to a
         weight by its name and is read as no part of it; "" if nothing.
+      header: The gguf package's writer of a GGUF file, which knows what is in it besides
+        numbers; None for safetensors.
     """
 
     layout: str
@@ -130,6 +140,7 @@ class Plan:
     files: Mapping[str, Any]
     dequantizes: str = ""
     caution: str = ""
+    header: Any = None
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
@@ -163,7 +174,8 @@ class Plan:
     @property
     def loads_nowhere(self) -> bool:
         """Whether no loader of models can read the weights: codes that no config describes."""
-        return not self.quantization_config and any(t.encoding is not None for t in self.tensors)
+        is_told = self.header is not None or self.quantization_config
+        return not is_told and any(tensor.encoding is not None for tensor in self.tensors)
 
     @property
     def format_names(self) -> str:

@@ -27,13 +27,7 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     shown,
 )
-from qtoolkit.checkpoints._writing import (
-    PARTIAL,
-    Writer,
-    check_target,
-    clear_partial,
-    temporary_file,
-)
+from qtoolkit.checkpoints._writing import check_target, new_file, write_chunks
 
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation refuses more
 _METADATA = "__metadata__"
@@ -262,20 +256,17 @@ def write_safetensors(
       >>> qt.checkpoints.load("model.safetensors")["kernel"].tolist()
       [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
     """
-    target = check_target(path, overwrite)
-    if is_url(path):
-        # A file without a name: nothing is left of it if the process is killed.
-        with tempfile.TemporaryFile() as scratch:
-            with storage.naming(tempfile.gettempdir()):
-                _write_all(scratch.fileno(), path, tensors, chunks, metadata)
-            check_target(path, overwrite)
-            storage.upload(scratch, path)
-        return
-    with storage.naming(path, PARTIAL):
-        clear_partial(target, path, overwrite)
-        with temporary_file(target, path) as file:
+    if not is_url(path):
+        with new_file(path, overwrite) as file:
             _write_all(file, path, tensors, chunks, metadata)
-            check_target(path, overwrite)  # somebody else may have written it meanwhile
+        return
+    check_target(path, overwrite)
+    # A file without a name: nothing is left of it if the process is killed.
+    with tempfile.TemporaryFile() as scratch:
+        with storage.naming(tempfile.gettempdir()):
+            _write_all(scratch.fileno(), path, tensors, chunks, metadata)
+        check_target(path, overwrite)
+        storage.upload(scratch, path)
 
 
 def write_arrays(
@@ -305,25 +296,9 @@ def _write_all(
     metadata: Mapping[str, str] | None,
 ) -> None:
     header = _header_bytes(tensors, metadata)
-    left = {tensor.name: tensor.nbytes for tensor in tensors}
-    stop = {tensor.name: len(header) + tensor.stop for tensor in tensors}
-    with Writer(descriptor) as writer:
-        writer.write(0, header)
-        for name, chunk in chunks:
-            data = _as_bytes(chunk)
-            if len(data) > left.get(name, -1):
-                raise CheckpointError(
-                    f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
-                    f"{left.get(name, 'no such tensor')}; nothing was written"
-                )
-            writer.write(stop[name] - left[name], data)
-            left[name] -= len(data)
-        for name, missing in left.items():
-            if missing:
-                raise CheckpointError(
-                    f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
-                    "nothing was written"
-                )
+    start = len(header)
+    places = {tensor.name: (start + tensor.start, start + tensor.stop) for tensor in tensors}
+    write_chunks(descriptor, path, header, places, chunks)
 
 
 def _header_bytes(tensors: Iterable[TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
@@ -355,9 +330,3 @@ def _header_bytes(tensors: Iterable[TensorInfo], metadata: Mapping[str, str] | N
             "readers accept; split the checkpoint into several files"
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def _as_bytes(chunk: Any) -> memoryview:
-    if isinstance(chunk, np.ndarray):  # arrays of ml_dtypes' dtypes have no buffer protocol
-        chunk = chunk.reshape(-1).view(np.uint8)
-    return memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")

@@ -7,7 +7,7 @@ all layouts: `checkpoints/_reader.py` and `checkpoints/_produce.py`.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,9 @@ class Packing:
     """How codes of less than a byte lie along the last axis of an entry.
 
     Attributes:
-      word: Bits of a word, which is little-endian: 8, 24, 32, 40 or 56. It holds word // bits whole
-        codes, from its lowest bits on; a row ends with a whole word, but for zeros or bytes of
-        padding that are not read.
+      word: Bits of a word, which is little-endian: 8, 24, 32, 40, 56 or 64. It holds word // bits
+        whole codes, from its lowest bits on; a row ends with a whole word, but for zeros or bytes
+        of padding that are not read.
       order: The place in its word of each of the codes, in the order of the weight; () for 0, 1, 2
         and so on. AWQ has (0, 4, 1, 5, 2, 6, 3, 7).
       biased: Whether a signed integer is stored as its value + 2**(bits - 1).
@@ -80,6 +80,10 @@ class Encoding:
       finish: (how it is stored, q * scale as float32, the reader of entries) -> the weight, for
         programs that do more to it than a `QArray` can hold: MLX adds biases. None: nothing is
         done. Of a stack of matrices one after the other is finished, with its part of each entry.
+      scales_first: How many scales lie in `codes` before the codes of their blocks, as in GGUF's
+        NVFP4; 0: none do.
+      quantizer: (float32 [blocks, elements of one]) -> the bytes of `codes`, and the numbers that
+        they stand for, for blocks that another package rounds; None: `qtoolkit.quantize` does.
     """
 
     name: str
@@ -101,6 +105,8 @@ class Encoding:
     others: tuple[Entry, ...] = ()
     scale_of: "Callable[[Encoding, ReadEntry], np.ndarray] | None" = None
     finish: "Callable[[Encoding, np.ndarray, ReadEntry], np.ndarray] | None" = None
+    scales_first: int = 0
+    quantizer: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
     def parts(self) -> tuple[Entry, ...]:
@@ -116,6 +122,23 @@ class Encoding:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
+
+    def pairs(
+        self, codes: Any, scale: Any = None, zero_point: Any = None, tensor_scale: Any = None
+    ) -> Iterator[tuple[Entry, Any]]:
+        """The entries of these arrays, in the order in which they are made; not of those that are
+        None.
+        """
+        entries = self.tensor_scale, self.codes, self.scale, self.zero_point
+        for entry, array in zip(entries, (tensor_scale, codes, scale, zero_point), strict=True):
+            if entry is not None and array is not None:
+                yield entry, array
+
+    @property
+    def constant_pairs(self) -> Iterator[tuple[Entry, np.ndarray]]:
+        """The entries whose values are known before the weight is read, with these."""
+        for entry, data in self.constants:
+            yield entry, np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     @property
     def spec_as_stored(self) -> BlockFormat:
