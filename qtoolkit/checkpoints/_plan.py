@@ -140,7 +140,7 @@ def make_plan(
     if chosen.experts_of and model not in (None, chosen.experts_of):
         raise CheckpointError(
             f"{source.path}: layout {chosen.name} holds the experts of {chosen.experts_of}, and "
-            f"the model is {shown(str(model))} by its config.json; use another --layout"
+            f"the model is {shown(str(model))} by its config.json; use another layout="
         )
     source = split_for(source, chosen.name)
     planner = _Planner(
@@ -191,7 +191,7 @@ class _Planner:
         if self.scaling is not None and not has_scales:
             names = ", ".join(dict.fromkeys(f.name for f in formats)) or "what no rule quantizes"
             raise MisuseError(
-                f"--scaling {self.scaling}: {names} has no scales, expected no --scaling; omit it"
+                f"scaling={self.scaling!r}: {names} has no scales, expected no scaling=; omit it"
             )
         is_one_format = not isinstance(chosen, Rules)
         patterns = skip_patterns(skip, self.source.tensors)
@@ -200,7 +200,7 @@ class _Planner:
             is_named = any(p.search(name) for p in patterns) or rules.match_index(name) is not None
             return allow_codes or is_named
 
-        ways = "--allow-codes" if chosen is None else "--skip PATTERN or --allow-codes"
+        ways = "allow_codes=True" if chosen is None else "skip= or allow_codes=True"
         remedy = f"; if it is what the model has, copy it as it is with {ways}"
         keeps_codes = check_explained(self.source, may_be_codes, remedy)
         tensors = tuple(
@@ -249,8 +249,8 @@ class _Planner:
             counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
             raise CheckpointError(
                 f"{self.source.path}: nothing to quantize for layout {self.layout.name} "
-                f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
-                "and --rules take others"
+                f"({counted or 'no tensors'}), expected matrices named NAME.weight; "
+                'layout="plain" and rules take others'
             )
         if len(used) > 1 and not self.layout.is_mixed:
             raise CheckpointError(
@@ -300,7 +300,7 @@ class _Planner:
         if is_one_format and len(info.shape) < 2:
             return None, "fewer than two dimensions"
         if any(pattern.search(info.name) for pattern in skip):
-            return None, "--skip"
+            return None, "skip"
         if is_one_format and SKIPPED.search(info.name):
             return None, "skipped by default"
         if is_one_format and fmt is None:
@@ -321,7 +321,7 @@ class _Planner:
             return ""
         model, others = self.source.config.get("model_type"), LAYOUTS.values()
         other = next((one.name for one in others if model and one.experts_of == model), "")
-        hint = f"; --layout {other} holds experts" if other and is_stack_of_experts(info) else ""
+        hint = f"; layout={other!r} holds experts" if other and is_stack_of_experts(info) else ""
         return f"{len(info.shape)} dimensions, {self.layout.name} holds matrices{hint}"
 
     def _tensor(self, info: Tensor, fmt: TargetFormat | None, reason: str) -> TensorPlan:
@@ -333,7 +333,7 @@ class _Planner:
             )
         if info.dtype not in HIGH_PRECISION:
             raise self._error(
-                info, f"dtype {info.dtype}, expected F32, F16 or BF16; exclude it with --skip"
+                info, f"dtype {info.dtype}, expected F32, F16 or BF16; exclude it with skip="
             )
         if isinstance(fmt, Format) and not fmt.needs_scale:
             dtype = safetensors_dtype(fmt)
@@ -369,23 +369,23 @@ class _Planner:
                 raise CheckpointError(
                     f"tensor {shown(info.name)}, {list(info.shape)}: expected all experts of a "
                     f"layer, [experts, inputs, outputs], as layout {self.layout.name} holds them; "
-                    "exclude it by a rule or with --skip, or use another --layout"
+                    "exclude it by a rule or with skip=, or use another layout="
                 )
             return
         # Not "/weight": other entries replace what follows the last dot of the name.
         if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "
-                f"NAME.weight, as layout {self.layout.name} holds them; exclude it with --skip, or "
-                "use --layout plain"
+                f"NAME.weight, as layout {self.layout.name} holds them; exclude it with skip=, or "
+                'use layout="plain"'
             )
         if EMBEDDING.search(info.name):
             check_table(info, scheme, self.layout, self.roles)
         if self.roles.outputs_last(info):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
-                f"GPT-2's Conv1D or by --channel-axis, and layout {self.layout.name} holds "
-                "[outputs, inputs] only; use --layout plain"
+                f"GPT-2's Conv1D or by channel_axis=, and layout {self.layout.name} holds "
+                '[outputs, inputs] only; use layout="plain"'
             )
 
     def _unquantized(self, info: Tensor, reason: str) -> TensorPlan:

@@ -347,7 +347,7 @@ def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
     raise CheckpointError(
         f"{dst}: no parts of a conversion"
         + (", but the folder itself: it is finalized already" if there else "")
-        + "; expected what `qtoolkit convert SRC DST --shard I/N` writes, with this DST"
+        + "; expected what `convert` writes with shard=, with this DST"
     )
 
 
@@ -395,7 +395,7 @@ def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[Ten
     if missing:
         count = shared["shards"] or 1
         numbers = sorted({shared["files"].index(name) % count for name in missing})
-        again = listed(f"--shard {number}/{count}" for number in numbers)
+        again = listed(f"shard={(number, count)}" for number in numbers)
         raise CheckpointError(
             f"{unfinished.path}: {len(missing)} of {len(by_name)} files "
             f"{'is' if len(missing) == 1 else 'are'} missing: {listed(missing, 3)}; wait for them, "

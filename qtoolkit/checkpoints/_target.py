@@ -100,11 +100,11 @@ class Destination:
             check_folder(self.dst, self.overwrite, visible)
 
     def _check_unsharded(self, why: str) -> None:
-        options = {"--shard": self.shard, "--max-shard-size": self.max_shard_size}
-        for option, value in options.items():
-            if value is not None:
+        for argument in ("shard", "max_shard_size"):
+            if getattr(self, argument) is not None:
                 raise MisuseError(
-                    f"{why}, and {option} is for the safetensors files of a folder; omit {option}"
+                    f"{why}, and {argument}= is for the safetensors files of a folder; omit "
+                    f"{argument}="
                 )
 
 
@@ -143,14 +143,14 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
             if name not in weights and name not in own and name not in _CONFIG_FILES
             if is_folder or not name.endswith(".safetensors.index.json")
         ]
-        reason = f"--overwrite would delete {listed(map(shown, others))}" if others else ""
+        reason = f"overwrite=True would delete {listed(map(shown, others))}" if others else ""
     except CheckpointError as error:  # without its path and its advice, which are not for a target
         weights, reason = [], str(error).partition("; ")[0].removeprefix(f"{target}: ")
     if reason or not weights:
         raise CheckpointError(
-            f"{path}: {reason or 'no weights'}; --overwrite replaces weights in safetensors, their "
-            "config, and files that SRC has, too; remove the folder yourself, or choose another "
-            "name"
+            f"{path}: {reason or 'no weights'}; overwrite=True replaces weights in safetensors, "
+            "their config, and files that SRC has, too; remove the folder yourself, or choose "
+            "another name"
         )
 
 

@@ -10,7 +10,7 @@ import typer
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import Comparison, TensorComparison
 from qtoolkit.checkpoints.internal import listed, shown
-from qtoolkit.cli._errors import one_line_errors
+from qtoolkit.cli._errors import as_options, one_line_errors
 from qtoolkit.cli._options import JSON
 from qtoolkit.cli._summaries import counted
 from qtoolkit.cli._tables import progress, table
@@ -61,7 +61,7 @@ def verify(
             typer.echo(json.dumps(dataclasses.asdict(verification), indent=2))
         else:
             for problem in problems:
-                typer.echo(problem)
+                typer.echo(as_options(problem))
             verdict = counted(len(problems), "problem") if problems else "as expected"
             if verification.codes_only:
                 verdict += "; of another program, so that its config is not compared"

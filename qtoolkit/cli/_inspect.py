@@ -1,6 +1,7 @@
 """The commands that show what there is: inspect, layouts. No JAX here."""
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from qtoolkit.checkpoints.internal import (
     dequantized,
     shown,
 )
-from qtoolkit.cli._errors import one_line_errors, printable
+from qtoolkit.cli._errors import as_options, one_line_errors, printable
 from qtoolkit.cli._options import JSON, SRC, one_of
 from qtoolkit.cli._summaries import Table, counted
 from qtoolkit.cli._tables import table
@@ -116,7 +117,7 @@ def _summary(source: Checkpoint) -> list[str]:
         opened = dequantized(source)
         check_explained(opened, lambda name: False)
     except CheckpointError as error:
-        lines.append(f"not readable as quantized: {printable(str(error))}")
+        lines.append(f"not readable as quantized: {printable(as_options(str(error)))}")
     else:
         if count := sum(tensor.is_dequantized for tensor in opened.tensors.values()):
             lines.append(
@@ -152,7 +153,7 @@ def _data(source: Checkpoint) -> dict[str, Any]:
 
 
 def _layout_page(layout: Layout) -> list[str]:
-    texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
+    texts = [re.sub("[()]", "", as_options(text)) for text in layout.spellings()]
     width = max(map(len, texts), default=0)
     lines = [f"{layout.name}: {layout.title}", f"loaders: {layout.loaders}"]
     lines += [*textwrap.wrap(layout.note, 100), ""]

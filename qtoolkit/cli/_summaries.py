@@ -15,6 +15,7 @@ from qtoolkit.checkpoints.internal import (
     read_json,
     shown,
 )
+from qtoolkit.cli._errors import as_options
 
 # Header, rows and right-aligned columns: the arguments of `table`.
 Table = tuple[Sequence[str], list[list[str]], Sequence[str]]
@@ -103,7 +104,7 @@ def _errors(report: Report) -> list[str]:
 
 def _notes(report: Report) -> list[str]:
     """Warnings: what loaders misread, NaNs and infinities, overflow."""
-    notes = [report.caution] if report.caution else []
+    notes = [as_options(report.caution)] if report.caution else []
     copied = [t for t in report.tensors if t.nonfinite and t.action == "keep"]
     if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
         notes.append(f"{changed:,} elements were NaN or infinite")

@@ -121,7 +121,7 @@ def test_weights_with_nan_or_inf_are_refused_by_name(tmp_path):
     tensors[up][3, 4] = np.nan
     tensors[down][:2, 0] = np.inf
     source = sharded(tmp_path / "src", tensors)
-    message = rf"NaN or Inf in weights: .*{down} \(2\).*--allow-nonfinite"
+    message = rf"NaN or Inf in weights: .*{down} \(2\).*allow_nonfinite=True"
     with pytest.raises(CheckpointError, match=message) as error:
         convert(source, tmp_path / "dst")
     assert f"{up} (1)" in str(error.value)
@@ -330,12 +330,14 @@ def test_targets_that_would_lose_something(source, tmp_path):
         convert(source, source / "dst")
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "thesis.tex").touch()
-    refused(CheckpointError, "exists already; pass --overwrite", convert, source, tmp_path / "dst")
-    with refused(CheckpointError, r"no safetensors files .*; --overwrite replaces weights"):
+    refused(
+        CheckpointError, "exists already; pass overwrite=True", convert, source, tmp_path / "dst"
+    )
+    with refused(CheckpointError, r"no safetensors files .*; overwrite=True replaces weights"):
         convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "dst" / "model.safetensors").touch()
     (tmp_path / "dst" / "thesis").mkdir()
-    with refused(CheckpointError, r"would delete thesis, thesis\.tex; --overwrite replaces"):
+    with refused(CheckpointError, r"would delete thesis, thesis\.tex; overwrite=True replaces"):
         convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "file").touch()
     refused(CheckpointError, "is a file", convert, source, tmp_path / "file", overwrite=True)
@@ -351,8 +353,8 @@ def test_targets_that_would_lose_something(source, tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["lora_a", "lora_b"], r"dst: 2 safetensors files .*; --overwrite replaces"),
-        (["lora_a"], r"dst: --overwrite would delete thesis\.txt; --overwrite replaces"),
+        (["lora_a", "lora_b"], r"dst: 2 safetensors files .*; overwrite=True replaces"),
+        (["lora_a"], r"dst: --overwrite would delete thesis\.txt; overwrite=True replaces"),
         (["model", "lora"], r"dst: --overwrite would delete lora\.safetensors, thesis\.txt; --"),
     ],
 )
@@ -371,7 +373,7 @@ def test_overwrite_replaces_a_checkpoint(source, tmp_path):
     for name in ("pytorch_model.bin", ".gitattributes"):
         (former / name).unlink()
     (former / "notes.json").write_text("{}")
-    with refused(CheckpointError, r"would delete notes\.json; --overwrite"):
+    with refused(CheckpointError, r"would delete notes\.json; overwrite=True"):
         convert(source, former, overwrite=True)
     (source / "notes.json").write_text("{}")
     (former / "merges.txt").touch()
@@ -416,7 +418,7 @@ def umask():
 
 
 def test_skip_that_matches_nothing_is_an_error(source, tmp_path):
-    with refused(CheckpointError, r"--skip haed matches nothing, .*there is model"):
+    with refused(CheckpointError, r"skip='haed' matches nothing, .*there is model"):
         convert(source, tmp_path / "dst", skip=["down", "haed"])
 
 
@@ -505,14 +507,14 @@ def test_what_is_not_copied_is_named(source, tmp_path):
     # What a conversion has written can be replaced, with the folders in it.
     convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "dst" / "thesis").mkdir()
-    with refused(CheckpointError, r"would delete thesis; --overwrite"):
+    with refused(CheckpointError, r"would delete thesis; overwrite=True"):
         convert(source, tmp_path / "dst", overwrite=True)
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt"])
 def test_a_folder_without_config_json_is_refused(source, tmp_path, layout):
     os.unlink(source / "config.json")
-    message = rf"(src|dst): no config\.json, and loaders of layout {layout} .* fetch it, use --la"
+    message = rf"(src|dst): no config\.json, and loaders of layout {layout} .* fetch it, use la"
     refused(CheckpointError, message, convert, source, tmp_path / "dst", layout=layout)
     assert os.listdir(tmp_path) == ["src"]
     assert convert(source, tmp_path / "dst").loads_nowhere

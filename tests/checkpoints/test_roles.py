@@ -272,7 +272,7 @@ def test_scales_by_channel_are_those_of_the_outputs(tmp_path, shapes, config, ex
 )
 def test_an_unknown_axis_of_outputs_is_asked_for(tmp_path, shapes, config):
     name = next(iter(shapes)) if UP not in shapes else r".*experts\."
-    with pytest.raises(CheckpointError, match=rf"tensor {name}.*--channel-axis first .* or last"):
+    with pytest.raises(CheckpointError, match=rf"tensor {name}.*channel_axis=.first. .* or .*last"):
         scale_shapes(tmp_path, shapes, config)
     (tmp_path / "src" / "model.safetensors").unlink()
     (tmp_path / "src" / "config.json").unlink()

@@ -300,7 +300,7 @@ def test_an_empty_tensor_of_a_rank_that_numpy_lacks_is_refused(tmp_path):
 def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
     save(tmp_path / TARGET, {"x": np.ones(2, np.float32)})
     before = (tmp_path / TARGET).read_bytes()
-    with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
+    with pytest.raises(CheckpointError, match="exists already; pass overwrite=True"):
         save(tmp_path / TARGET, {})
     assert (tmp_path / TARGET).read_bytes() == before
     save(tmp_path / TARGET, {}, overwrite=True)

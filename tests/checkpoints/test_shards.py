@@ -139,7 +139,9 @@ def test_a_missing_part_is_named_with_its_shard(source, tmp_path):
     refused(CheckpointError, r"dst: no parts of a conversion", finalize, tmp_path / "dst")
     shard(source, tmp_path / "dst", 0, 3)
     before = contents(tmp_path)
-    message = rf"dst: 2 of 3 files are missing: {FILES[1]}, {FILES[2]}; .*--shard 1/3, --shard 2/3$"
+    message = (
+        rf"dst: 2 of 3 files are missing: {FILES[1]}, {FILES[2]}; .*shard=\(1, 3\), shard=\(2, 3\)$"
+    )
     refused(CheckpointError, message, finalize, tmp_path / "dst")
     assert contents(tmp_path) == before
     shard(source, tmp_path / "dst", 1, 3)
@@ -259,10 +261,10 @@ def test_weights_with_nan_are_no_part(tmp_path):
 def test_an_existing_target(source, tmp_path):
     convert(source, tmp_path / "dst")
     before = contents(tmp_path / "dst")
-    with refused(CheckpointError, "exists already; pass --overwrite"):
+    with refused(CheckpointError, "exists already; pass overwrite=True"):
         shard(source, tmp_path / "dst", 0, 1)
     shard(source, tmp_path / "dst", 0, 1, overwrite=True)
-    refused(CheckpointError, "exists already; pass --overwrite", finalize, tmp_path / "dst")
+    refused(CheckpointError, "exists already; pass overwrite=True", finalize, tmp_path / "dst")
     assert contents(tmp_path / "dst") == before
     finalize(tmp_path / "dst", overwrite=True)
     assert sorted(os.listdir(tmp_path / "dst")) == [

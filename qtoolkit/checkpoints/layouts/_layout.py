@@ -75,21 +75,21 @@ class Scheme:
 
     @property
     def format(self) -> str:
-        """The value of `--format` for this scheme."""
+        """The value of `format` for this scheme."""
         if self.is_named or self.spec.zero_point:  # that has no published name
             return self.name
         return self.spec.name if scaling_of(self.spec) is None else self.spec.element.name
 
     @property
     def scaling(self) -> str | None:
-        """The value of `--scaling`; None if the format has no scales or defines its own."""
+        """The value of `scaling`; None if the format has no scales or defines its own."""
         word = scaling_of(self.spec)
         return None if word == "none" else word
 
     @property
     def spelling(self) -> str:
-        """Both: "e4m3fn (--scaling channel)", "mxfp4"."""
-        return self.format + ("" if self.scaling is None else f" (--scaling {self.scaling})")
+        """Both: "e4m3fn (scaling='channel')", "mxfp4"."""
+        return self.format + ("" if self.scaling is None else f" (scaling={self.scaling!r})")
 
 
 Used = Mapping[Scheme, Sequence[str]]  # the schemes in use, with the modules of each
@@ -104,7 +104,7 @@ class Layout:
     """A layout: two functions, `decode` to read it and `encode` to write it, and the config.
 
     Attributes:
-      name: As given to `--layout`.
+      name: As given to `layout`.
       title: A description in one line.
       loaders: Who loads it.
       note: What else a reader should know of all schemes.
@@ -170,7 +170,7 @@ class Layout:
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def scheme(self, of: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
-        """The scheme for a format and a value of `--scaling`; None: the first that fits.
+        """The scheme for a format and a value of `scaling`; None: the first that fits.
 
         Raises:
           CheckpointError: The layout has none.
@@ -184,7 +184,7 @@ class Layout:
                     return scheme
             elif scheme.spec.element == of and scaling in (None, scaling_of(scheme.spec)):
                 return scheme
-        word = "" if scaling is None else f" with --scaling {scaling}"
+        word = "" if scaling is None else f" with scaling={scaling!r}"
         raise CheckpointError(
             f"layout {self.name}: cannot hold {of.name}{word}, expected one of "
             f"{', '.join(self.spellings())}; `qtoolkit layouts` shows which layout takes what"
@@ -205,7 +205,7 @@ class Layout:
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
-    """The value of `--scaling` for a spec: "none" without scales, None for those like "nvfp4" whose
+    """The value of `scaling` for a spec: "none" without scales, None for those like "nvfp4" whose
     own name describes their scales.
     """
     if spec.scale is None:
