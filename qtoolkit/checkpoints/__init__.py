@@ -35,12 +35,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtoolkit._names import unknown
-from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._formats import safetensors_dtype
 from qtoolkit.checkpoints._load import dequantize, load, save
-from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._report import (
-    Comparison,
+    CheckpointComparison,
     Plan,
     Report,
     TensorComparison,
@@ -48,14 +45,8 @@ from qtoolkit.checkpoints._report import (
     TensorReport,
 )
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
-from qtoolkit.checkpoints._safetensors import (
-    TensorInfo,
-    layout,
-    write_safetensors,
-)
 from qtoolkit.checkpoints._shards import finalize
 from qtoolkit.checkpoints._tensors import CheckpointError
-from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._compare import compare
@@ -65,15 +56,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_SKIP",
-    "LAYOUTS",
+    "CheckpointComparison",
     "CheckpointError",
-    "Comparison",
     "Export",
-    "Layout",
     "Plan",
     "Report",
     "TensorComparison",
-    "TensorInfo",
     "TensorPlan",
     "TensorReport",
     "Verification",
@@ -83,14 +71,9 @@ __all__ = [
     "dequantize_checkpoint",
     "export",
     "finalize",
-    "layout",
     "load",
-    "make_plan",
-    "open_source",
-    "safetensors_dtype",
     "save",
     "verify",
-    "write_safetensors",
 ]
 
 

@@ -13,7 +13,7 @@ from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._reader import WeightReader
-from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
+from qtoolkit.checkpoints._report import CheckpointComparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import FLOATS, CheckpointError, shown
@@ -21,7 +21,7 @@ from qtoolkit.formats import FloatFormat, Format, IntFormat
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 
-def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison:
+def compare(a: Path, b: Path, *, progress: Progress | None = None) -> CheckpointComparison:
     """Compare the numbers of two checkpoints; quantized weights are dequantized.
 
     Args:
@@ -57,7 +57,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
                 f"{b}: no tensor has a name that {a} has, expected two versions of one model; "
                 "`qtoolkit inspect` lists the names"
             )
-        return Comparison(
+        return CheckpointComparison(
             a=str(a),
             b=str(b),
             tensors=tuple(

@@ -154,16 +154,16 @@ def export(
         axis; axes and shape are then those of one expert.
       only: Regular expressions; only weights with such a name in the checkpoint are sent. Scales
         that several weights share are those of the whole.
-      input_scales: As in `make_plan`; by names in the tree, too, as `qtoolkit.nnx.input_scales`
+      input_scales: As in `convert`; by names in the tree, too, as `qtoolkit.nnx.input_scales`
         gives those that training used.
       format, scaling, layout, skip, keep_dtype, channel_axis, allow_split, keep_unfitting: As in
-        `make_plan`.
+        `convert`.
 
     Returns:
       An iterable of (name, array); its `plan` has the quantization config.
 
     Raises:
-      CheckpointError: As `make_plan`; a name is given twice; or a `QArray` is not stored as the
+      CheckpointError: As `convert`; a name is given twice; or a `QArray` is not stored as the
         layout says.
 
     Examples:

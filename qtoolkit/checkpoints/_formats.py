@@ -149,18 +149,8 @@ def model_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def safetensors_dtype(fmt: FormatLike) -> str:
-    """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
-
-    Args:
-      fmt: A format, in any spelling of `qtoolkit.format`.
-
-    Raises:
-      CheckpointError: The plain layout does not hold `fmt`.
-      ValueError, TypeError: As `qtoolkit.format`.
-
-    Examples:
-      >>> qt.checkpoints.safetensors_dtype("e4m3fn"), qt.checkpoints.safetensors_dtype("int8")
-      ('F8_E4M3', 'I8')
+    """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn"; raises
+    for what it does not hold.
     """
     resolved = resolve(fmt)
     dtype = resolved.dtype

@@ -177,7 +177,7 @@ def _tensors(
         elif name.endswith(_ROUTERS):
             type_, reason = "F32", "routers are F32"
         elif any(pattern.search(tensor.name) for pattern in skip):
-            type_, reason = tensor.dtype, "skip"
+            type_, reason = tensor.dtype, "skip="
         elif name in _EMBEDDINGS and kind in ("Q4_0", "Q4_1", "MXFP4", "NVFP4"):
             type_ = "Q8_0"
         length, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]

@@ -72,60 +72,10 @@ def make_plan(
     allow_split: bool = False,
     keep_unfitting: bool = False,
 ) -> Plan:
-    """Decide what `convert` does with every tensor of `source`.
+    """Decides what `convert`, of whose arguments these are, does with each tensor of `source`.
 
-    A single format quantizes the float32, float16 and bfloat16 tensors of two or more dimensions
-    whose names match neither `DEFAULT_SKIP` nor `skip`. With `Rules`, `skip` still comes first, but
-    `DEFAULT_SKIP` and the number of dimensions do not count. A tensor that no rule matches gets the
-    default of the rules if it is float32, float16 or bfloat16.
-
-    Args:
-      source: The open checkpoint; only its headers are read. `convert` opens a quantized one as
-        the float weights that it stands for.
-      format: An element format or a published block format, in any spelling, that the layout holds,
-        or the name of one of its schemes, such as "W4A16".
-        Or `Rules`, which give such a format, or None, for the name of a tensor; a tensor with None
-        is not quantized. None instead of a format: nothing is quantized.
-      scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
-        elements, but one for each output in convolutions [O, I, kh, kw]. None: what the layout
-        has first for the format. Formats without scales, bfloat16 and float16, and block formats
-        take None alone.
-      layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
-        that layout holds the format and the model is not of diffusers; else the only one that holds
-        the format, if weights are named NAME.weight; else "plain".
-      skip: Regular expressions; a tensor is not quantized if one is found in its name.
-      keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
-        are not quantized; None: they are copied.
-      channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
-        decides by architecture, names and biases.
-      input_scales: Static activation scales by module, or one for all, if the layout asks for them.
-      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats, integers that
-        are no masks or tables by their names, and scales without codes. `skip` and rules that
-        name them allow them, too.
-      allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
-        of a layer, may have several schemes, or some of them none.
-      keep_unfitting: Whether weights that whole blocks do not fill are not quantized. Otherwise
-        they are an error.
-
-    Raises:
-      CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input
-        scales are given to formats that have none; the source is a folder of an adapter, or one
-        that loaders would misread for lack of a config.json; a tensor to be quantized is float64
-        (by a rule: not float32, float16 or bfloat16); the name for its scales is taken; a regular
-        expression is invalid, or it or a rule matches nothing; the axis of the outputs cannot be
-        found out.
-      TypeError: A rule has a class as its key, or a value that is no format.
-      ValueError: Unknown format, scaling or layout.
-
-    Examples:
-      >>> tensors = {"mlp/kernel": jnp.ones((64, 32)), "embed/kernel": jnp.ones((8, 32))}
-      >>> qt.checkpoints.save("model.safetensors", tensors)
-      >>> with qt.checkpoints.open_source("model.safetensors") as source:
-      ...     plan = qt.checkpoints.make_plan(source, scaling="tensor")
-      >>> for tensor in plan.tensors:
-      ...     print(tensor.name, tensor.dtype, tensor.reason or tensor.action)
-      embed/kernel F32 skipped by default
-      mlp/kernel F8_E4M3 quantize
+    Only headers are read. A quantized checkpoint is given as `dequantized` opens it. `format` may
+    be None: nothing is quantized.
     """
     for name, value, choices in (
         ("scaling", scaling, SCALINGS),
@@ -300,7 +250,7 @@ class _Planner:
         if is_one_format and len(info.shape) < 2:
             return None, "fewer than two dimensions"
         if any(pattern.search(info.name) for pattern in skip):
-            return None, "skip"
+            return None, "skip="
         if is_one_format and SKIPPED.search(info.name):
             return None, "skipped by default"
         if is_one_format and fmt is None:

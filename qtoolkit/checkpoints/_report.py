@@ -1,4 +1,4 @@
-"""`Plan`: what a conversion will do. `Report`: what it did. `Comparison`: the error. No JAX."""
+"""What a conversion will do, what it did, and how two checkpoints differ, as data. No JAX."""
 
 import dataclasses
 import functools
@@ -365,7 +365,7 @@ class TensorComparison:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CheckpointComparison:
     """How a checkpoint b differs from a.
 
     Attributes:

@@ -186,19 +186,7 @@ def _brief(value: Any) -> str:
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
     """Place (name, dtype, shape) triples in a file as the reference does: aligned, without holes.
 
-    Args:
-      tensors: In any order; dtypes as safetensors spells them, "F8_E4M3".
-
-    Returns:
-      One `TensorInfo` for each, in the order of the data: large elements first, then by name.
-
-    Raises:
-      CheckpointError: A dtype is none of safetensors', or a tensor ends within a byte.
-
-    Examples:
-      >>> placed = qt.checkpoints.layout([("bias", "F32", (3,)), ("kernel", "F8_E4M3", (4, 3))])
-      >>> [(info.name, info.start, info.stop) for info in placed]
-      [('bias', 0, 12), ('kernel', 12, 24)]
+    The result is in the order of the data: large elements first, then by name.
     """
     placed: list[TensorInfo] = []
     start = 0
@@ -235,26 +223,9 @@ def write_safetensors(
     killed, the next run does. Of two runs with the same target the one that began first fails. For
     a URL the data is first written to a local temporary file.
 
-    Args:
-      path: Where to; a file or a URL.
-      tensors: What the file will hold, as `layout` places it.
-      chunks: (name, bytes or array) pairs: the next bytes of tensor `name`. Tensors may come in any
-        order and interleaved. They are written while the next ones are made: a buffer that was
-        handed over must not be used again.
-      metadata: Strings for `__metadata__`.
-      overwrite: Whether a file of that name may be replaced.
-
-    Raises:
-      CheckpointError: The target exists, another process has begun to write it, or the chunks are
-        not what `tensors` announces.
-      OSError: The file cannot be written; it names the file.
-
-    Examples:
-      >>> tensors = qt.checkpoints.layout([("kernel", "F32", (4, 2))])
-      >>> halves = (("kernel", np.full((2, 2), half, np.float32)) for half in (0, 1))
-      >>> qt.checkpoints.write_safetensors("model.safetensors", tensors, halves)
-      >>> qt.checkpoints.load("model.safetensors")["kernel"].tolist()
-      [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+    `chunks` are (name, bytes or array) pairs, the next bytes of a tensor; tensors may come in any
+    order and interleaved. They are written while the next ones are made: a buffer that was handed
+    over must not be used again.
     """
     if not is_url(path):
         with new_file(path, overwrite) as file:

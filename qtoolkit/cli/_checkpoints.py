@@ -19,6 +19,7 @@ from qtoolkit.checkpoints.internal import (
     dequantized,
     file_limit,
     files_of_shard,
+    open_source,
     plan_for,
     read_json,
     resolve_target,
@@ -170,7 +171,7 @@ def _dry_run(destination: Destination, arguments: dict[str, Any], style: str) ->
     destination.check()
     dst, shard = str(destination.dst), destination.shard
     files = []
-    with checkpoints.open_source(destination.src) as opened:
+    with open_source(destination.src) as opened:
         source = dequantized(opened) if arguments["format"] else check_quantized(opened)
         plan = plan_for(destination.dst, source, **arguments)
         if shard is not None and opened.folder is not None:

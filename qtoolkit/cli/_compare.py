@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import Comparison, TensorComparison
+from qtoolkit.checkpoints import CheckpointComparison, TensorComparison
 from qtoolkit.checkpoints.internal import listed, shown
 from qtoolkit.cli._errors import as_options, one_line_errors
 from qtoolkit.cli._options import JSON
@@ -86,7 +86,7 @@ def _row(tensor: TensorComparison) -> list[str]:
     ]
 
 
-def _summary(comparison: Comparison) -> list[str]:
+def _summary(comparison: CheckpointComparison) -> list[str]:
     equal = sum(tensor.equal for tensor in comparison.tensors)
     lines = [f"{counted(len(comparison.tensors), 'tensor')} compared, {equal:,} equal"]
     if known := _lossy(comparison):
@@ -100,7 +100,7 @@ def _summary(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _lossy(comparison: Comparison) -> dict[str, float]:
+def _lossy(comparison: CheckpointComparison) -> dict[str, float]:
     return {
         tensor.name: tensor.sqnr_db
         for tensor in comparison.tensors

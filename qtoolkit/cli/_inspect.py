@@ -8,13 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from qtoolkit import checkpoints
-from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout
+from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
+    LAYOUTS,
     Checkpoint,
     Encoding,
+    Layout,
     check_explained,
     dequantized,
+    open_source,
     shown,
 )
 from qtoolkit.cli._errors import as_options, one_line_errors, printable
@@ -28,7 +30,7 @@ def inspect(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """List the tensors of a checkpoint, and their scales."""
-    with one_line_errors("nothing was changed"), checkpoints.open_source(src) as source:
+    with one_line_errors("nothing was changed"), open_source(src) as source:
         if as_json:
             typer.echo(json.dumps(_data(source), indent=2))
             return

@@ -6,9 +6,10 @@ import operator
 import shlex
 from collections.abc import Sequence
 
-from qtoolkit.checkpoints import LAYOUTS, Report, TensorPlan
+from qtoolkit.checkpoints import Report, TensorPlan
 from qtoolkit.checkpoints.internal import (
     ASK_FOR_WEIGHTS,
+    LAYOUTS,
     PACKED_OPTION,
     join,
     listed,
@@ -28,7 +29,8 @@ def plan_table(tensors: Sequence[TensorPlan]) -> Table:
     for tensor in tensors:
         scale = tensor.encoding.scale if tensor.encoding is not None else None
         row = [shown(tensor.name), tensor.source.stored_dtype, tensor.dtype]
-        row += ["" if scale is None else str([*scale.shape]), f"{tensor.nbytes:,}", tensor.reason]
+        row += ["" if scale is None else str([*scale.shape]), f"{tensor.nbytes:,}"]
+        row.append(as_options(tensor.reason))
         rows.append(row)
     return header, rows, ("bytes",)
 
@@ -42,7 +44,7 @@ def report_table(report: Report) -> Table:
             f"{tensor.bytes_after:,}",
             "" if tensor.sqnr_db is None else _decibels(tensor.sqnr_db),
             "" if tensor.max_scale is None else f"{tensor.max_scale:.3g}",
-            tensor.reason,
+            as_options(tensor.reason),
         ]
         for tensor in report.tensors
     ]
@@ -78,7 +80,7 @@ def _outcome(report: Report) -> list[str]:
     own = ", or the format's own" if words and "none" in report.scaling else ""
     scales = f", a scale per {' or '.join(words)}{own}" if words else ""
     source = f"  source     quantized (layout {report.dequantized}), dequantized first"
-    reasons = [tensor.reason for tensor in report.kept]
+    reasons = [as_options(tensor.reason) for tensor in report.kept]
     why = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
     return [
         report.format + scales + ("" if report.layout == "plain" else f", layout {report.layout}"),

@@ -9,7 +9,8 @@ from each import each
 from refused import refused
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import CheckpointError, convert, open_source, save
+from qtoolkit.checkpoints import CheckpointError, convert, save
+from qtoolkit.checkpoints.internal import open_source
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ FUNCTIONS = {
     "a": [lambda path, good, new: checkpoints.compare(path, good)],
     "b": [lambda path, good, new: checkpoints.compare(good, path)],
     "path": [
-        lambda path, good, new: checkpoints.open_source(path),
+        lambda path, good, new: open_source(path),
         lambda path, good, new: checkpoints.load(path),
         lambda path, good, new: save(path, {}),
         lambda path, good, new: save(path, "tensors and path in the wrong order"),

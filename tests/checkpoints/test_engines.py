@@ -12,7 +12,8 @@ import pytest
 from command import run
 from refused import refused
 
-from qtoolkit.checkpoints import CheckpointError, convert, make_plan, open_source, save, verify
+from qtoolkit.checkpoints import CheckpointError, convert, save, verify
+from qtoolkit.checkpoints.internal import make_plan, open_source
 from qtoolkit.formats import Rules
 
 RNG = np.random.default_rng(0)

@@ -15,11 +15,11 @@ from qtoolkit.checkpoints import (
     convert,
     dequantize_checkpoint,
     load,
-    open_source,
     save,
     verify,
 )
 from qtoolkit.checkpoints._checkpoint import Tensor, Transposer
+from qtoolkit.checkpoints.internal import open_source
 
 LAYER = "model.layers.0"
 EXPERTS = f"{LAYER}.mlp.experts"

@@ -13,13 +13,8 @@ import pytest
 from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    convert,
-    dequantize_checkpoint,
-    open_source,
-    save,
-)
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, save
+from qtoolkit.checkpoints.internal import open_source
 
 INDEX = "model.safetensors.index.json"
 rng = np.random.default_rng(0)
@@ -354,8 +349,11 @@ def test_targets_that_would_lose_something(source, tmp_path):
     ("names", "message"),
     [
         (["lora_a", "lora_b"], r"dst: 2 safetensors files .*; overwrite=True replaces"),
-        (["lora_a"], r"dst: --overwrite would delete thesis\.txt; overwrite=True replaces"),
-        (["model", "lora"], r"dst: --overwrite would delete lora\.safetensors, thesis\.txt; --"),
+        (["lora_a"], r"dst: overwrite=True would delete thesis\.txt; overwrite=True replaces"),
+        (
+            ["model", "lora"],
+            r"dst: overwrite=True would delete lora\.safetensors, thesis\.txt; over",
+        ),
     ],
 )
 def test_overwrite_deletes_nothing_but_a_checkpoint(source, tmp_path, names, message):
@@ -425,7 +423,7 @@ def test_skip_that_matches_nothing_is_an_error(source, tmp_path):
 def test_reading_any_source_does_not_load_jax(source, tmp_path):
     save(tmp_path / "file", {"a": np.ones((2, 2), np.float32)})
     code = (
-        "import sys\nfrom qtoolkit import checkpoints as c\n"
+        "import sys\nfrom qtoolkit.checkpoints import internal as c\n"
         "for path in sys.argv[1:]:\n"
         "    c.make_plan(c.open_source(path))\n"
         "assert 'jax' not in sys.modules"

@@ -20,12 +20,12 @@ from qtoolkit.checkpoints import (
     convert,
     dequantize_checkpoint,
     load,
-    open_source,
     save,
     verify,
 )
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._reader import WeightReader
+from qtoolkit.checkpoints.internal import open_source
 from qtoolkit.checkpoints.layouts._encoding import Packing, dense, packed, unpacked
 from qtoolkit.scaling import QArray
 

@@ -12,17 +12,9 @@ import pytest
 from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import (
-    LAYOUTS,
-    CheckpointError,
-    convert,
-    dequantize_checkpoint,
-    load,
-    open_source,
-    save,
-    verify,
-)
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save, verify
 from qtoolkit.checkpoints._tensors import Entry
+from qtoolkit.checkpoints.internal import LAYOUTS, open_source
 from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")

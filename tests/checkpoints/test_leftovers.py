@@ -11,8 +11,9 @@ import sys
 import numpy as np
 import pytest
 
-from qtoolkit.checkpoints import CheckpointError, convert, finalize, open_source, save
+from qtoolkit.checkpoints import CheckpointError, convert, finalize, save
 from qtoolkit.checkpoints._writing import partial_name
+from qtoolkit.checkpoints.internal import open_source
 
 SIZE = "40KB"  # two matrices of codes to a file
 KINDS = ("file", "folder", "shard")

@@ -13,7 +13,8 @@ from refused import refused
 from stored import stored
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import CheckpointError, convert, load, open_source, save
+from qtoolkit.checkpoints import CheckpointError, convert, load, save
+from qtoolkit.checkpoints.internal import open_source
 
 TREE = {
     "params": {

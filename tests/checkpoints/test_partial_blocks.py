@@ -9,7 +9,6 @@ from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import (
-    LAYOUTS,
     CheckpointError,
     compare,
     convert,
@@ -20,6 +19,7 @@ from qtoolkit.checkpoints import (
     verify,
 )
 from qtoolkit.checkpoints._tensors import Entry
+from qtoolkit.checkpoints.internal import LAYOUTS
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"

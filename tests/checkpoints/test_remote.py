@@ -21,11 +21,11 @@ from qtoolkit.checkpoints import (
     dequantize_checkpoint,
     finalize,
     load,
-    open_source,
     save,
     verify,
 )
 from qtoolkit.checkpoints import _storage as storage_module
+from qtoolkit.checkpoints.internal import open_source
 from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file

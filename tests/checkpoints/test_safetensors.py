@@ -12,13 +12,9 @@ import safetensors
 import safetensors.numpy
 from stored import stored
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    layout,
-    save,
-    write_safetensors,
-)
+from qtoolkit.checkpoints import CheckpointError, save
 from qtoolkit.checkpoints._safetensors import open_safetensors
+from qtoolkit.checkpoints.internal import layout, write_safetensors
 
 DTYPES = {
     "BOOL": np.bool_,

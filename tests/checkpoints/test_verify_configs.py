@@ -10,7 +10,8 @@ import pytest
 from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import CheckpointError, convert, open_source, save, verify
+from qtoolkit.checkpoints import CheckpointError, convert, save, verify
+from qtoolkit.checkpoints.internal import open_source
 from qtoolkit.formats import BlockFormat, Rules
 
 WEIGHTS = {f"model.layers.0.self_attn.{x}_proj.weight": (256, 128) for x in "qkvo"}

@@ -238,7 +238,7 @@ def test_layouts():
 
 def test_input_scales_from_a_file(source, tmp_path):
     nvfp4 = ("convert", source, tmp_path / "dst", "--layout", "modelopt", "--format", "nvfp4")
-    assert "give --input-scales FILE from a calibration" in fails(*nvfp4)
+    assert "give --input-scales of a calibration" in fails(*nvfp4)
     (tmp_path / "scales.json").write_text(json.dumps({WEIGHT.removesuffix(".weight"): 0.5}))
     result = run(*nvfp4, "--input-scales", tmp_path / "scales.json")
     assert result.exit_code == 0, result.output

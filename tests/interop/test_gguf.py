@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    convert,
-    dequantize_checkpoint,
-    load,
-    open_source,
-    save,
-)
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save
+from qtoolkit.checkpoints.internal import open_source
 from qtoolkit.cli._app import app
 
 NAMES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}

@@ -27,9 +27,8 @@ from qtoolkit.checkpoints.layouts._layout import (
     Layout,
     check_entry,
     decode_bytes,
-    decode_groups,
+    decode_tiled,
     entry_beside,
-    scales_in_order,
     unread,
 )
 from qtoolkit.formats import INT4, MXFP8_E4M3, NVFP4
@@ -92,18 +91,13 @@ def _tiled(headers: Headers, name: str, kind: str, where: str) -> Encoding:
     scale = check_entry(headers, f"{name}_scale", scales, where)
     second = check_entry(headers, f"{name}_scale_2", ("F32",), where) if is_fp4 else None
     spec = NVFP4 if is_fp4 else MXFP8_E4M3
-    rows, columns = codes.shape if len(codes.shape) == 2 else (0, 0)
-    shape = (rows, columns * (1 + is_fp4))
-    across = -(-shape[1] // (16 if is_fp4 else 32))
-    if not rows or scale.nbytes != -(-rows // 128) * 512 * -(-across // 4):
-        what = f"{scale} of {codes}, expected tiles of 128 rows and 4 scales"
-        raise unread(where, scale.name, what, "ComfyUI")
-    encoding = decode_groups(
-        *(name, shape, spec, codes, scale._replace(shape=(rows, across)), where),
+    shape = (*codes.shape[:-1], *(n * (1 + is_fp4) for n in codes.shape[-1:]))
+    return decode_tiled(
+        *(name, shape, spec, codes, scale, where),
+        program="ComfyUI",
         packing=Packing(8, order=(1, 0)) if is_fp4 else None,
         tensor_scale=second,
     )
-    return dataclasses.replace(encoding, scale=scale, scale_of=scales_in_order)
 
 
 def _rotated(headers: Headers, name: str, settings: Mapping[str, Any], where: str) -> Encoding:

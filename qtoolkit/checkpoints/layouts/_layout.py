@@ -130,23 +130,6 @@ class Layout:
         instead if such scales are given.
       refused: Regular expressions for names of tensors that its loaders cannot load, each with the
         reason.
-
-    Examples:
-      >>> for layout in qt.checkpoints.LAYOUTS.values():
-      ...     print(layout.name, "-", layout.title)
-      plain - qtoolkit's own: codes under the weight's name, float32 scales under NAME_scale
-      compressed-tensors - that of llm-compressor: weight or weight_packed, weight_scale
-      finegrained-fp8 - DeepSeek's blocks of 128x128: weight, weight_scale_inv
-      modelopt - that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale
-      gpt-oss - gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales
-      gptq - that of GPTQ: qweight, qzeros, scales, g_idx
-      awq - that of AutoAWQ (GEMM): qweight, qzeros, scales
-      auto-round - that of AutoRound: entries of GPTQ or AutoAWQ
-      mlx - that of MLX: weight in words of 32 bits, scales, biases
-      bitsandbytes - that of bitsandbytes: absmax and quant_state (NF4, FP4), or SCB (int8)
-      hqq - that of HQQ: W_q, scale, zero
-      torchao - torchao's tensor subclasses: _weight_qdata, _weight_scale, classes in the metadata
-      comfyui - that of ComfyUI: scale_weight beside FP8 weights, comfy_quant of rotated int8
     """
 
     name: str
@@ -284,7 +267,7 @@ def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
     return block
 
 
-def scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+def _scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     """The scales of a matrix that lie in tiles, as numbers of their format."""
     assert encoding.scale is not None
     assert encoding.spec.scale is not None
@@ -387,6 +370,35 @@ def decode_groups(
         tensor_scale_divides=tensor_scale_divides,
         packing=packing,
     )
+
+
+def decode_tiled(
+    name: str,
+    shape: tuple[int, ...],
+    spec: BlockFormat,
+    codes: Entry,
+    scale: Entry,
+    where: str,
+    *,
+    program: str,
+    packing: Packing | None = None,
+    tensor_scale: Entry | None = None,
+) -> Encoding:
+    """`decode_groups` of a matrix whose scales lie in tiles: see `untiled`."""
+    (length,) = spec.block
+    assert length is not None
+    rows, columns = shape if len(shape) == 2 else (0, 0)
+    counts = (rows, -(-columns // length))
+    tiles = -(-rows // 128) * 512 * -(-counts[1] // 4)
+    if not rows or scale.nbytes != tiles:
+        what = f"{scale} of {codes}, expected {tiles} bytes, tiles of 128 rows and 4 scales"
+        raise unread(where, scale.name, what, program)
+    encoding = decode_groups(
+        *(name, shape, spec, codes, scale._replace(shape=counts), where),
+        packing=packing,
+        tensor_scale=tensor_scale,
+    )
+    return dataclasses.replace(encoding, scale=scale, scale_of=_scales_in_order)
 
 
 def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Encoding | None:

@@ -9,6 +9,7 @@ dequantize; of Int4Tensor, FBGEMM's quantize_utils.py, int4_row_quantize_zp.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     check_entry,
     decode_bytes,
     decode_groups,
-    scales_in_order,
+    decode_tiled,
     times_factors,
     unread,
 )
@@ -137,21 +138,11 @@ def _of_groups(
         raise unread(where, codes.name, f"{settings}, expected NVFP4, MXFP4 or MXFP8", METHOD)
     is_packed = spec.element == E2M1FN
     shape = (*codes.shape[:-1], codes.shape[-1] * (1 + is_packed))
-    as_blocks, is_tiled = scale, settings.get("is_swizzled_scales") is True
-    if is_tiled and len(shape) == 2:
-        as_blocks = scale._replace(shape=(shape[0], shape[1] // length))
-        tiles = -(-shape[0] // 128) * 512 * -(-as_blocks.shape[1] // 4)
-        if scale.nbytes != tiles:
-            raise unread(where, scale.name, f"{scale}, expected {tiles} bytes in tiles", METHOD)
-    encoding = decode_groups(
-        *(name, shape, spec, codes, as_blocks, where),
+    is_tiled = settings.get("is_swizzled_scales") is True
+    return (functools.partial(decode_tiled, program=METHOD) if is_tiled else decode_groups)(
+        *(name, shape, spec, codes, scale, where),
         packing=NIBBLES if is_packed else None,
         tensor_scale=tensor_scale,
-    )
-    return (
-        dataclasses.replace(encoding, scale=scale, scale_of=scales_in_order)
-        if is_tiled
-        else encoding
     )
 
 
