@@ -17,13 +17,13 @@ def array_checkpoint(
     path: Path,
     headers: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     read: Callable[[str], np.ndarray],
-    opened: contextlib.ExitStack | None = None,
+    resources: contextlib.ExitStack | None = None,
 ) -> Checkpoint:
     """A checkpoint of arrays that are read whole, by name; only the last one stays in memory."""
     last: dict[str, np.ndarray] = {}
     lock = threading.Lock()
-    opened = opened or contextlib.ExitStack()
-    opened.callback(last.clear)
+    resources = resources or contextlib.ExitStack()
+    resources.callback(last.clear)
 
     def read_into(name: str, start: int, buffer: memoryview) -> None:
         with lock:
@@ -41,7 +41,7 @@ def array_checkpoint(
     tensors = {}
     for name, (dtype, shape) in headers.items():
         if dtype.name not in DTYPE_OF:
-            opened.close()
+            resources.close()
             raise CheckpointError(
                 f"{path}: tensor {shown(name)}: dtype {dtype}, expected one of "
                 f"{', '.join(DTYPE_OF)}; remove it from the file, or convert it first"
@@ -49,7 +49,7 @@ def array_checkpoint(
         sizes = tuple(map(int, shape))
         read_this = functools.partial(read_into, name)
         tensors[name] = Tensor(name, DTYPE_OF[dtype.name], sizes, read_this)
-    return Checkpoint(path, tensors, opened=opened)
+    return Checkpoint(path, tensors, resources=resources)
 
 
 def check_unique(path: Path, names: Iterable[str]) -> None:

@@ -165,11 +165,11 @@ class Checkpoint:
       metadata: The strings that it holds in addition to tensors.
       config: The content of its `config.json`; empty without one.
       folder: What else a folder of Hugging Face holds; None of other containers.
-      layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
+      layout: That of the weights that were dequantized: see `decode_weights`; "" if none is.
       auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
         model.
       stored: The tensors as the container has them, where weights were dequantized; else empty.
-      opened: What `close` closes.
+      resources: What `close` closes.
     """
 
     path: Path
@@ -180,10 +180,10 @@ class Checkpoint:
     layout: str = ""
     auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    opened: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    resources: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property
-    def everything(self) -> dict[str, Tensor]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """`tensors` and `auxiliary`."""
         return {**self.tensors, **self.auxiliary}
 
@@ -199,7 +199,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        self.opened.close()
+        self.resources.close()
 
     def read(self, name: str) -> np.ndarray:
         """The whole tensor `name`, a new array. Raises KeyError where there is none."""

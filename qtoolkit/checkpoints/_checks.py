@@ -204,7 +204,7 @@ def skip_patterns(skip: Any, names: Collection[str]) -> list[re.Pattern[str]]:
             f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
             "skip=['lm_head']"
         )
-    patterns = compiled_all(texts)
+    patterns = compile_patterns(texts)
     for pattern in patterns:
         if not any(map(pattern.search, names)):
             raise CheckpointError(
@@ -215,7 +215,7 @@ def skip_patterns(skip: Any, names: Collection[str]) -> list[re.Pattern[str]]:
     return patterns
 
 
-def compiled(pattern: str, argument: str = "skip") -> re.Pattern[str]:
+def compile_pattern(pattern: str, argument: str = "skip") -> re.Pattern[str]:
     """`re.compile` of a pattern of an argument; raises CheckpointError if it is invalid."""
     try:
         return re.compile(pattern)
@@ -226,6 +226,11 @@ def compiled(pattern: str, argument: str = "skip") -> re.Pattern[str]:
         ) from error
 
 
-def compiled_all(patterns: str | Sequence[str], argument: str = "skip") -> list[re.Pattern[str]]:
+def compile_patterns(
+    patterns: str | Sequence[str], argument: str = "skip"
+) -> list[re.Pattern[str]]:
     """Each of several patterns; a string is one, not a pattern for each letter."""
-    return [compiled(x, argument) for x in ([patterns] if isinstance(patterns, str) else patterns)]
+    return [
+        compile_pattern(x, argument)
+        for x in ([patterns] if isinstance(patterns, str) else patterns)
+    ]

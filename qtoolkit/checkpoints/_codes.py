@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._decode import (
     LAYOUT_OF,
-    dequantized,
+    decode_weights,
     own_metadata,
     quantization_config,
 )
@@ -106,33 +106,33 @@ def check_explained(
         raise _unexplained(source, refused, layout, remedy)
     if refused := [entry for entry in scales if not is_allowed(entry.name)]:
         raise CheckpointError(
-            f"{source.path}: tensor {_named(refused)}: of a weight that is not there, expected "
+            f"{source.path}: tensor {_name_list(refused)}: of a weight that is not there, expected "
             f"both; fetch the checkpoint again, or give the whole folder{remedy}"
         )
     if refused := [entry for entry in unused if not is_allowed(entry.name)]:
         raise CheckpointError(
-            f"{source.path}: tensor {_named(refused)}: a scale by its name, of a weight in high "
-            "precision, expected codes, because nothing that is read multiplies such a weight; "
-            f"dequantize the checkpoint with the program that made it{remedy}"
+            f"{source.path}: tensor {_name_list(refused)}: a scale by its name, of a weight in "
+            "high precision, expected codes, because nothing that is read multiplies such a "
+            f"weight; dequantize the checkpoint with the program that made it{remedy}"
         )
     return bool(codes or scales or unused)
 
 
-def check_quantized(opened: Checkpoint) -> Checkpoint:
-    """`dequantized`, but raises CheckpointError if nothing is quantized."""
-    checkpoint = dequantized(opened)
+def decode_quantized(source: Checkpoint) -> Checkpoint:
+    """`decode_weights`, but raises CheckpointError if nothing is quantized."""
+    checkpoint = decode_weights(source)
     if any(tensor.is_dequantized for tensor in checkpoint.tensors.values()):
         return checkpoint
     check_explained(checkpoint, lambda name: False)
-    if copied := undecoded_parts(opened.metadata, opened.tensors, ()):
+    if copied := undecoded_parts(source.metadata, source.tensors, ()):
         raise CheckpointError(
-            f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
+            f"{source.path}: tensor {shown(min(copied))}: of a QArray that the commands "
             "do not read: of more than 8 bits, or packed with zero points, a last axis of one "
             "element or unusual blocks; dequantize it in Python: "
             "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
         )
     raise CheckpointError(
-        f"{opened.path}: nothing in it is quantized in a known layout, expected one; "
+        f"{source.path}: nothing in it is quantized in a known layout, expected one; "
         "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
     )
 
@@ -209,10 +209,10 @@ def _unexplained(
         advice = "dequantize the checkpoint with the program that made it"
         if others:
             what += f" (with it: {listed((f'{shown(e.name)} {e}' for e in others), 2)})"
-    return CheckpointError(f"{source.path}: tensor {_named(codes)}, {what}; {advice}{remedy}")
+    return CheckpointError(f"{source.path}: tensor {_name_list(codes)}, {what}; {advice}{remedy}")
 
 
-def _named(entries: list[Entry]) -> str:
+def _name_list(entries: list[Entry]) -> str:
     """The names of the first ones; of a single one its dtype and shape, too."""
     if len(entries) == 1:
         return f"{shown(entries[0].name)}: {entries[0]}"

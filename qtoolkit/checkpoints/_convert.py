@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._checkpoint import Checkpoint
-from qtoolkit.checkpoints._codes import check_quantized
+from qtoolkit.checkpoints._codes import decode_quantized
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._decode import decode_weights
 from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._gguf_write import check_container, plan_for, write_gguf
 from qtoolkit.checkpoints._produce import Production, Workers
@@ -149,8 +149,8 @@ def convert(
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
-    with _begun(destination, workers, max_memory, progress) as (opened, threads):
-        source = dequantized(opened)
+    with _start(destination, workers, max_memory, progress) as (opened, threads):
+        source = decode_weights(opened)
         plan = plan_for(
             dst,
             source,
@@ -165,7 +165,7 @@ def convert(
             allow_split=allow_split,
             keep_unfitting=keep_unfitting,
         )
-        return _written(destination, source, plan, allow_nonfinite, progress, threads)
+        return _write(destination, source, plan, allow_nonfinite, progress, threads)
 
 
 def dequantize_checkpoint(
@@ -207,15 +207,15 @@ def dequantize_checkpoint(
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
-    with _begun(destination, workers, max_memory, progress) as (opened, threads):
-        source = check_quantized(opened)
+    with _start(destination, workers, max_memory, progress) as (opened, threads):
+        source = decode_quantized(opened)
         arguments: dict[str, Any] = {"keep_dtype": dtype, "allow_codes": allow_codes}
         plan = plan_for(dst, source, format=None, **arguments)
-        return _written(destination, source, plan, True, progress, threads)
+        return _write(destination, source, plan, True, progress, threads)
 
 
 @contextlib.contextmanager
-def _begun(
+def _start(
     destination: Destination,
     workers: int | None,
     max_memory: int | str | None,
@@ -235,7 +235,7 @@ def _begun(
         yield opened, threads
 
 
-def _written(
+def _write(
     destination: Destination,
     source: Checkpoint,
     plan: Plan,

@@ -26,8 +26,8 @@ from qtoolkit.checkpoints._tensors import (
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, _comfyui, _mlx, _torchao
 from qtoolkit.checkpoints.layouts._encoding import zero_points
-from qtoolkit.checkpoints.layouts._headers import Stored
-from qtoolkit.checkpoints.layouts._layout import unread
+from qtoolkit.checkpoints.layouts._headers import OpenHeaders
+from qtoolkit.checkpoints.layouts._layout import entry_error
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
@@ -58,7 +58,7 @@ _COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
 _COMFY_KEYS = _comfyui.KEYS - {"convrot", "convrot_groupsize"}
 
 
-def dequantized(checkpoint: Checkpoint) -> Checkpoint:
+def decode_weights(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a float32 tensor for each quantized weight, read when it is needed.
 
     Returns `checkpoint` itself if nothing is quantized. Raises if the way of quantization is
@@ -66,7 +66,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     """
     config = quantization_config(checkpoint)
     entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
-    headers = Stored(entries, checkpoint.metadata, checkpoint.read)
+    headers = OpenHeaders(entries, checkpoint.metadata, checkpoint.read)
     where = str(checkpoint.path)
     if config:
         method = str(config.get("quant_method", "compressed-tensors"))
@@ -96,7 +96,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _decoded_without_config(
-    checkpoint: Checkpoint, headers: Stored
+    checkpoint: Checkpoint, headers: OpenHeaders
 ) -> tuple[str, dict[str, Encoding]]:
     """The layout and the encodings of a checkpoint without a quantization config.
 
@@ -286,7 +286,7 @@ def _zero_offsets(
         if not all_zeros(tensor):
             what = f"{tensor.entry} of a quantized weight, expected no such entry, because it "
             what += "changes the weight"
-            raise unread(str(checkpoint.path), name, what)
+            raise entry_error(str(checkpoint.path), name, what)
         zeros.add(name)
     return zeros
 
@@ -337,7 +337,7 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     scales in tiles and the first code of each byte in the high bits.
     """
     entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
-    layers = _comfyui.marks_of(Stored(entries, checkpoint.metadata, checkpoint.read))
+    layers = _comfyui.marks_of(OpenHeaders(entries, checkpoint.metadata, checkpoint.read))
     # Without a config its own layout has read the marks.
     is_other = bool(quantization_config(checkpoint))
     formats = _COMFY_FORMATS if is_other else _comfyui.FORMATS
@@ -348,7 +348,7 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
         if weight in weights and (others or settings.get("format") not in formats):
             what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only "
             what += ", ".join(formats)
-            raise unread(str(checkpoint.path), weight, what, "ComfyUI")
+            raise entry_error(str(checkpoint.path), weight, what, "ComfyUI")
     return {name for name, entry in entries.items() if _comfyui.is_mark(entry)}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from qtoolkit.casts.internal import codes_from_dtype, dtype_from_codes
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
-from qtoolkit.checkpoints._checks import compiled_all
+from qtoolkit.checkpoints._checks import compile_patterns
 from qtoolkit.checkpoints._experts import Piece, pieces_of
 from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._load import Names, Place
@@ -37,7 +37,7 @@ from qtoolkit.checkpoints._tensors import (
 from qtoolkit.checkpoints.layouts._encoding import (
     Encoding,
     Packing,
-    packed_zero_points,
+    pack_zero_points,
     words_of,
 )
 from qtoolkit.formats import E8M0FNU, FormatLike, Rules, SpecLike
@@ -114,7 +114,7 @@ class Export:
                     members = [x.array if x.is_whole else x.oriented() for x in leaves]
                     scales[group] = _tensor_scale(members, tensor.encoding)
                 second = scales[group]
-            yield from _written(tensor, self._leaves[tensor.name], second)
+            yield from _weight_entries(tensor, self._leaves[tensor.name], second)
 
 
 def export(
@@ -189,7 +189,7 @@ def export(
             leaves[target] = leaf
             targets.setdefault(name, []).append(target)
     tensors = {
-        name: Tensor(name, DTYPE_OF[np.dtype(leaf.array.dtype).name], leaf.shape, _unread)
+        name: Tensor(name, DTYPE_OF[np.dtype(leaf.array.dtype).name], leaf.shape, _refuse_to_read)
         for name, leaf in sorted(leaves.items())
     }
     if isinstance(input_scales, Mapping):  # by the name in the tree, or in the checkpoint
@@ -210,7 +210,7 @@ def export(
     )
     for name, piece in pieces_of(source).items():  # the layout may have a weight for each expert
         leaves.setdefault(name, leaves[piece.stack]._replace(piece=piece))
-    patterns = compiled_all(only, "only")
+    patterns = compile_patterns(only, "only")
     chosen = [t for t in plan.tensors if not only or any(p.search(t.name) for p in patterns)]
     if not chosen:
         raise CheckpointError(
@@ -248,11 +248,11 @@ def _leaves(name: str, array: Any, place: Place) -> Iterator[tuple[str, Leaf]]:
         yield target.replace(_EXPERT, str(expert)), whole._replace(expert=expert)
 
 
-def _unread(start: int, buffer: memoryview) -> None:
+def _refuse_to_read(start: int, buffer: memoryview) -> None:
     raise AssertionError("a plan reads no weights")
 
 
-def _written(
+def _weight_entries(
     tensor: TensorPlan, leaf: Leaf, tensor_scale: jax.Array | None
 ) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
     """The entries of a tensor: (name, array). NumPy's for what JAX has no dtype for: int64."""
@@ -276,7 +276,7 @@ def _written(
     if encoding.transposed:
         x = x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
     if is_qarray(x):
-        q = _checked(x, encoding, tensor_scale)
+        q = _as_stored(x, encoding, tensor_scale)
     else:
         q = quantize(x, spec, tensor_scale=tensor_scale)
     entries = encoding.codes, encoding.scale, encoding.zero_point
@@ -287,7 +287,7 @@ def _written(
         yield entry.name, array.reshape(entry.shape)
 
 
-def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:
+def _as_stored(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:
     """A quantized array that the layout stores as it is; raises for another."""
     spec, lengths = encoding.spec, q.blocks.lengths
     is_same = (
@@ -339,7 +339,7 @@ def _stored_arrays(
         is_power = q.spec.scale == E8M0FNU and dtype == np.uint8
         scale = codes_from_dtype(scale, E8M0FNU) if is_power else scale.astype(dtype)
     if q.zero_point is not None and zero_packing is not None:
-        words = packed_zero_points(q.zero_point, zero_packing, element.bits)
+        words = pack_zero_points(q.zero_point, zero_packing, element.bits)
         zeros = words.astype(NUMPY_DTYPES[dtypes[2]])
     return codes, scale, zeros
 

@@ -119,20 +119,20 @@ class Model:
             rope["sliding_attention"] = {"rope_theta": local}
         return rope
 
-    def renamed(self, names: Any, name: str) -> str:
+    def target_name(self, names: Any, name: str) -> str:
         """The name in llama.cpp; "" of a tensor that it has no use for. `names` is gguf's table."""
         if name.endswith((".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")):
             return ""
         if self.architecture.is_gemma and name == "lm_head.weight":
             return ""
-        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if renamed is None:
+        target_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target_name is None:
             raise CheckpointError(
                 f"{self.path}: tensor {shown(name)}: llama.cpp's {self.architecture.name} has no "
                 "such tensor, expected those of a language model alone; convert the model with "
                 "llama.cpp's convert_hf_to_gguf.py"
             )
-        return str(renamed)
+        return str(target_name)
 
     def conversion(self, tensor: Tensor) -> tuple[str, Callable[[np.ndarray], np.ndarray]] | None:
         """A dtype, and what makes the values of a tensor with which llama.cpp computes; None: they

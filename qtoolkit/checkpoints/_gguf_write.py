@@ -167,7 +167,7 @@ def _tensors(
     for tensor in array_checkpoint(source.path, headers, extra.__getitem__).tensors.values():
         yield TensorPlan.unquantized(tensor, tensor.dtype, "of llama.cpp alone")
     for tensor in _as_computed(source, model):
-        name = model.renamed(names, tensor.name)
+        name = model.target_name(names, tensor.name)
         if not name:
             continue
         type_, reason = kind, ""

@@ -52,7 +52,7 @@ def open_orbax(path: Path) -> Checkpoint:
         headers[name] = np.dtype(leaf.dtype), tuple(leaf.shape)
     arrays = _Arrays(path, folder, structure, headers)
     checkpoint = array_checkpoint(path, headers, arrays.read)
-    checkpoint.opened.callback(arrays.ready.clear)
+    checkpoint.resources.callback(arrays.ready.clear)
     checkpoint.metadata = {k: text for k, text in custom.items() if isinstance(text, str)}
     return checkpoint
 

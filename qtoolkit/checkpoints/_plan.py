@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._arguments import recorded
+from qtoolkit.checkpoints._arguments import arguments_to_json
 from qtoolkit.checkpoints._cautions import Target, cautions_of
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import (
@@ -74,8 +74,8 @@ def make_plan(
 ) -> Plan:
     """Decides what `convert`, of whose arguments these are, does with each tensor of `source`.
 
-    Only headers are read. A quantized checkpoint is given as `dequantized` opens it. `format` may
-    be None: nothing is quantized.
+    Only headers are read. A quantized checkpoint is given as `decode_weights` opens it. `format`
+    may be None: nothing is quantized.
     """
     for name, value, choices in (
         ("scaling", scaling, SCALINGS),
@@ -230,9 +230,9 @@ class _Planner:
             raise CheckpointError(shown(str(error))) from error
         return rules, rules
 
-    def _target(self, of: SpecLike) -> TargetFormat:
+    def _target(self, fmt: SpecLike) -> TargetFormat:
         """The format of this spelling; raises where the layout cannot hold it."""
-        target = resolve_target(of)
+        target = resolve_target(fmt)
         scheme_of(self.layout, target, self.scaling)
         return target
 
@@ -375,7 +375,7 @@ class _Planner:
         if chosen is None:
             metadata.pop(METADATA_KEY, None)
             return metadata
-        record["arguments"] = recorded(
+        record["arguments"] = arguments_to_json(
             chosen,
             skip,
             scaling=self.scaling,

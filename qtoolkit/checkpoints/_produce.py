@@ -17,15 +17,15 @@ from qtoolkit.checkpoints._quantize import (
     QuantizedSlab,
     Weight,
     largest_magnitudes,
-    prepared,
     quantize_slabs,
     tensor_scales_from,
+    with_block_scales,
 )
 from qtoolkit.checkpoints._reader import WeightReader, grid_of
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import SLAB, Grid, Slab
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Entry, shown
-from qtoolkit.checkpoints.layouts._encoding import packed, packed_zero_points, same_numbers
+from qtoolkit.checkpoints.layouts._encoding import pack_rows, pack_zero_points, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 Item = TypeVar("Item")
@@ -110,7 +110,7 @@ class _Part(NamedTuple):
     values: WeightReader | None = None
 
     @property
-    def alike(self) -> tuple[Any, ...] | None:
+    def batch_key(self) -> tuple[Any, ...] | None:
         """What small weights have in common that are quantized in one call; None of all others."""
         if self.start or not self.is_last or self.weight is None or self.stop * BATCH > SLAB:
             return None
@@ -232,12 +232,14 @@ class Production:
                 each = [largest_magnitudes(member, 1, self._workers.map) for member in members]
                 amaxes = self._amaxes[tensor.group] = np.max(each, axis=0)
             tensor_scale = np.asarray(tensor_scales_from(amaxes, spec))
-        return prepared(Weight(source, spec, grid_of(encoding), tensor_scale), self._workers.map)
+        return with_block_scales(
+            Weight(source, spec, grid_of(encoding), tensor_scale), self._workers.map
+        )
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     """Parts that are computed together: small weights that are alike, and follow one another."""
-    for is_small, run in itertools.groupby(parts, lambda part: part.alike):
+    for is_small, run in itertools.groupby(parts, lambda part: part.batch_key):
         size, is_compiled = BATCH if is_small else 1, False
         while batch := [*itertools.islice(run, size)]:
             is_compiled |= len(batch) == size
@@ -247,16 +249,16 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 def _outputs(parts: Sequence[_Part]) -> Iterable[tuple[_Part, QuantizedSlab]]:
     """What becomes of some parts: computed in a thread."""
     slabs = [(p.weight, p.slab) for p in parts if p.weight is not None and p.slab is not None]
-    outputs = quantize_slabs(slabs) if slabs else [_stored(part) for part in parts]
-    return [*zip(parts, map(_packed, parts, outputs), strict=True)]
+    outputs = quantize_slabs(slabs) if slabs else [_output_of(part) for part in parts]
+    return [*zip(parts, map(_pack, parts, outputs), strict=True)]
 
 
-def _stored(part: _Part) -> QuantizedSlab:
+def _output_of(part: _Part) -> QuantizedSlab:
     encoding = part.tensor.encoding
     if part.slab is None:
-        return _copied(part)
+        return _copy_bytes(part)
     if part.values is not None:
-        return _unchanged(part, part.slab, part.values)
+        return _copy_codes(part, part.slab, part.values)
     assert encoding is not None
     assert encoding.quantizer is not None
     x = part.tensor.source.read(part.start, part.stop).astype(np.float32)
@@ -266,11 +268,11 @@ def _stored(part: _Part) -> QuantizedSlab:
     return QuantizedSlab(data, None, sums)
 
 
-def _packed(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
+def _pack(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
     encoding = part.tensor.encoding
     if part.slab is None or encoding is None or encoding.packing is None:
         return output
-    codes = packed(output.codes, encoding.packing, encoding.spec.element.bits)
+    codes = pack_rows(output.codes, encoding.packing, encoding.spec.element.bits)
     if not encoding.scales_first:
         return output._replace(codes=codes)
     assert output.scale is not None
@@ -279,7 +281,7 @@ def _packed(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
     return output._replace(codes=codes, scale=None)
 
 
-def _unchanged(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
+def _copy_codes(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
     """The stored codes of a slab, and with the first one all scales."""
     codes = values.codes_between(part.start, part.stop).view(np.uint8)
     scale, _ = values.scales()
@@ -291,7 +293,7 @@ def _unchanged(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
     return QuantizedSlab(shaped, scale if part.start == 0 else None, sums)
 
 
-def _copied(part: _Part) -> QuantizedSlab:
+def _copy_bytes(part: _Part) -> QuantizedSlab:
     source, encoding = part.tensor.source, part.tensor.encoding
     data = np.empty(part.stop - part.start, np.uint8)
     if data.size:
@@ -326,5 +328,5 @@ def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[Entry, np.nda
     if zero_point is not None:
         assert encoding.zero_packing is not None
         zeros, bits = zero_point.reshape(encoding.matrix_shape[0], -1), encoding.spec.element.bits
-        zero_point = np.ascontiguousarray(packed_zero_points(zeros, encoding.zero_packing, bits))
+        zero_point = np.ascontiguousarray(pack_zero_points(zeros, encoding.zero_packing, bits))
     yield from encoding.pairs(output.codes, scale, zero_point, tensor_scale)

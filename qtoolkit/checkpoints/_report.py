@@ -198,7 +198,7 @@ class Plan:
 Progress = Callable[[str, int, int], None]
 
 
-def followed(tensors: Iterable[Tensor], progress: Progress | None) -> Iterator[Tensor]:
+def with_progress(tensors: Iterable[Tensor], progress: Progress | None) -> Iterator[Tensor]:
     """Yields tensors, and reports after each that it is done."""
     tensors = list(tensors)
     done, total = 0, sum(tensor.nbytes for tensor in tensors)

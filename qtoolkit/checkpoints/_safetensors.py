@@ -98,7 +98,7 @@ def open_safetensors(path: Path) -> Checkpoint:
             info.name: Tensor(info.name, info.dtype, info.shape, functools.partial(read, info))
             for info in infos
         }
-        return Checkpoint(path, tensors, metadata, opened=opening.pop_all())
+        return Checkpoint(path, tensors, metadata, resources=opening.pop_all())
 
 
 def _parsed(

@@ -1,6 +1,6 @@
 """The target of a conversion: which files it gets, and whether it may be written.
 
-`Destination.check` refuses a target if writing it would remove other files. `shared_plan` says what
+`Destination.check` refuses a target if writing it would remove other files. `manifest_of` says what
 all files contain; by the fingerprint in it a rerun recognizes files of the same conversion. Imports
 no JAX.
 """
@@ -234,7 +234,7 @@ def files_of_shard(
     return names[shard[0] :: shard[1]], len(names)
 
 
-def shared_plan(
+def manifest_of(
     source: Checkpoint, plan: Plan, files: Sequence[Sequence[TensorPlan]], report: Report
 ) -> dict[str, Any]:
     """What all processes of a conversion must agree on, as JSON: "plan.json".

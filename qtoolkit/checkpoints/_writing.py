@@ -26,7 +26,7 @@ CONTENT = "checkpoint"
 OLD = "old"
 PLAN = "plan.json"
 PARTIAL = ".qtoolkit-partial"
-WHOLE = "is written and whole"
+COMPLETE = "is written and whole"
 _PLAN_KEYS = {"fingerprint", "shards", "files", "copied", "json", "report"}
 _MAX_JSON = 2**30
 GGUF = ".gguf"
@@ -122,7 +122,7 @@ def rename_folder(target: str, path: Path) -> None:
     except BaseException:
         restore(target)
         raise
-    with whole(str(path)):
+    with noting_complete(str(path)):
         shutil.rmtree(partial)
 
 
@@ -156,12 +156,12 @@ def clear_partial(target: str, path: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def whole(what: str) -> Iterator[None]:
+def noting_complete(what: str) -> Iterator[None]:
     """Adds a note to exceptions raised in this context, such as Ctrl-C: `what` is complete."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"{what} {WHOLE}")
+        error.add_note(f"{what} {COMPLETE}")
         raise
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn, TextIO
 import typer
 
 from qtoolkit.checkpoints import CheckpointError
-from qtoolkit.checkpoints.internal import WHOLE, MisuseError
+from qtoolkit.checkpoints.internal import COMPLETE, MisuseError
 
 # An argument of Python as messages have it, with or without a value: skip=, layout="plain".
 _ARGUMENT = re.compile(
@@ -149,7 +149,7 @@ def _signals_raise() -> Iterator[None]:
 
 def _leave(error: _Signal, outcome: str) -> NoReturn:
     is_interrupt = error.args[0] == signal.SIGINT
-    is_whole = any(note.endswith(WHOLE) for note in _notes(error))
+    is_whole = any(note.endswith(COMPLETE) for note in _notes(error))
     parts = ["interrupted" if is_interrupt else "terminated", *([] if is_whole else [outcome])]
     # Exit without Python's clean-up. A compilation that was interrupted goes on in a thread of XLA;
     # at a normal exit XLA's client would be destroyed meanwhile: a segmentation fault (jax 0.10).

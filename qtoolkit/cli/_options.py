@@ -21,7 +21,7 @@ from qtoolkit.checkpoints.internal import (
     WRITTEN,
     AxisChoice,
     byte_count,
-    compiled,
+    compile_pattern,
     resolve_target,
     scheme_named,
     shown,
@@ -100,7 +100,7 @@ def _shard(text: str) -> tuple[int, int]:
 def _regexes(patterns: list[str] | None) -> list[str] | None:
     for pattern in patterns or ():
         try:
-            compiled(pattern)
+            compile_pattern(pattern)
         except CheckpointError as error:
             raise failure(str(error), 2) from error
     return patterns

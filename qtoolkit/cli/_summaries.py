@@ -59,11 +59,11 @@ def report_summary(report: Report, after_title: str = "") -> list[str]:
             "files; a smaller --max-shard-size makes more of these"
         ]
     if report.shard:
-        where += f" shard {report.shard}, {counted(len(report.files), 'file')}:"
+        where += f" shard {report.shard}, {count_text(len(report.files), 'file')}:"
     title, *lines = _outcome(report)
     lines = [f"{where} {title}{after_title}", *lines, *_errors(report), *_notes(report)]
     if report.resumed:
-        lines.append(f"  resumed    {counted(len(report.resumed), 'file')} of an earlier run")
+        lines.append(f"  resumed    {count_text(len(report.resumed), 'file')} of an earlier run")
     if report.left and not report.shard:
         lines.append(f"  not copied {listed(map(shown, report.left))}")
     return lines
@@ -73,7 +73,7 @@ def _outcome(report: Report) -> list[str]:
     """A title, and the lines that count tensors and bytes."""
     before, after = report.bytes_before, report.bytes_after
     size = f"  bytes      {before:,} -> {after:,} ({100 * after / max(before, 1):.1f} %)"
-    excluded = counted(len(report.kept), "tensor")
+    excluded = count_text(len(report.kept), "tensor")
     if report.format == "nothing" and report.dequantized:
         return [f"{excluded}, dequantized from layout {report.dequantized}", size]
     words = [word for word in report.scaling.split(", ") if word != "none"]
@@ -85,7 +85,7 @@ def _outcome(report: Report) -> list[str]:
     return [
         report.format + scales + ("" if report.layout == "plain" else f", layout {report.layout}"),
         *([source] if report.dequantized else []),
-        f"  quantized  {counted(len(report.quantized), 'tensor')}",
+        f"  quantized  {count_text(len(report.quantized), 'tensor')}",
         f"  excluded   {excluded}"
         + (f" ({why}), {100 * report.kept_share:.1f} % of the bytes" if why else ""),
         size,
@@ -188,7 +188,7 @@ def _call(report: Report, literal: str) -> str:
     return f"{name}.from_pretrained({literal})"
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """1 tensor, 2,000 tensors."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 

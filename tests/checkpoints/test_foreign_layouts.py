@@ -23,10 +23,10 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._decode import decode_weights
 from qtoolkit.checkpoints._reader import WeightReader
 from qtoolkit.checkpoints.internal import open_source
-from qtoolkit.checkpoints.layouts._encoding import Packing, dense, packed, unpacked
+from qtoolkit.checkpoints.layouts._encoding import Packing, dense, pack_rows, unpack_rows
 from qtoolkit.scaling import QArray
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
@@ -218,15 +218,15 @@ def awq():
     zeros = rng().integers(0, 16, (inputs // group, outputs), np.uint8)
     scales = rng().uniform(0.01, 0.1, zeros.shape).astype(np.float16)
 
-    def packed(values):
+    def pack_rows(values):
         words = np.zeros((len(values), outputs // 8), np.uint32)
         for place, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
             words |= values[:, output::8].astype(np.uint32) << np.uint32(4 * place)
         return words.view(np.int32)
 
     entries = {
-        f"{MODULE}.qweight": packed(codes),
-        f"{MODULE}.qzeros": packed(zeros),
+        f"{MODULE}.qweight": pack_rows(codes),
+        f"{MODULE}.qzeros": pack_rows(zeros),
         f"{MODULE}.scales": scales,
     }
     groups = np.arange(inputs) // group
@@ -428,7 +428,7 @@ def test_experts_in_one_tensor_are_read_one_by_one(tmp_path, case):
         return dataclasses.replace(tensor, read_into=read_into)
 
     with open_source(folder(tmp_path / "source", config, entries)) as source:
-        encoding = dequantized(source).encodings[name]
+        encoding = decode_weights(source).encodings[name]
         weight = WeightReader(
             encoding, {n: recorded(tensor) for n, tensor in source.tensors.items()}
         )
@@ -448,8 +448,8 @@ def test_words_of_codes_are_written_as_they_are_read(bits, make):
     codes = rng().integers(0, 2**bits, (3, 160), np.uint8)
     packing = dense(bits) if make is stream else Packing(32)
     data = make(codes, bits).view(np.uint8)
-    np.testing.assert_array_equal(packed(codes, packing, bits)[:, : data.shape[1]], data)
-    np.testing.assert_array_equal(unpacked(data, packing, bits, 160), codes)
+    np.testing.assert_array_equal(pack_rows(codes, packing, bits)[:, : data.shape[1]], data)
+    np.testing.assert_array_equal(unpack_rows(data, packing, bits, 160), codes)
 
 
 @pytest.mark.parametrize("case", ["gptq_4", "awq"])

@@ -130,7 +130,7 @@ def compressed_nvfp4(x):
     }
 
 
-def packed(x, columns, bits):
+def pack_rows(x, columns, bits):
     codes, scale = integers(x, columns, bits)
     codes = (codes.astype(int) + 2 ** (bits - 1)).astype(np.uint32)
     count = 32 // bits
@@ -195,9 +195,9 @@ CASES = {
     (COMPRESSED, "nvfp4", None): compressed_nvfp4,
     (COMPRESSED, "W8A8_ASYM", None): compressed_int8,
     (COMPRESSED, "W4A16_ASYM", None): packed_asymmetric,
-    (COMPRESSED, "int4_group128", None): lambda x: packed(x, 128, 4),
-    (COMPRESSED, "int4_group32", None): lambda x: packed(x, 32, 4),
-    (COMPRESSED, "int8_group128", None): lambda x: packed(x, 128, 8),
+    (COMPRESSED, "int4_group128", None): lambda x: pack_rows(x, 128, 4),
+    (COMPRESSED, "int4_group32", None): lambda x: pack_rows(x, 32, 4),
+    (COMPRESSED, "int8_group128", None): lambda x: pack_rows(x, 128, 8),
     ("finegrained-fp8", "e4m3fn", None): finegrained,
     ("modelopt", "e4m3fn", "channel"): lambda x: modelopt_fp8(x, 1, (SHAPE[0],)),
     ("modelopt", "e4m3fn", "tensor"): lambda x: modelopt_fp8(x, SHAPE[0], ()),

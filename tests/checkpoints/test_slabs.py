@@ -18,9 +18,9 @@ from qtoolkit.checkpoints._produce import Workers
 from qtoolkit.checkpoints._quantize import (
     Weight,
     largest_magnitudes,
-    prepared,
     quantize_slabs,
     tensor_scales_from,
+    with_block_scales,
 )
 from qtoolkit.checkpoints._reader import slab_values
 from qtoolkit.checkpoints._slabs import Grid
@@ -48,7 +48,9 @@ def weight_of(x, fmt, second_amax=None):
     if fmt.tensor_scale is not None:
         amax = largest_magnitudes(tensor) if second_amax is None else np.array([second_amax])
         second = np.asarray(tensor_scales_from(amax, fmt))
-    return prepared(Weight(tensor, fmt, Grid.of(x.shape, fmt.block_lengths(x.shape)), second))
+    return with_block_scales(
+        Weight(tensor, fmt, Grid.of(x.shape, fmt.block_lengths(x.shape)), second)
+    )
 
 
 def quantized(x, fmt, workers=1, **options):

@@ -21,7 +21,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, ReadEntry
-from qtoolkit.checkpoints.layouts._headers import Headers, Stored
+from qtoolkit.checkpoints.layouts._headers import Headers, OpenHeaders
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     Layout,
@@ -29,7 +29,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     decode_bytes,
     decode_tiled,
     entry_beside,
-    unread,
+    entry_error,
 )
 from qtoolkit.formats import INT4, MXFP8_E4M3, NVFP4
 
@@ -45,7 +45,7 @@ _FOUR = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], n
 
 def marks_of(headers: Headers) -> dict[str, Any]:
     """What ComfyUI says of the modules that it quantized, by their names."""
-    if not isinstance(headers, Stored):
+    if not isinstance(headers, OpenHeaders):
         return {}
     of_all = json_object(headers.metadata.get(METADATA, "{}")).get("layers")
     marks = {
@@ -70,7 +70,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         if is_float and f".{name}".endswith(".weight") and scale_name in headers:
             scale = check_entry(headers, scale_name, FLOAT_SCALES, where)
             if scale.nbytes not in (2, 4):
-                raise unread(where, scale_name, f"{scale}, expected one number", "ComfyUI")
+                raise entry_error(where, scale_name, f"{scale}, expected one number", "ComfyUI")
             one = {name: info, scale_name: scale._replace(shape=())}
             encodings[name] = decode_bytes(one, name, scale_name, where)
     for module, mark in marks_of(headers).items():
@@ -117,7 +117,7 @@ def _rotated(headers: Headers, name: str, settings: Mapping[str, Any], where: st
     powers = [4**k for k in range(1, 9)]
     if size not in powers or not is_by_rows or encoding.shape[1] % size:
         what = f"{codes} rotated by {size}, expected a power of 4 that divides rows, and a scale"
-        raise unread(where, name, f"{what} for each row", "ComfyUI")
+        raise entry_error(where, name, f"{what} for each row", "ComfyUI")
 
     def finish(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:
         return (values.reshape(-1, size) @ _hadamard(size)).reshape(values.shape)

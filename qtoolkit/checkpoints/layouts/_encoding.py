@@ -231,12 +231,12 @@ def merged_matrices(
     return (math.prod(n for n, _ in axes[:-2]), rows, columns), (height, width)
 
 
-def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.ndarray:
+def unpack_rows(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.ndarray:
     """The codes, uint8 [rows, columns], of bytes [rows, bytes of a row] of whole words."""
     size, count = _word(packing, bits)
-    words = _filled(data, -data.shape[1] % size)
+    words = _pad_last_axis(data, -data.shape[1] % size)
     if size > 1:  # NumPy shifts no integers of 3, 5 or 7 bytes: words are padded to 8
-        words = _filled(words.reshape(len(data), -1, size), 8 - size).view("<u8")[..., 0]
+        words = _pad_last_axis(words.reshape(len(data), -1, size), 8 - size).view("<u8")[..., 0]
     codes = np.empty((*words.shape, count), np.uint8)
     for place, at in enumerate(packing.order or range(count)):
         codes[..., place] = words >> words.dtype.type(at * bits)  # the low byte of the shifted word
@@ -244,7 +244,7 @@ def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.
     return codes ^ np.uint8(1 << (bits - 1)) if packing.biased else codes
 
 
-def unpacked_entry(
+def unpack_entry(
     entry: Entry, read: ReadEntry, packing: Packing | None, bits: int, shape: tuple[int, ...]
 ) -> np.ndarray:
     """The codes of an entry in the shape of the array, a code to a byte."""
@@ -253,15 +253,17 @@ def unpacked_entry(
         return data.reshape(shape)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if packing.axis == 0:
-        words = unpacked(data.reshape(-1, packing.word // 8), packing, bits, packing.word // bits)
+        words = unpack_rows(
+            data.reshape(-1, packing.word // 8), packing, bits, packing.word // bits
+        )
         return np.ascontiguousarray(words.T).reshape(-1)[: math.prod(shape)].reshape(shape)
     if packing.axis == -1:
-        return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
+        return unpack_rows(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
     # Elements of the entry that run along the rows: as rows of the transposed matrix.
     height, size = shape[-2], NUMPY_DTYPES[entry.dtype].itemsize
     words = data.reshape(math.prod(shape[:-2]), -1, columns, size)
     turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
-    codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
+    codes = unpack_rows(turned, packing, bits, height).reshape(-1, columns, height)
     return np.ascontiguousarray(codes.swapaxes(1, 2)).reshape(shape)
 
 
@@ -281,13 +283,13 @@ def zero_points(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     if packing is None:
         return read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
     bits = element.bits
-    codes = unpacked_entry(entry, read, packing, bits, counts).astype(np.int32)
+    codes = unpack_entry(entry, read, packing, bits, counts).astype(np.int32)
     codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
     half = 1 << (bits - 1)  # codes of signed integers are two's complement
     return (codes ^ half) - half if element.signed else codes
 
 
-def untiled(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
+def untile(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
     """Bytes of scales [rows, columns] that lie as tensor cores read them.
 
     A tile has 128 rows and 4 columns; its row 32 i + j is at [j, i]. The last tiles are padded.
@@ -298,13 +300,13 @@ def untiled(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return np.ascontiguousarray(tiles.reshape(-1, 4 * across)[:rows, :columns])
 
 
-def packed_zero_points(zeros: Any, packing: Packing, bits: int) -> Any:
+def pack_zero_points(zeros: Any, packing: Packing, bits: int) -> Any:
     """The words of zero points [rows, blocks] of a matrix, which run along its rows."""
     assert packing.axis == -2
     return words_of(zeros.T.astype(np.uint8), packing, bits).T
 
 
-def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
+def pack_rows(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
     """The bytes [rows, bytes of a row] of codes [rows, columns]; the last word has zeros."""
     data = words_of(codes, packing, bits)[..., None].view(np.uint8)[..., : packing.word // 8]
     return np.ascontiguousarray(data).reshape(len(codes), -1)
@@ -323,6 +325,6 @@ def _word(packing: Packing, bits: int) -> tuple[int, int]:
     return word // 8, word // bits
 
 
-def _filled(x: np.ndarray, missing: int) -> np.ndarray:
+def _pad_last_axis(x: np.ndarray, missing: int) -> np.ndarray:
     """Pads the last axis with zeros."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -23,7 +23,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     Layout,
     Scheme,
-    Used,
+    SchemeModules,
     block_counts,
     by_block,
     check_block,
@@ -86,7 +86,7 @@ def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, A
     return name + "_scale" if config and name + "_scale" in headers else None
 
 
-def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
+def config(used: SchemeModules, unquantized: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "activation_scheme": "dynamic",

@@ -9,7 +9,7 @@ from qtoolkit.checkpoints._tensors import Entry
 Headers = Mapping[str, Entry]  # the tensors of a checkpoint by name, as headers announce them
 
 
-class Stored(dict[str, Entry]):
+class OpenHeaders(dict[str, Entry]):
     """`Headers` of an open checkpoint, with the metadata and a function that reads a tensor.
 
     For layouts that write down in small tensors, or in the metadata, what others have in
@@ -22,6 +22,6 @@ class Stored(dict[str, Entry]):
         super().__init__(headers)
         self.metadata, self.read = metadata, read
 
-    def without(self, names: Collection[str]) -> "Stored":
+    def without(self, names: Collection[str]) -> "OpenHeaders":
         others = {name: entry for name, entry in self.items() if name not in names}
-        return Stored(others, self.metadata, self.read)
+        return OpenHeaders(others, self.metadata, self.read)

@@ -15,7 +15,7 @@ from qtoolkit.checkpoints.layouts._encoding import (
     Packing,
     ReadEntry,
     floats,
-    untiled,
+    untile,
 )
 from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.formats import (
@@ -58,14 +58,14 @@ class Scheme:
     Attributes:
       name: As the layout's publisher calls it.
       spec: The block format of a weight [outputs, inputs].
-      about: What else a reader should know.
+      note: What else a reader should know.
       needs_input_scale: Whether loaders ask for static activation scales.
       is_named: Whether its name alone tells it from another scheme with weights of this format.
     """
 
     name: str
     spec: BlockFormat
-    about: str = ""
+    note: str = ""
     needs_input_scale: bool = False
     is_named: bool = False
 
@@ -92,7 +92,7 @@ class Scheme:
         return self.format + ("" if self.scaling is None else f" (scaling={self.scaling!r})")
 
 
-Used = Mapping[Scheme, Sequence[str]]  # the schemes in use, with the modules of each
+SchemeModules = Mapping[Scheme, Sequence[str]]  # the schemes in use, with the modules of each
 
 
 def _refuse(*_: Any) -> Any:
@@ -115,7 +115,7 @@ class Layout:
       config: (schemes in use with their modules, modules that are not quantized) ->
         quantization_config; {} if none.
       files: (as for `config`) -> further JSON files by name.
-      computed: spec -> the spec with the rules by which the layout's publisher finds scales.
+      with_scale_rules: spec -> the spec with the rules by which its publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
       has_marks: Whether files mark the weights, so that without a config it is asked before layouts
         that know them by names alone.
@@ -138,9 +138,9 @@ class Layout:
     decode: Callable[[Mapping[str, Any], Headers, str], dict[str, Encoding]]
     schemes: tuple[Scheme, ...] = ()
     encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
-    config: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
-    files: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
-    computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
+    config: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
+    files: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
+    with_scale_rules: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     methods: tuple[str, ...] = ()
     has_marks: bool = False
     note: str = ""
@@ -152,24 +152,24 @@ class Layout:
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def scheme(self, of: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
+    def scheme(self, fmt: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
         """The scheme for a format and a value of `scaling`; None: the first that fits.
 
         Raises:
           CheckpointError: The layout has none.
         """
         for scheme in self.schemes:
-            if isinstance(of, Scheme) or scheme.is_named:
-                if scheme == of:
+            if isinstance(fmt, Scheme) or scheme.is_named:
+                if scheme == fmt:
                     return scheme
-            elif isinstance(of, BlockFormat):
-                if scheme.spec == of and scaling is None:
+            elif isinstance(fmt, BlockFormat):
+                if scheme.spec == fmt and scaling is None:
                     return scheme
-            elif scheme.spec.element == of and scaling in (None, scaling_of(scheme.spec)):
+            elif scheme.spec.element == fmt and scaling in (None, scaling_of(scheme.spec)):
                 return scheme
         word = "" if scaling is None else f" with scaling={scaling!r}"
         raise CheckpointError(
-            f"layout {self.name}: cannot hold {of.name}{word}, expected one of "
+            f"layout {self.name}: cannot hold {fmt.name}{word}, expected one of "
             f"{', '.join(self.spellings())}; `qtoolkit layouts` shows which layout takes what"
         )
 
@@ -231,18 +231,18 @@ def entry_beside(name: str, suffix: str) -> str:
 _MAKER = "the program that made it"
 
 
-def unread(where: str, entry: str, what: str, program: str = _MAKER) -> CheckpointError:
+def entry_error(where: str, entry: str, what: str, program: str = _MAKER) -> CheckpointError:
     """The error for an entry that differs from what its layout says."""
-    about = f"tensor {shown(entry)}: {what}"
-    return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
+    message = f"tensor {shown(entry)}: {what}"
+    return CheckpointError(f"{where}: {message}; dequantize the checkpoint with {program}")
 
 
-def unread_config(
+def config_error(
     where: str, key: str, value: Any, expected: str, program: str = _MAKER
 ) -> CheckpointError:
     """The error for a value in the quantization config that cannot be read."""
-    about = f"{key} {shown(str(value)[:80])} in config.json, expected {expected}"
-    return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
+    message = f"{key} {shown(str(value)[:80])} in config.json, expected {expected}"
+    return CheckpointError(f"{where}: {message}; dequantize the checkpoint with {program}")
 
 
 def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str) -> Entry:
@@ -254,7 +254,7 @@ def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str
             f"{where}: tensor {shown(name)}: no such tensor, {expected}; fetch the checkpoint again"
         )
     if entry.dtype not in dtypes:
-        raise unread(where, name, f"dtype {entry.dtype}, {expected}")
+        raise entry_error(where, name, f"dtype {entry.dtype}, {expected}")
     return entry
 
 
@@ -263,7 +263,7 @@ def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
-        raise unread_config(where, key, block, "two lengths, [128, 128]")
+        raise config_error(where, key, block, "two lengths, [128, 128]")
     return block
 
 
@@ -273,7 +273,7 @@ def _scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     assert encoding.spec.scale is not None
     assert encoding.spec.scale.dtype is not None
     rows, columns = encoding.shape
-    scales = untiled(read(encoding.scale), rows, -(-columns // encoding.lengths[-1]))
+    scales = untile(read(encoding.scale), rows, -(-columns // encoding.lengths[-1]))
     return scales.view(encoding.spec.scale.dtype).reshape(-1)
 
 
@@ -302,16 +302,16 @@ def decode_bytes(
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
     if are_floats and codes.dtype == "I8":
-        raise unread(where, name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
+        raise entry_error(where, name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
     is_named = f".{name}".endswith("weight")  # [outputs, inputs]
     if scale.shape == codes.shape[:1] == codes.shape[1:] != (1,) and not is_named:
         n = scale.shape[0]
         what = f"[{n}] of {list(codes.shape)}, expected [{n}, 1], of rows, or [1, {n}], of columns"
-        raise unread(where, scale_name, what)
+        raise entry_error(where, scale_name, what)
     blocks = _blocks_by_shape(codes.shape, scale.shape, block)
     if blocks is None:
-        raise unread(
+        raise entry_error(
             where,
             name,
             f"{list(codes.shape)} with scales {list(scale.shape)}, expected one in all, one per "
@@ -349,7 +349,7 @@ def decode_groups(
     groups = (*shape[:-1], -(-shape[-1] // length)) if shape else ()
     of = f"{shown(codes.name)}, {list(codes.shape)}"
     if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
-        raise unread(
+        raise entry_error(
             where,
             scale.name,
             f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}",
@@ -358,7 +358,7 @@ def decode_groups(
     if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
         each = f", or one for each of {count}," if count > 1 else ""
         what = f"{list(tensor_scale.shape)}, expected one tensor scale{each} of {of}"
-        raise unread(where, tensor_scale.name, what)
+        raise entry_error(where, tensor_scale.name, what)
     return Encoding(
         name=name,
         shape=shape,
@@ -384,7 +384,7 @@ def decode_tiled(
     packing: Packing | None = None,
     tensor_scale: Entry | None = None,
 ) -> Encoding:
-    """`decode_groups` of a matrix whose scales lie in tiles: see `untiled`."""
+    """`decode_groups` of a matrix whose scales lie in tiles: see `untile`."""
     (length,) = spec.block
     assert length is not None
     rows, columns = shape if len(shape) == 2 else (0, 0)
@@ -392,7 +392,7 @@ def decode_tiled(
     tiles = -(-rows // 128) * 512 * -(-counts[1] // 4)
     if not rows or scale.nbytes != tiles:
         what = f"{scale} of {codes}, expected {tiles} bytes, tiles of 128 rows and 4 scales"
-        raise unread(where, scale.name, what, program)
+        raise entry_error(where, scale.name, what, program)
     encoding = decode_groups(
         *(name, shape, spec, codes, scale._replace(shape=counts), where),
         packing=packing,

@@ -23,8 +23,8 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_channel,
     by_tensor,
     decode_bytes,
+    entry_error,
     scaling_of,
-    unread,
 )
 from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat
 
@@ -72,7 +72,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         for entry in (f"{name}_zero_point", f"{name}_tensor_scale"):
             if entry in headers:
                 what = "layout plain has one scale a block alone, expected no such tensor"
-                raise unread(where, entry, what)
+                raise entry_error(where, entry, what)
         encodings[name] = decode_bytes(headers, name, name + SUFFIX, where)
     return encodings
 
@@ -88,7 +88,7 @@ LAYOUT = Layout(
             for word, make in (("tensor", by_tensor), ("channel", by_channel), ("block", by_block))
         ),
         *(
-            Scheme(name=fmt.name, spec=BlockFormat.tensor(fmt, scale=None), about="rounded")
+            Scheme(name=fmt.name, spec=BlockFormat.tensor(fmt, scale=None), note="rounded")
             for fmt in (BFLOAT16, FLOAT16)
         ),
     ),
