@@ -11,8 +11,8 @@ from typing import Any
 
 from qtoolkit.checkpoints.layouts import _awq, _gptq
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import Layout, config_error
+from qtoolkit.checkpoints.layouts._headers import Headers, config_error
+from qtoolkit.checkpoints.layouts._layout import Layout
 
 METHOD = "auto-round"
 # The version of GPTQ, or "" of AutoAWQ, by packing format.

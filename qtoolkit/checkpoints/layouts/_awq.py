@@ -11,17 +11,14 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    HIGH_PRECISION,
-    Layout,
-    block_format,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
     check_entry,
     config_error,
     entry_beside,
     entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, Layout, block_format
 from qtoolkit.formats import UINT4
 
 _PACKED = Packing(32, order=(0, 4, 1, 5, 2, 6, 3, 7))

@@ -19,14 +19,14 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, ReadEntry
-from qtoolkit.checkpoints.layouts._headers import Headers, OpenHeaders
-from qtoolkit.checkpoints.layouts._layout import (
-    Layout,
-    by_channel,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    OpenHeaders,
     check_entry,
     entry_beside,
     entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import Layout, by_channel
 from qtoolkit.formats import INT8, NF4, NF4_BLOCK64, UINT4, BlockFormat
 
 METHOD = "bitsandbytes"

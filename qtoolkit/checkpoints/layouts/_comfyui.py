@@ -21,16 +21,14 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, ReadEntry
-from qtoolkit.checkpoints.layouts._headers import Headers, OpenHeaders
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    Layout,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    OpenHeaders,
     check_entry,
-    decode_bytes,
-    decode_tiled,
     entry_beside,
     entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout, decode_bytes, decode_tiled
 from qtoolkit.formats import INT4, MXFP8_E4M3, NVFP4
 
 _FOUR_BITS = ("convrot_w4a4", "int4_tensorwise")

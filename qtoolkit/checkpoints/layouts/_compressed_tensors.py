@@ -21,7 +21,14 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    check_block,
+    check_entry,
+    config_error,
+    entry_beside,
+    entry_error,
+)
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     HIGH_PRECISION,
@@ -32,13 +39,8 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_block,
     by_channel,
     by_tensor,
-    check_block,
-    check_entry,
-    config_error,
     decode_bytes,
     decode_groups,
-    entry_beside,
-    entry_error,
     scaling_of,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, is_table, patterns_of

@@ -17,7 +17,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import Headers, check_block, entry_beside
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_ELEMENTS,
@@ -26,9 +26,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     SchemeModules,
     block_counts,
     by_block,
-    check_block,
     decode_bytes,
-    entry_beside,
     microscaled,
 )
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN

@@ -13,15 +13,8 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import (
-    Layout,
-    Scheme,
-    SchemeModules,
-    check_entry,
-    decode_groups,
-    entry_error,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
+from qtoolkit.checkpoints.layouts._layout import Layout, Scheme, SchemeModules, decode_groups
 from qtoolkit.formats import MXFP4
 
 METHOD = "mxfp4"

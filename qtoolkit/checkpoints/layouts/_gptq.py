@@ -19,17 +19,14 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, dense
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    HIGH_PRECISION,
-    Layout,
-    block_format,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
     check_entry,
     config_error,
     entry_beside,
     entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, Layout, block_format
 from qtoolkit.formats import UINT2, UINT4, UINT8
 from qtoolkit.formats import format as resolve
 

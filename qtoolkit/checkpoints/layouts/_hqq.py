@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, ReadEntry, floats
-from qtoolkit.checkpoints.layouts._headers import Headers, OpenHeaders
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    Layout,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    OpenHeaders,
     check_entry,
     entry_beside,
     entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout
 from qtoolkit.formats import BlockFormat
 from qtoolkit.formats import format as resolve
 

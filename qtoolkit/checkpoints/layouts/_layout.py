@@ -1,4 +1,4 @@
-"""`Layout` and `Scheme`, and what layouts share: block formats, checks of entries."""
+"""`Layout` and `Scheme`, and what layouts share: block formats, ways to store a weight."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from qtoolkit.checkpoints.layouts._encoding import (
     floats,
     untile,
 )
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
 from qtoolkit.formats import (
     BFLOAT16,
     E4M3FN,
@@ -221,50 +221,6 @@ def by_channel(element: Format, axis: int = 0) -> BlockFormat:
 @functools.cache
 def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
     return BlockFormat(element=element, block=block)
-
-
-def entry_beside(name: str, suffix: str) -> str:
-    """The name of an entry of the same module: "a.weight_scale" of "a.weight"."""
-    return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix
-
-
-_MAKER = "the program that made it"
-
-
-def entry_error(where: str, entry: str, what: str, program: str = _MAKER) -> CheckpointError:
-    """The error for an entry that differs from what its layout says."""
-    message = f"tensor {shown(entry)}: {what}"
-    return CheckpointError(f"{where}: {message}; dequantize the checkpoint with {program}")
-
-
-def config_error(
-    where: str, key: str, value: Any, expected: str, program: str = _MAKER
-) -> CheckpointError:
-    """The error for a value in the quantization config that cannot be read."""
-    message = f"{key} {shown(str(value)[:80])} in config.json, expected {expected}"
-    return CheckpointError(f"{where}: {message}; dequantize the checkpoint with {program}")
-
-
-def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str) -> Entry:
-    """The entry `name` of a checkpoint; raises where it is missing or has none of `dtypes`."""
-    entry = headers.get(name)
-    expected = f"expected {' or '.join(dtypes)}"
-    if entry is None:
-        raise CheckpointError(
-            f"{where}: tensor {shown(name)}: no such tensor, {expected}; fetch the checkpoint again"
-        )
-    if entry.dtype not in dtypes:
-        raise entry_error(where, name, f"dtype {entry.dtype}, {expected}")
-    return entry
-
-
-def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
-    """Check the lengths of a block in a config; None if there are none."""
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        raise config_error(where, key, block, "two lengths, [128, 128]")
-    return block
 
 
 def _scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:

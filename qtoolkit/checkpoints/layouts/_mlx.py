@@ -16,17 +16,19 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, configs_in
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, dense
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    check_entry,
+    config_error,
+    entry_beside,
+    entry_error,
+)
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     HIGH_PRECISION,
     Layout,
     block_format,
-    check_entry,
-    config_error,
     decode_groups,
-    entry_beside,
-    entry_error,
 )
 from qtoolkit.formats import E2M1FN, E4M3FN, MXFP4, MXFP8_E4M3
 from qtoolkit.formats import format as resolve

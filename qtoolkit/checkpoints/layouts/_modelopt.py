@@ -25,7 +25,7 @@ from typing import Any
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, constant
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_beside, entry_error
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
@@ -34,11 +34,8 @@ from qtoolkit.checkpoints.layouts._layout import (
     SchemeModules,
     by_channel,
     by_tensor,
-    check_entry,
     decode_bytes,
     decode_groups,
-    entry_beside,
-    entry_error,
     microscaled,
     times_factors,
 )

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import WORDS, Encoding, constant, dense
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    HIGH_PRECISION,
-    block_format,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
     check_entry,
     config_error,
     entry_beside,
     entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, block_format
 from qtoolkit.formats import IntFormat
 from qtoolkit.formats import format as resolve
 

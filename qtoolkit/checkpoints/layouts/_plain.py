@@ -11,7 +11,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_error
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_DTYPES,
@@ -23,7 +23,6 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_channel,
     by_tensor,
     decode_bytes,
-    entry_error,
     scaling_of,
 )
 from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat

@@ -17,17 +17,15 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, floats
-from qtoolkit.checkpoints.layouts._headers import Headers, OpenHeaders
+from qtoolkit.checkpoints.layouts._headers import Headers, OpenHeaders, check_entry, entry_error
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
     Layout,
     block_format,
-    check_entry,
     decode_bytes,
     decode_groups,
     decode_tiled,
-    entry_error,
     times_factors,
 )
 from qtoolkit.formats import E2M1FN, E4M3FN, INT4, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
