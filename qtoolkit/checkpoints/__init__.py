@@ -16,7 +16,7 @@ The files, along the arrow:
 
   open      `_containers` says what a path is; `_safetensors`, `_folder`, `_gguf` and `_orbax`
             open it (`_arrays`, `_storage`); `_decode` finds what is quantized, `_codes` refuses
-            codes that no layout explains, `_experts` splits stacks of experts
+            codes that no layout explains (both by `_entry_names`), `_experts` splits stacks
   plan      `_plan`, by names (`_roles`), headers and formats (`_formats`); `_checks` and
             `_cautions` say what loaders of the target would misread; a `Plan` is data (`_report`),
             and its arguments are stored with the weights (`_arguments`)
@@ -24,6 +24,9 @@ The files, along the arrow:
   encode    `_produce` packs codes and names entries, as the `Encoding` of the target says
   write     `_target` says which files there are; `_safetensors` writes one under a temporary name
             (`_writing`) and renames it when it is whole, `_shards` the files of a folder
+
+GGUF as a target is the same arrow with another plan, by llama.cpp's rules, names and metadata
+(`_gguf_write`, `_gguf_models`, `_gguf_vocab`), and another writer of a file.
 
 `convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` takes them
 again with the stored arguments and compares bytes; `compare` opens two and compares numbers.

@@ -17,7 +17,6 @@ from qtoolkit.checkpoints._tensors import (
     Entry,
     ReadBytes,
     read_elements,
-    shown,
 )
 from qtoolkit.checkpoints.layouts._encoding import Encoding
 
@@ -204,15 +203,6 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """The whole tensor `name`, a new array. Raises KeyError where there is none."""
         return self.tensors[name].read_all()
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fills `buffer` from byte `start` of tensor `name` on."""
-        tensor, view = self.tensors[name], memoryview(buffer)
-        if not 0 <= start <= start + len(view) <= tensor.nbytes:
-            raise IndexError(
-                f"tensor {shown(name)}: bytes {start}:{start + len(view)} of {tensor.nbytes}"
-            )
-        tensor.read_into(start, view)
 
 
 def all_zeros(tensor: Tensor) -> bool:

@@ -83,14 +83,5 @@ def _problem(path: Path, start: bytes) -> str:
             "a web page or XML, expected weights; the download failed: fetch it again, or the URL "
             "is that of a folder: give that of a file"
         )
-    what = next((what for magic, what in _MAGIC.items() if start.startswith(magic)), "")
-    return what and f"{what}; give a safetensors or GGUF file, or a folder of weights"
-
-
-_MAGIC = {
-    b"version https://git-lfs": "a Git LFS pointer, not the weights themselves: git lfs pull",
-    b"\x89HDF\r\n": f"HDF5 (Keras), {NOT_READ}",
-    b"\x93NUMPY": f"one NumPy array, {NOT_READ}",
-    b"\x1f\x8b": "compressed with gzip: unpack it first",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
-}
+    is_pointer = start.startswith(b"version https://git-lfs")
+    return "a Git LFS pointer, expected the weights themselves; git lfs pull" if is_pointer else ""

@@ -53,11 +53,6 @@ class TensorInfo:
     stop: int
 
     @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
@@ -192,10 +187,6 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorI
     start = 0
     tensors = list(tensors)
     for name, dtype, shape in tensors:
-        if dtype not in DTYPE_BITS:
-            raise CheckpointError(
-                f"tensor {name!a}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
-            )
         if math.prod(shape) * DTYPE_BITS[dtype] % 8:
             raise CheckpointError(
                 f"tensor {name!a}: {dtype} of shape {shape} ends within a byte, expected a "

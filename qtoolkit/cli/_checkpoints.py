@@ -33,7 +33,6 @@ from qtoolkit.cli._summaries import (
     loading_lines,
     plan_table,
     report_summary,
-    report_table,
 )
 from qtoolkit.cli._tables import progress, table
 from qtoolkit.formats import Rules
@@ -161,8 +160,6 @@ def _print_report(report: checkpoints.Report, style: str) -> None:
             if style == "json":
                 typer.echo(report.to_json())
             else:
-                if style == "table":
-                    table(*report_table(report))
                 for line in summary:
                     typer.echo(line)
 

@@ -35,22 +35,6 @@ def plan_table(tensors: Sequence[TensorPlan]) -> Table:
     return header, rows, ("bytes",)
 
 
-def report_table(report: Report) -> Table:
-    header = ("tensor", "became", "bytes", "SQNR", "largest scale", "not quantized because")
-    rows = [
-        [
-            shown(tensor.name),
-            tensor.dtype,
-            f"{tensor.bytes_after:,}",
-            "" if tensor.sqnr_db is None else _decibels(tensor.sqnr_db),
-            "" if tensor.max_scale is None else f"{tensor.max_scale:.3g}",
-            as_options(tensor.reason),
-        ]
-        for tensor in report.tensors
-    ]
-    return header, rows, ("bytes", "SQNR", "largest scale")
-
-
 def report_summary(report: Report, after_title: str = "") -> list[str]:
     where = f"{shown(report.target)}:"
     if report.shard and not report.files:

@@ -99,7 +99,7 @@ def contents(path):
     with open_source(path) as source:
         for name, tensor in source.tensors.items():
             data = bytearray(tensor.nbytes)
-            source.read_into(name, 0, data)
+            source.tensors[name].read_into(0, memoryview(data))
             found[name] = (tensor.dtype, tensor.shape, data)
     return found
 
