@@ -15,7 +15,7 @@ One direction: open -> plan -> quantize -> encode -> write. A weight has one wor
 The files, along the arrow:
 
   open      `_containers` says what a path is; `_safetensors`, `_folder`, `_gguf` and `_orbax`
-            open it (`_arrays`, `_storage`); `_decode` finds what is quantized, `_codes` refuses
+            open it (`_storage`); `_decode` finds what is quantized, `_codes` refuses
             codes that no layout explains (both by `_entry_names`), `_experts` splits stacks
   plan      `_plan`, by names (`_roles`), headers and formats (`_formats`); `_checks` and
             `_cautions` say what loaders of the target would misread; a `Plan` is data (`_report`),

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -13,10 +13,13 @@ import numpy as np
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import (
     DTYPE_BITS,
+    DTYPE_OF,
     NUMPY_DTYPES,
+    CheckpointError,
     Entry,
     ReadBytes,
     read_elements,
+    shown,
 )
 from qtoolkit.checkpoints.layouts._encoding import Encoding
 
@@ -209,3 +212,42 @@ def all_zeros(tensor: Tensor) -> bool:
     """Reads a tensor in chunks, up to the first element that is not zero."""
     starts = range(0, tensor.size, _CHUNK)
     return not any((tensor.read(i, min(i + _CHUNK, tensor.size)) != 0).any() for i in starts)
+
+
+def array_checkpoint(
+    path: Path,
+    headers: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    read: Callable[[str], np.ndarray],
+    resources: contextlib.ExitStack | None = None,
+) -> Checkpoint:
+    """A checkpoint of arrays that are read whole, by name; only the last one stays in memory."""
+    last: dict[str, np.ndarray] = {}
+    lock = threading.Lock()
+    resources = resources or contextlib.ExitStack()
+    resources.callback(last.clear)
+
+    def read_into(name: str, start: int, buffer: memoryview) -> None:
+        with lock:
+            if name not in last:
+                last.clear()  # before the next one is read: two would be in memory
+                last[name] = np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8)
+            data = last[name]
+        if len(data) != tensors[name].nbytes:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: {len(data)} bytes, expected "
+                f"{tensors[name].nbytes}; the file is damaged, fetch or write it again"
+            )
+        buffer[:] = data[start : start + len(buffer)].data
+
+    tensors = {}
+    for name, (dtype, shape) in headers.items():
+        if dtype.name not in DTYPE_OF:
+            resources.close()
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: dtype {dtype}, expected one of "
+                f"{', '.join(DTYPE_OF)}; remove it from the file, or convert it first"
+            )
+        sizes = tuple(map(int, shape))
+        read_this = functools.partial(read_into, name)
+        tensors[name] = Tensor(name, DTYPE_OF[dtype.name], sizes, read_this)
+    return Checkpoint(path, tensors, resources=resources)

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._arrays import array_checkpoint
-from qtoolkit.checkpoints._checkpoint import Checkpoint
+from qtoolkit.checkpoints._checkpoint import Checkpoint, array_checkpoint
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, shown
 

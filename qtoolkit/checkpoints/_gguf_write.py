@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._arrays import array_checkpoint
-from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoint
 from qtoolkit.checkpoints._checks import skip_patterns
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._experts import split

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
-from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, ReadEntry
+from qtoolkit.checkpoints.layouts._encoding import HIGH_NIBBLES, Encoding, ReadEntry
 from qtoolkit.checkpoints.layouts._headers import (
     Headers,
     OpenHeaders,
@@ -36,7 +36,6 @@ _TABLES = {
     "nf4": np.asarray(NF4.values_by_code, np.float32),
     "fp4": np.asarray([*_FP4, *(-value for value in _FP4)], np.float32) / np.float32(12),
 }
-_PACKED = Packing(8, order=(1, 0))
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
@@ -102,7 +101,7 @@ def _of_table(headers: OpenHeaders, name: str, table: str, where: str) -> Encodi
         spec=BlockFormat.tensor(UINT4, scale=None),
         lengths=shape,
         codes=codes,
-        packing=_PACKED,
+        packing=HIGH_NIBBLES,
         others=(*others, scale),
         finish=lambda encoding, q, read: _scaled(
             _TABLES[table][q.astype(np.uint8)], scales(read), length

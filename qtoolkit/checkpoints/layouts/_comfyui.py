@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
-from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, ReadEntry
+from qtoolkit.checkpoints.layouts._encoding import HIGH_NIBBLES, NIBBLES, Encoding, ReadEntry
 from qtoolkit.checkpoints.layouts._headers import (
     Headers,
     OpenHeaders,
@@ -93,7 +93,7 @@ def _tiled(headers: Headers, name: str, kind: str, where: str) -> Encoding:
     return decode_tiled(
         *(name, shape, spec, codes, scale, where),
         program="ComfyUI",
-        packing=Packing(8, order=(1, 0)) if is_fp4 else None,
+        packing=HIGH_NIBBLES if is_fp4 else None,
         tensor_scale=second,
     )
 

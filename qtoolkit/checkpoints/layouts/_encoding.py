@@ -42,6 +42,7 @@ class Packing:
 
 BYTES = None  # a code to a byte
 NIBBLES = Packing(8)  # two codes of four bits to a byte, the first one low
+HIGH_NIBBLES = Packing(8, order=(1, 0))  # the first one high
 WORDS = Packing(32, biased=True)  # compressed-tensors
 
 

@@ -7,13 +7,20 @@ x = (code - zero) * scale; other entries are numbers and texts in tensors: shape
 Source: github.com/dropbox/hqq, core/quantize.py, Quantizer.dequantize, and core/bitpack.py.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, ReadEntry, floats
+from qtoolkit.checkpoints.layouts._encoding import (
+    HIGH_NIBBLES,
+    Encoding,
+    Packing,
+    ReadEntry,
+    floats,
+)
 from qtoolkit.checkpoints.layouts._headers import (
     Headers,
     OpenHeaders,
@@ -29,7 +36,7 @@ METHOD, CODES = "hqq", "W_q"
 # By packing: bits of a code, and how they are packed.
 _PACKINGS: dict[str, tuple[int, Packing | None]] = {
     "8bit_u8": (8, None),
-    "4bit_u8": (4, Packing(8, order=(1, 0), axis=0)),
+    "4bit_u8": (4, dataclasses.replace(HIGH_NIBBLES, axis=0)),
     "3bit_32": (3, Packing(32, order=tuple(range(9, -1, -1)), axis=0)),
     "2bit_u8": (2, Packing(8, order=(3, 2, 1, 0), axis=0)),
     "1bit_u8": (1, Packing(8, order=tuple(range(7, -1, -1)), axis=0)),

@@ -20,6 +20,7 @@ from qtoolkit.checkpoints.layouts._encoding import (
 from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
 from qtoolkit.formats import (
     BFLOAT16,
+    E2M1FN,
     E4M3FN,
     E4M3FNUZ,
     E5M2,
@@ -205,6 +206,7 @@ def scaling_of(spec: BlockFormat) -> str | None:
 # Cached: checking a format takes longer than quantizing a small tensor by it, and its name is found
 # once if equal formats are one object.
 block_format = functools.cache(BlockFormat)
+NVFP4_ALONE = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)  # without a tensor scale
 
 
 @functools.cache

@@ -26,17 +26,17 @@ from qtoolkit.checkpoints.layouts._headers import (
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     HIGH_PRECISION,
+    NVFP4_ALONE,
     Layout,
     block_format,
     decode_groups,
 )
-from qtoolkit.formats import E2M1FN, E4M3FN, MXFP4, MXFP8_E4M3
+from qtoolkit.formats import MXFP4, MXFP8_E4M3
 from qtoolkit.formats import format as resolve
 
 METHOD, KEY = "mlx", "quantization"
 _BITS = (1, 2, 3, 4, 5, 6, 8)
-_MODES = {"mxfp4": MXFP4, "mxfp8": MXFP8_E4M3}
-_MODES["nvfp4"] = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)
+_MODES = {"mxfp4": MXFP4, "mxfp8": MXFP8_E4M3, "nvfp4": NVFP4_ALONE}
 # Modules of language models with as many inputs as hidden_size. Entries of 4 bits in groups of 64
 # have the same shapes as those of 8 bits in groups of 32 of half as many inputs.
 _INPUTS = re.compile(

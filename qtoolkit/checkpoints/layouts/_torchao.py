@@ -21,6 +21,7 @@ from qtoolkit.checkpoints.layouts._headers import Headers, OpenHeaders, check_en
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
+    NVFP4_ALONE,
     Layout,
     block_format,
     decode_bytes,
@@ -28,7 +29,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     decode_tiled,
     times_factors,
 )
-from qtoolkit.formats import E2M1FN, E4M3FN, INT4, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
+from qtoolkit.formats import E2M1FN, INT4, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 
 METHOD, _CODES, NAMES = "torchao", "qdata", "tensor_names"
 _BYTES = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
@@ -134,7 +135,7 @@ def _of_groups(
     tensor_scale = headers.get(f"{prefix}per_tensor_scale")
     spec = _MX.get(str(kind.get("_data"))) if isinstance(kind, Mapping) else None
     if kind is None:
-        spec = NVFP4 if tensor_scale is not None else _NVFP4_ALONE
+        spec = NVFP4 if tensor_scale is not None else NVFP4_ALONE
     length = None if spec is None else spec.block[0]
     if spec is None or length is None or settings.get("block_size") != length:
         raise entry_error(where, codes.name, f"{settings}, expected NVFP4, MXFP4 or MXFP8", METHOD)
@@ -146,9 +147,6 @@ def _of_groups(
         packing=NIBBLES if is_packed else None,
         tensor_scale=tensor_scale,
     )
-
-
-_NVFP4_ALONE = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)
 
 
 def _of_int4(
