@@ -262,8 +262,8 @@ def _output_of(part: _Part) -> QuantizedSlab:
     assert encoding is not None
     assert encoding.quantizer is not None
     x = part.tensor.source.read(part.start, part.stop).astype(np.float32)
-    data, values = encoding.quantizer(x.reshape(-1, encoding.lengths[-1]))
-    sums = error_sums(x, values.reshape(-1))
+    data, values = encoding.quantizer(x)
+    sums = error_sums(x, values)
     sums.nonfinite = int(np.count_nonzero(~np.isfinite(x)))  # of x alone
     return QuantizedSlab(data, None, sums)
 

@@ -83,7 +83,7 @@ class Encoding:
         done. Of a stack of matrices one after the other is finished, with its part of each entry.
       scales_first: How many scales lie in `codes` before the codes of their blocks, as in GGUF's
         NVFP4; 0: none do.
-      quantizer: (float32 [blocks, elements of one]) -> the bytes of `codes`, and the numbers that
+      quantizer: (float32 elements of whole blocks) -> the bytes of `codes`, and the numbers that
         they stand for, for blocks that another package rounds; None: `qtoolkit.quantize` does.
     """
 
