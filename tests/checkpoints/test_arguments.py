@@ -11,6 +11,7 @@ from refused import refused
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import CheckpointError, convert, save
 from qtoolkit.checkpoints.internal import open_source
+from qtoolkit.cli._errors import as_options
 
 
 @pytest.fixture
@@ -78,3 +79,24 @@ def test_input_scales_are_numbers_that_float32_has(src, tmp_path, scale):
 def test_input_scales_are_any_number(src, tmp_path, scale):
     convert(src, tmp_path / "dst", layout="modelopt", scaling="tensor", input_scales=scale)
     assert checkpoints.load(tmp_path / "dst")["a.input_scale"] == np.float32(scale)
+
+
+def test_messages_name_arguments_and_those_of_the_command_its_options(src, tmp_path):
+    """As a caller writes them: Python's load and export have no options."""
+    tree = {"layer": {"weight": np.ones((64, 32), np.float32)}}
+    save(tmp_path / "model", tree)
+    with refused(CheckpointError, r"^skip='a\(': invalid"):
+        checkpoints.load(tmp_path / "model", like=tree, skip="a(")
+    with refused(CheckpointError, r"^only='a\(': invalid"):
+        checkpoints.export(tree, only="a(")
+    with refused(CheckpointError, r"skip= or allow_codes=True$"):
+        save(tmp_path / "codes", {"a.weight": np.ones((4, 4), np.int8)})
+        convert(tmp_path / "codes", tmp_path / "dst")
+    for message, printed in {
+        "use layout='plain', or skip=": "use --layout plain, or --skip",
+        r"write skip='(^|\\.)(q|k)\\.'; or": r"write --skip '(^|\.)(q|k)\.'; or",
+        "again: shard=(1, 3)": "again: --shard 1/3",
+        "pass overwrite=True to replace it": "pass --overwrite to replace it",
+        "with tie_word_embeddings=false": "with tie_word_embeddings=false",
+    }.items():
+        assert as_options(message) == printed
