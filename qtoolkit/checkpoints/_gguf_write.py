@@ -21,6 +21,7 @@ from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoin
 from qtoolkit.checkpoints._checks import skip_patterns
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._experts import split
+from qtoolkit.checkpoints._gguf import factor_name
 from qtoolkit.checkpoints._gguf_models import Model, model_of
 from qtoolkit.checkpoints._gguf_vocab import write_vocabulary
 from qtoolkit.checkpoints._plan import make_plan
@@ -211,10 +212,10 @@ def _encoding(tensor: Tensor, type_: str, codes: Entry) -> Encoding:
     )
     if type_ != "NVFP4":
         return one
-    scale = f"{codes.name.removesuffix('weight')}scale"  # one for the tensor, or for each expert
+    count = shape[0] if len(shape) == 3 else 1  # one for the tensor, or for each expert
     return dataclasses.replace(
         one,
-        tensor_scale=Entry(scale, "F32", (shape[0] if len(shape) == 3 else 1,)),
+        tensor_scale=Entry(factor_name(codes.name), "F32", (count,)),
         packing=_HALVES,
         scales_first=4,
         quantizer=None,

@@ -123,9 +123,9 @@ def _place(array: Any, wanted: Any) -> Any:
     return jax.tree.map(put, array)
 
 
-def structure_error(path: Path, names: Collection[str], what: str) -> CheckpointError:
+def structure_error(path: Path, names: Collection[str], problem: str) -> CheckpointError:
     some = listed(map(shown, names), 3)
-    return CheckpointError(f"{path}: tensor{'s'[: len(names) > 1]} {some}, {what}")
+    return CheckpointError(f"{path}: tensor{'s'[: len(names) > 1]} {some}, {problem}")
 
 
 def is_qarray(x: Any) -> bool:

@@ -156,12 +156,12 @@ def clear_partial(target: str, path: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def noting_complete(what: str) -> Iterator[None]:
-    """Adds a note to exceptions raised in this context, such as Ctrl-C: `what` is complete."""
+def noting_complete(target: str) -> Iterator[None]:
+    """Adds a note to exceptions raised in this context, such as Ctrl-C: `target` is complete."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"{what} {COMPLETE}")
+        error.add_note(f"{target} {COMPLETE}")
         raise
 
 

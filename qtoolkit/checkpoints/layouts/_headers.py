@@ -36,9 +36,9 @@ def entry_beside(name: str, suffix: str) -> str:
 _MAKER = "the program that made it"
 
 
-def entry_error(where: str, entry: str, what: str, program: str = _MAKER) -> CheckpointError:
+def entry_error(where: str, entry: str, problem: str, program: str = _MAKER) -> CheckpointError:
     """The error for an entry that differs from what its layout says."""
-    message = f"tensor {shown(entry)}: {what}"
+    message = f"tensor {shown(entry)}: {problem}"
     return CheckpointError(f"{where}: {message}; dequantize the checkpoint with {program}")
 
 

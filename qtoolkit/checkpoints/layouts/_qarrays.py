@@ -132,8 +132,10 @@ def _encoding(
     lengths = (1,) * (len(shape) - len(lengths)) + lengths  # `vmap` has added axes in front
     tensor_scale = others["tensor_scale"]
     batch = () if tensor_scale is None else tensor_scale.shape  # the first axes
-    apart = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
-    merged = None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, apart)
+    unmerged = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
+    merged = (
+        None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, unmerged)
+    )
     if merged is None or math.prod(batch) not in (1, merged[0][0]):
         return None
     return Encoding(
