@@ -128,6 +128,7 @@ class Roles:
         self._config = config
         self._choice = choice
         self._has_conv1d = self._finds_conv1d()
+        self._by_word: dict[str, list[str]] = {}  # names by their last part
         self._last: dict[str, bool | None] = {}  # by name: each weight is asked for several times
 
     def outputs_last(self, info: Tensor) -> bool | None:
@@ -178,15 +179,52 @@ class Roles:
                 'PyTorch) or channel_axis="last" (as in Flax and GPT-2), use scaling="tensor", or '
                 "keep the tensor as it is with skip="
             )
-        rank = len(info.shape)
+        rank, stack = len(info.shape), self._stack_axis(info)
         of_all = _EXPERTS.search(info.name) or _PARALLEL_EXPERTS.search(info.name)
         if of_all and rank == 3:
             return (0, 2) if last else (0, 1)
         if not last:
             return (0,)
         # In Flax's attention kernels [inputs, heads, head length] the last two axes are outputs.
-        heads = rank == 3 and re.search(r"(^|[./])(query|key|value)[./]kernel$", info.name)
-        return (1, 2) if heads else (rank - 1,)
+        is_query = re.search(r"(^|[./])(query|key|value)[./]kernel$", info.name)
+        one = rank - (stack is not None)  # of a layer alone
+        outputs = (rank - 2, rank - 1) if one == 3 and is_query else (rank - 1,)
+        inputs = [axis for axis in range(rank) if axis not in (stack, *outputs)]
+        # Blocks are cut from matrices, so inputs must lie side by side: MaxText's [heads, layers,
+        # head length, outputs] have scales for all layers.
+        if stack is None or inputs[0] < stack < inputs[-1]:
+            return outputs
+        return tuple(sorted((stack, *outputs)))
+
+    def _stack_axis(self, info: Tensor) -> int | None:
+        """The axis along which `nn.scan` or `nnx.vmap` stacked Flax's layers; None for one layer.
+
+        A norm tells it: its `scale` has one axis, and in a stack two. MaxText stacks along axis 1.
+        """
+        parts = re.split(r"(?<=[./])", info.name)
+        if len(info.shape) < 3 or parts[-1] != "kernel":
+            return None
+        for end in range(len(parts) - 1, 0, -1):  # from the layer outwards, to the next norm
+            around = "".join(parts[:end])
+            if scales := self._shapes("scale", around):
+                break
+        else:
+            return None
+        kernels = self._shapes("kernel", around)
+        for axis in (0, 1):
+            lengths = {shape[axis] if len(shape) == 2 else None for shape in scales}
+            lengths |= {shape[axis] if len(shape) > 2 else None for shape in kernels}
+            if len(lengths) == 1 and None not in lengths:
+                return axis
+        return None
+
+    def _shapes(self, word: str, around: str) -> list[tuple[int, ...]]:
+        """The shapes of the tensors in a module whose name ends with this word."""
+        if word not in self._by_word:
+            named = ((re.split(r"[./]", name)[-1], name) for name in self._tensors)
+            self._by_word[word] = [name for last, name in named if last == word]
+        names = (name for name in self._by_word[word] if name.startswith(around))
+        return [tuple(self._tensors[name].shape) for name in names]
 
     def _by_bias(self, info: Tensor) -> bool | None:
         bias = self._tensors.get(re.sub(r"[^./]+$", "bias", info.name))

@@ -1,8 +1,10 @@
 """How a weight is cut: into blocks, which share a scale, and slabs, which fit in memory.
 
 A weight is seen as one or more matrices. A slab is some rows of them, or a piece of a long row. It
-holds whole blocks, or lies in one row of blocks. Programs are compiled for slabs of few shapes:
-full ones, and ones with fewer rows, which are padded by powers of 4. No JAX here.
+holds whole blocks, or lies in one row of blocks. No JAX here.
+
+Programs are compiled for slabs of few shapes, since one takes 0.2 s: as long as some 20 slabs. So
+slabs are padded with zeros, rows to full slabs or to powers of 4, columns by `padded_columns`.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ from qtoolkit.checkpoints.layouts._encoding import merged_matrices
 SLAB = 2**20  # elements of a slab: 4 MiB of float32, enough to keep a few cores busy
 _WHOLE_WORDS = 32  # codes of any number of bits fill whole words
 _LEAST_ROWS, _LEAST_COLUMNS = 16, 2**10  # of a slab, and of a piece of a row
-_FEW_COLUMNS = 256  # rows of fewer columns are padded, too
+_SIZES = 8  # of padded rows, between a power of two and the next
 
 
 class Slab(NamedTuple):
@@ -91,7 +93,19 @@ class Grid:
         """Whether slabs hold whole blocks, so that a weight is read once."""
         if self.columns > SLAB:
             return self.height == 1 and self.width <= SLAB
-        return self.height * self.columns <= SLAB
+        return self.height * self.padded_columns <= SLAB
+
+    @property
+    def padded_columns(self) -> int:
+        """Columns for which programs are compiled: of rows that fit in a slab.
+
+        A weight of at most two slabs takes little time, however padded: the next power of two.
+        A larger one takes one of 8 sizes to an octave, at most 1/8 more than its own.
+        """
+        octave = 1 << (self.columns - 1).bit_length()
+        is_small = self.count * self.rows * self.columns <= 2 * SLAB
+        step = octave if is_small else max(octave // (2 * _SIZES), 1)
+        return -(-self.columns // step) * step
 
     def start(self, slab: Slab) -> int:
         """The first element of a slab."""
@@ -123,12 +137,9 @@ class Grid:
         is_row = self.rows == 1 and (self.by_matrix or self.count == 1)
         if self.columns > SLAB or is_row:
             return 1, _power(slab.columns, _LEAST_COLUMNS, SLAB)
-        columns = slab.columns
-        if columns < _FEW_COLUMNS and self.width in (1, columns):
-            columns = 1 << (columns - 1).bit_length()
-        height = self.lengths(slab)[0] or 1
+        columns, height = self.padded_columns, self.lengths(slab)[0] or 1
         least = max(_LEAST_ROWS // height, 1)
-        count = _power(-(-slab.rows // height), least, SLAB // (height * slab.columns))
+        count = _power(-(-slab.rows // height), least, SLAB // (height * columns))
         return max(count * height, slab.rows), columns
 
     def slabs(self) -> Iterator[Slab]:
@@ -139,7 +150,7 @@ class Grid:
             return
         for first in range(0, count if self.columns else 0, self._run):
             last = first + self._run
-            most = SLAB // self.columns
+            most = SLAB // self.padded_columns
             step = most // self.height * self.height
             # If a block is more than a slab, slabs end with it.
             for start in range(first, last, self._run if step else self.height):
@@ -180,7 +191,7 @@ class Grid:
         end = row // self._run * self._run + self._run
         if within := row % self.rows % self.height:  # the slab lies in one row of blocks
             end = min(end, row - within + self.height, row - row % self.rows + self.rows)
-        return min(stop, end, row + max(SLAB // self.columns, 1))
+        return min(stop, end, row + max(SLAB // self.padded_columns, 1))
 
 
 def _power(n: int, least: int, most: int) -> int:

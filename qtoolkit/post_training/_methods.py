@@ -124,7 +124,8 @@ def settings(
         what = "no calibration" if calibration is None else "a calibration"
         raise ValueError(
             f"quantize: {what} for method={method!r}, expected batches of inputs, and for "
-            "'nearest' none: quantize(model, recipe, calibration=[batch], method='gptq')"
+            "'nearest' none: quantize(model, recipe, calibration=[batch], method='gptq'); a batch "
+            "has all arguments of the model, as (x, False) or {'x': x, 'train': False}"
         )
     if sequential and "gptq" not in method:
         raise ValueError(f"quantize: sequential=True for method={method!r}, expected GPTQ")

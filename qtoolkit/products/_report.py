@@ -11,6 +11,7 @@ import numpy as np
 
 from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.products._derivative import Cotangent
+from qtoolkit.products._joined import check_joined
 from qtoolkit.products._matmul import MATMULS, Call, Key, Matmul, Planted
 from qtoolkit.products._origins import following_features
 from qtoolkit.products._place import MODEL
@@ -107,8 +108,10 @@ class Report:
             by_path.setdefault(product.path, []).append(product)
         for path, products in by_path.items():
             cells = [_joined(products, part) for part in _PARTS]
-            note = _NO_HISTORY if any(_NO_HISTORY in cell for cell in cells) else ""
-            cells = [cell.replace(f": {note}", "") if note else cell for cell in cells]
+            notes = [n for n in (_NO_HISTORY, _NO_STATE) if any(n in cell for cell in cells)]
+            note = ", ".join(notes)
+            if len(notes) == 1:
+                cells = [cell.replace(f": {note}", "") for cell in cells]
             rows.append((path or "-", *cells, str(sum(p.count for p in products)), note))
         lines = text_table(rows)
         if self.left:
@@ -164,7 +167,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
 # End the operands of matmuls whose recipe says `arithmetic="native"`.
 _NATIVE, _EMULATED = " (native)", " (emulated)"
 _UNQUANTIZED = f"{UNQUANTIZED} x {UNQUANTIZED}"
-_NO_HISTORY = "no history yet"
+_NO_HISTORY, _NO_STATE = "no history yet", "no state"
 
 
 def report_of(
@@ -179,10 +182,11 @@ def report_of(
     program, multiply = traced_with_axes(traced, leaves), traced.quantizing()
     native = _native_parts(program, multiply, leaves)
     planted = multiply.replanted(program, leaves, planted)
+    check_joined(map(multiply.recipe_of, program.matmuls), planted.values())
     products = counted(
         product
         for matmul in program.matmuls
-        for product in _products(multiply, matmul, planted.get(matmul.key), native)
+        for product in _products(multiply, matmul, planted.get(matmul.key, Planted({})), native)
     )
     lookups = [x for x in program.lookups if x.stored or x.operand is not None]
     reached = {product.path for product in products} | {x.parameter.path or MODEL for x in lookups}
@@ -267,14 +271,16 @@ def _products(
         reason = BY_RECIPE if label == _UNQUANTIZED else ""
         if recipe.arithmetic == "native" and not reason:
             label += _NATIVE if runs_natively else _EMULATED
-        if planted is not None and _lacks_history(planted.arrays):
+        if planted is not None and HISTORY not in planted.arrays:
+            label = label.replace(", delayed", f", current: {_NO_STATE}")
+        elif planted is not None and _lacks_history(planted.arrays):
             label = label.replace(", delayed", f", current: {_NO_HISTORY}")
         yield Product(matmul.path or MODEL, part, label, reason, multiplications=number)
 
 
 def _lacks_history(arrays: Mapping[str, Any]) -> bool:
     """Whether no step has given a matmul with delayed scales a history yet."""
-    x = arrays.get(HISTORY)
+    x = arrays[HISTORY]
     return (
         isinstance(x, jax.Array)
         and not isinstance(x, jax.core.Tracer)

@@ -44,8 +44,23 @@ def gathered(parts: Any, shape: tuple[int, ...], axis_name: str, axis: int | Non
     if mesh.axis_types[mesh.axis_names.index(axis_name)] == AxisType.Explicit:
         return jax.tree.map(functools.partial(_resharded, axis_name), parts)
     size = mesh.shape[axis_name]
+    if axis is not None and not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"Operand: gather_axis={axis}, and a kernel of shape {shape}, expected an axis of it, "
+            f"from {-len(shape)} to {len(shape) - 1}"
+        )
     axis = sharded_axis(shape, size) if axis is None else axis % len(shape)
-    if axis is None or shape[axis] % size:
+    if axis is None:
+        return parts
+    lengths = [p.shape[axis] for p in jax.tree.leaves(parts) if p.ndim == len(shape)]
+    if any(n > 1 and n % size for n in lengths):
+        warn(
+            f"Operand: gather={axis_name!r}, and a kernel of shape {shape} that {size} devices do "
+            f"not share evenly along axis {axis}, in whole blocks: XLA moves the kernel, not "
+            f"only its codes; shard an axis of a multiple of {size} blocks, and name it with "
+            "gather_axis="
+        )
+    if shape[axis] % size:
         return parts
     # Not a sharding constraint: XLA may move what makes the codes behind it, and gather the kernel.
     gather = functools.partial(lax.all_gather, axis_name=axis_name, axis=axis, tiled=True)

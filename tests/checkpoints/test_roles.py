@@ -296,6 +296,35 @@ def test_experts_in_one_tensor_have_codes_as_if_each_were_alone(tmp_path):
         assert found[f"{UP}_scale"][i].tobytes() == each[f"{i}.weight_scale"].tobytes()
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacked_layers_of_flax_have_codes_as_if_each_were_alone(tmp_path, axis):
+    """`nn.scan` stacks along any axis. Each layer is 100 times as large as the one before."""
+    rng = np.random.default_rng(0)
+    shapes = {"up": (8, 12), "attention.query": (8, 2, 4), "attention.out": (2, 4, 8)}
+    layers = [
+        {
+            name: (rng.normal(size=shape) * 100**i).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+        for i in range(3)
+    ]
+    stacks = {f"layers.{x}.kernel": np.stack([layer[x] for layer in layers], axis) for x in shapes}
+    norm = {"layers.norm.scale": np.ones((3, 8) if axis == 0 else (8, 3), np.float32)}
+    head = {"output.query.kernel": np.ones((3, 2, 4), np.float32), "norm.scale": np.ones(8)}
+    save(tmp_path / "src", stacks | norm | head)
+    convert(tmp_path / "src", tmp_path / "dst", format="e4m3fn", scaling="channel")
+    found = stored(tmp_path / "dst")
+    assert found["output.query.kernel_scale"].shape == (1, 2, 4)  # it is no stack
+    for i, layer in enumerate(layers):
+        save(tmp_path / f"src{i}", {f"{name}.kernel": x for name, x in layer.items()})
+        convert(tmp_path / f"src{i}", tmp_path / f"dst{i}", format="e4m3fn", scaling="channel")
+        for name, each in stored(tmp_path / f"dst{i}").items():
+            if axis == 1 and "out" in name:  # the layers lie between its inputs
+                assert found["layers.attention.out.kernel_scale"].shape == (1, 1, 1, 8)
+                continue
+            np.testing.assert_array_equal(found[f"layers.{name}"].take(i, axis), each, name)
+
+
 def test_fused_weights_share_the_second_scale_of_nvfp4(tmp_path):
     names = [f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(2) for x in "qkvo"]
     names += [f"model.layers.0.mlp.experts.1.{x}.weight" for x in ("w1", "w2", "w3")]

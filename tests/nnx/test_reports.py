@@ -262,6 +262,30 @@ def test_a_row_says_once_that_there_is_no_history():
     assert "history" not in current
 
 
+class Scores(nnx.Module):
+    """A matmul of two activations: only a trace finds it, so without `inputs` it has no state."""
+
+    def __init__(self):
+        self.up = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        h = self.up(x)
+        return h @ h.T
+
+
+def test_a_matmul_without_state_is_not_called_delayed():
+    wrapped = qt.nnx.wrap(Scores(), qt.recipes.te_delayed_hybrid)
+    loss = qt.nnx.value_and_grad(lambda model, x: jnp.mean(model(x)))
+    with pytest.warns(RuntimeWarning, match="inputs="):
+        loss(wrapped, X)
+    up, scores = (
+        [p.operands for p in qt.nnx.report(wrapped, X).quantized if (p.path == "up") == is_up]
+        for is_up in (True, False)
+    )
+    assert all("delayed" in operands for operands in up)
+    assert all("delayed" not in operands and "current: no state" in operands for operands in scores)
+
+
 def test_the_total_is_the_last_line():
     wrapped = qt.nnx.wrap(Model(), qt.Rules({"mix": qt.recipes.te_current}, default=None))
     report = qt.nnx.report(wrapped, X, method="encode")

@@ -731,3 +731,12 @@ def test_bfloat16_weights_keep_every_dtype_of_state_and_updates(tx):
     expected = jax.eval_shape(tx.update, params, tx.init(params), params)[0]
     assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(lambda u: u.dtype, expected)
     assert all(jnp.any(u[-1] != 0) for u in jax.tree.leaves(updates))
+
+
+def test_a_restored_state_in_another_format_is_refused():
+    params = {"kernel": jnp.ones((64, 64))}
+    state = qt.optim.quantize_state(optax.adam(1e-3), "e4m3fn").init(params)
+    with refused(ValueError, "is e4m3fn, expected e5m2"):
+        qt.optim.quantize_state(optax.adam(1e-3), "e5m2").update(params, state, params)
+    same = qt.optim.quantize_state(optax.adam(1e-3), "e4m3fn", min_size=1)
+    same.update(params, state, params)

@@ -128,6 +128,27 @@ def test_without_a_mesh_a_warning_says_so():
         jax.jit(step)(params, rest, X)
 
 
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    # 100 columns are no whole number for each of 8 devices, and 64 rows only two blocks of 32.
+    [("te_current", 1), ("mxfp8", 0)],
+)
+def test_shards_of_no_whole_block_warn(name, axis):
+    """Without the warning float32 would move, unnoticed."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    recipe = qt.policies.gather_codes(getattr(qt.recipes, name), "fsdp", axis)
+    w = jnp.ones((64, 100 if axis else 256))
+    with jax.set_mesh(mesh), pytest.warns(RuntimeWarning, match="whole blocks"):
+        jax.jit(lambda x, w: qt.einsum("ni,io->no", x, w, recipe=recipe)).lower(X, w)
+
+
+def test_an_axis_that_a_kernel_lacks_is_refused():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    recipe = qt.policies.gather_codes(qt.recipes.te_current, "fsdp", 2)
+    with jax.set_mesh(mesh), refused(ValueError, "gather_axis=2"):
+        qt.einsum("ni,io->no", X, jnp.ones((64, 256)), recipe=recipe)
+
+
 def test_an_explicit_mesh_says_where_the_shards_lie():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
     recipe = qt.recipes.te_current
