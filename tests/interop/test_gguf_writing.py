@@ -5,6 +5,7 @@ transformers, which loads GGUF by code of its own; and the formats' formulas.
 """
 
 import json
+import shutil
 import struct
 
 import gguf
@@ -15,7 +16,7 @@ import transformers
 from typer.testing import CliRunner
 
 from qtoolkit import quantize
-from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, save
 from qtoolkit.checkpoints.internal import open_source
 from qtoolkit.cli._app import app
 
@@ -283,6 +284,21 @@ def test_byte_pairs_and_frequencies_of_llama_3(tmp_path, folders):
     np.testing.assert_allclose(tensors["rope_freqs.weight"].data, expected, 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["q4_0", "nvfp4", "bfloat16"])
+def test_nan_and_inf_are_refused_all_at_once(tmp_path, folders, kind):
+    source = shutil.copytree(folders("qwen3"), tmp_path / "m") / "model.safetensors"
+    with open_source(source) as opened:
+        tensors = {name: tensor.read_all() for name, tensor in opened.tensors.items()}
+    for layer, number in enumerate((np.nan, np.inf)):
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][3, 5] = number
+    save(source, tensors, overwrite=True)
+    with pytest.raises(CheckpointError, match=r"layers\.0.* \(1\), .*layers\.1.* \(1\);"):
+        convert(tmp_path / "m", tmp_path / "m.gguf", format=kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    report = convert(tmp_path / "m", tmp_path / "m.gguf", format=kind, allow_nonfinite=True)
+    assert report.nonfinite == 2
+
+
 def test_a_quantized_source_is_dequantized_first(tmp_path, folders):
     convert(folders("qwen3"), tmp_path / "fp8")
     dequantize_checkpoint(tmp_path / "fp8", tmp_path / "values", dtype="float32")
@@ -335,8 +351,6 @@ def changed(folder, **changes):
     ],
 )
 def test_what_is_not_written_is_refused_by_name(tmp_path, folders, name, changes, options, message):
-    import shutil
-
     shutil.copytree(folders(name), tmp_path / "m")
     changed(tmp_path / "m", **changes)
     with pytest.raises(CheckpointError, match=message):
@@ -345,8 +359,6 @@ def test_what_is_not_written_is_refused_by_name(tmp_path, folders, name, changes
 
 
 def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused(tmp_path, folders):
-    import shutil
-
     shutil.copytree(folders("qwen2"), tmp_path / "m")
     byte_pairs(tmp_path / "m", r"\w+")
     with pytest.raises(CheckpointError, match=r"expected one of the regular .*llama-bpe, qwen2"):
