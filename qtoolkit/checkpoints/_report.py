@@ -248,7 +248,7 @@ class Report:
 
     Attributes:
       source, target: The two files or folders.
-      layout: The layout of the target: a name in `LAYOUTS`.
+      layout: The layout of the target, as `qtoolkit layouts` lists it; "GGUF" of such a file.
       format: The format to which tensors were quantized; with rules, several names with commas
         between them, or "nothing".
       scaling: The word for the scales; "none" if there are no scales or the format implies them; of
