@@ -263,7 +263,6 @@ def test_names_from_files_never_reach_the_terminal_raw(tmp_path):
         for arguments in (
             ("inspect", tmp_path / "src"),
             ("convert", tmp_path / "src", tmp_path / "dst", "--dry-run"),
-            ("convert", tmp_path / "src", tmp_path / "dst", "-v"),
             ("convert", tmp_path / "src", tmp_path / "x", *CT, "--scaling", "block"),
             ("convert", tmp_path / "src", tmp_path / "x", "--skip", "none"),
         )
@@ -338,12 +337,6 @@ def test_options_without_effect_are_misuse(source, tmp_path, monkeypatch, argume
     file = source / "model.safetensors"
     assert message in fails("convert", file, "dst", *arguments, *dry, code=2)
     assert not (tmp_path / "dst").exists()
-
-
-def test_finalize_says_what_it_would_ignore_before_it_writes(source, tmp_path):
-    run("convert", source, tmp_path / "dst", *CT, "--scaling", "tensor", "--shard", "0/1", "-q")
-    assert "exclude" in fails("finalize", tmp_path / "dst", "-q", "-v", code=2)
-    assert run("finalize", tmp_path / "dst", "-q").exit_code == 0
 
 
 def test_a_dry_run_heeds_quiet(source, tmp_path):
