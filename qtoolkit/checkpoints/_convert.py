@@ -111,7 +111,8 @@ def convert(
       max_memory: Bytes that the process may take, a number or text such as "400MB". Fewer workers
         are started where an estimate is larger: 340 MiB for Python, JAX and compiled programs on a
         CPU, and 20 MiB for each worker; hence at least "360MiB". Arrays that are read whole come on
-        top: the largest array of orbax, the largest array of GGUF's blocks as float32.
+        top: the largest array of orbax, the largest array of GGUF's blocks as float32, and for a
+        GGUF of Llama the largest of q and k.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
