@@ -55,7 +55,7 @@ def counted(kind):
 MODES = ("nearest_even", "nearest_away", "toward_positive", "to_odd")
 FOUR_OVER_SIX = qt.spec("nvfp4").with_(rule="four_over_six")
 ZERO_POINT = qt.BlockFormat.tensor("uint8", zero_point=True)
-RULES = (*(gradients.Clipped(), gradients.Identity(), gradients.Zero(), gradients.Ramp(0.5)),)
+RULES = ("clipped", "identity", "zero")
 CASTS = {
     **{
         f"{f.__name__} {fmt} {mode}": functools.partial(f, fmt=fmt, rounding=mode)
@@ -87,13 +87,10 @@ SCALING = {
         qt.encode(x, "int8"), jnp.full((1, 1), 0.11), qt.BlockFormat.tensor("int8")
     ).dequantize()),
     "amax": scaling.amax,
-    "scale_from_amax": lambda x: scaling.scale_from_amax(scaling.amax(x), qt.format("e4m3fn")),
     "hadamard_transform": lambda x: wide(scaling.hadamard_transform(x)),
     "hadamard_transform random": lambda x: wide(scaling.hadamard_transform(x, key=KEY)),
-    "smoothing_factors": lambda x: scaling.smoothing_factors(jnp.abs(x[0]), jnp.abs(x[1])),
     "Hessian": lambda x: scaling.Hessian.of(COLUMNS).observe(x).largest,
     "AbsMax": observed(scaling.AbsMax, "e4m3fn"),
-    "AmaxHistory": observed(scaling.AmaxHistory, "e4m3fn", margin=1),
     "MovingAverage": observed(scaling.MovingAverage, "int8"),
     "MinMax": observed(scaling.MinMax, ZERO_POINT),
     "Percentile": observed(scaling.Percentile, "e4m3fn"),
@@ -112,6 +109,7 @@ GRADIENTS = {
     "lsq": lambda x: wide(gradients.lsq(x, 0.13, "int8")),
     "lsq_plus": lambda x: wide(gradients.lsq_plus(x, 0.13, 0.21, "int8")),
     "fake_cast gradient": gradient(lambda x: qt.fake_cast(x, "e4m3fn")),
+    "Ramp": gradient(lambda x: qt.fake_cast(x, "int8", gradient=gradients.Ramp(0.5))),
     "fake_convert gradient": gradient(lambda x: qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn")),
     "fake_quantize gradient": gradient(lambda x: qt.fake_quantize(x, "mxfp8_e4m3")),
     "lsq gradient": gradient(lambda x: gradients.lsq(x, 0.13, "int8")),
@@ -122,7 +120,7 @@ GRADIENTS = {
         lambda x: gradients.linear_with_transpose(_doubled, _rounded, (x,), x)
     ),
     **{
-        type(rule).__name__: gradient(functools.partial(qt.fake_cast, fmt="int8", gradient=rule))
+        f"fake_cast {rule}": gradient(functools.partial(qt.fake_cast, fmt="int8", gradient=rule))
         for rule in RULES
     },
 }  # fmt: skip
@@ -393,7 +391,6 @@ SUMS = {
     )(qt.metrics(x, "e4m3fn")),
     "MSE": observed(scaling.MSE, "int8"),
     "lsq_scale": lambda x: gradients.lsq_scale(x, "int8"),
-    "lsq_plus_scale_offset": lambda x: gradients.lsq_plus_scale_offset(x, "int8"),
     "lsq by scale": lambda x: jax.grad(
         lambda s: jnp.sum(jnp.square(gradients.lsq(x, s, "int8").astype(jnp.float32)))
     )(jnp.float32(0.13)),
@@ -419,7 +416,7 @@ ADDED_BY_OPTAX = ("optim.master_weights",)
 EXCLUDED = {
     **dict.fromkeys(("expected_gain", "native_calls"), "of a model, outside of jit"),
     "all_to_all": "of a mesh; quantizes as `quantize` does, which is here",
-    **dict.fromkeys(("gptq", "awq_factors"), "run once, over a trained kernel; sums decide"),
+    "gptq": "run once, over a trained kernel; sums decide",
     "onnx.range": "its length follows from the values of its arguments, which no jit has",
     "openvino.promoted_type": "gives the name of a type",
 }
@@ -443,7 +440,7 @@ def computes(package, name, value):
     """Not classes of data, nor what takes a model and runs its products, which are here."""
     if not inspect.isclass(value):
         return package not in ("nnx", "linen") or name == "wrap"
-    if value in (scaling.Observer, gradients.Estimator) or issubclass(value, nnx.Variable):
+    if value is gradients.Estimator or issubclass(value, nnx.Variable):
         return False
     return any(method in dir(value) for method in METHODS)
 

@@ -145,8 +145,8 @@ def takes(names, dtypes):
 @pytest.mark.sample(
     *("encode e4m3fn nearest_even-bfloat16", "cast int8 toward_positive-float16"),
     *("cast bfloat16-bfloat16", "hadamard_transform random-bfloat16", "MSE counts-float16"),
-    *("Identity-float16", "optim.quantize_state-bfloat16", "openvino.convert f32, core-float16"),
-    "lsq_plus by parameters-bfloat16",
+    *("fake_cast identity-float16", "optim.quantize_state-bfloat16"),
+    *("openvino.convert f32, core-float16", "lsq_plus by parameters-bfloat16"),
 )
 @pytest.mark.quick
 @takes(EXACT, HALF)

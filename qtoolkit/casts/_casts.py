@@ -22,7 +22,7 @@ from qtoolkit.casts._codes import codes_of, round_values, values_of
 from qtoolkit.casts._keywords import hinting
 from qtoolkit.casts._linear import linear_in_dtype
 from qtoolkit.casts._modes import Stochastic
-from qtoolkit.casts._order import inside, widened
+from qtoolkit.casts._order import is_within, widened
 from qtoolkit.casts._projection import NEAREST, Projection, projection_of
 from qtoolkit.casts._tables import check_stochastic
 from qtoolkit.formats import FloatFormat, Format, FormatLike, TableFormat, format
@@ -346,7 +346,7 @@ def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.
     (x, projection), (x_dot, _) = primals, tangents
     y = _cast(x, projection, fmt)
     numbers = x.astype(jnp.float64) if fmt.dtype == jnp.float64 else widened(x)
-    is_inside = inside(numbers, float(fmt.lowest), float(fmt.max_finite))
+    is_inside = is_within(numbers, float(fmt.lowest), float(fmt.max_finite))
     y_dot = jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
     return y, linear_in_dtype(y_dot, y.dtype)
 

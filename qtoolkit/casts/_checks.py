@@ -117,16 +117,16 @@ def check_differentiable(
 ) -> jax.Array:
     """As `check_value_source`, for float32, float16, bfloat16 and, where `wide`, float64 only."""
     dtype = getattr(x, "dtype", None)
-    known = (*FLOATS, np.dtype("float64")) if wide else FLOATS
+    dtypes = (*FLOATS, np.dtype("float64")) if wide else FLOATS
     if not is_array(x):
         dtype = None
     if isinstance(dtype, np.dtype):
         dtype = dtype.newbyteorder("=")  # as in `check_source`: JAX has no arrays of the other
-    if (dtype is None or dtype not in known) and not (wide and isinstance(x, float)):
+    if (dtype is None or dtype not in dtypes) and not (wide and isinstance(x, float)):
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
-            f"{where}: {name} has {got}, expected {', '.join(map(str, known[:-1]))} or "
-            f"{known[-1]}; convert it first, e.g. {conversion_line(name, x)}"
+            f"{where}: {name} has {got}, expected {', '.join(map(str, dtypes[:-1]))} or "
+            f"{dtypes[-1]}; convert it first, e.g. {conversion_line(name, x)}"
         )
     return check_value_source(where, x, name)
 
@@ -239,7 +239,7 @@ def broadcasts_to(shape: tuple[int, ...], wide: tuple[int, ...]) -> bool:
     return len(shape) <= len(wide) and all(size in (1, wide_size) for size, wide_size in sizes)
 
 
-def ranked(parameter: Parameter, ndim: int) -> Parameter:
+def with_rank(parameter: Parameter, ndim: int) -> Parameter:
     """Add leading axes up to `ndim`, for `jax_numpy_rank_promotion="raise"`."""
     if parameter is None or parameter.ndim == ndim:
         return parameter
@@ -285,14 +285,14 @@ def _in_dtype(
 def check_dtype(where: str, name: str, value: Any, dtypes: Sequence[DTypeLike]) -> None:
     """TypeError if `value` has none of the dtypes; traced Python numbers pass."""
     dtype = getattr(value, "dtype", None)
-    known = tuple(dict.fromkeys(np.dtype(d) for d in dtypes))
+    expected = tuple(dict.fromkeys(np.dtype(d) for d in dtypes))
     is_traced_number = dtype == np.float64 and getattr(value, "weak_type", False)
-    if (dtype in known and dtype is not None) or is_traced_number:
+    if (dtype in expected and dtype is not None) or is_traced_number:
         return
     got = f"dtype {dtype}" if dtype is not None else f"type {type(value).__name__}"
     raise TypeError(
-        f"{where}: {name} has {got}, expected {' or '.join(map(str, known))}; convert it first, "
-        f"e.g. {conversion_line(name, value, known[0])}"
+        f"{where}: {name} has {got}, expected {' or '.join(map(str, expected))}; convert it first, "
+        f"e.g. {conversion_line(name, value, expected[0])}"
     )
 
 

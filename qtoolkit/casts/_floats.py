@@ -1,6 +1,6 @@
 """Rounding to float formats: to their codes, and to their values.
 
-There are three ways to round a magnitude. `_finished` then handles overflow, NaN and sign for all.
+There are three ways to round a magnitude. `_finish` then handles overflow, NaN and sign for all.
 
 * By addition, the fast way. E4M3FN has steps of 1/8 from 1 to 2. Added to 2**23 steps, 2**20, the
   number 1.3 becomes 2**20 + 1.25, because float32's adder has no room for less than a step there
@@ -12,6 +12,7 @@ There are three ways to round a magnitude. `_finished` then handles overflow, Na
 * By a shift of its own for every element: all others, binary16p16uf or float64 for instance.
 """
 
+import enum
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +59,8 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> ja
     code = rounded_shift(lowered, shift, projection, negative, parity) - below_zero
     number = _Number(negative, magnitude == u32(INF), magnitude > u32(INF), _code_sign(bits, fmt))
     is_below = code >= u32(-(1 << fmt.mantissa_bits))
-    return _finished(code, number, is_below, None, fmt, _code_ends(fmt, np.uint32), projection)
+    ends = _code_ends(fmt, np.uint32)
+    return _finish(code, number, fmt, ends, projection, is_below=is_below)
 
 
 def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
@@ -73,7 +75,7 @@ def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> j
 
 
 class _Number(NamedTuple):
-    """What `_finished` needs to know of the number that was rounded."""
+    """What `_finish` needs to know of the number that was rounded."""
 
     negative: jax.Array
     is_inf: jax.Array | bool
@@ -106,31 +108,44 @@ def _code_sign(bits: jax.Array, fmt: FloatFormat) -> jax.Array:
     return (bits >> dtype(8 * bits.dtype.itemsize - fmt.bits)) & dtype(fmt.sign_code)
 
 
-def _finished(
+class _Overflow(enum.Enum):
+    """How `_finish` learns which codes are above the largest one, if not by a mask."""
+
+    COMPARED = enum.auto()  # those greater than the largest one
+    DONE = enum.auto()  # none: overflow has the right code already
+
+
+def _finish(
     code: jax.Array,
     number: _Number,
-    is_below: jax.Array | bool,
-    is_beyond: jax.Array | bool | None,
     fmt: FloatFormat,
     ends: _Ends,
     projection: Projection,
+    *,
+    is_below: jax.Array | None = None,
+    overflow: jax.Array | _Overflow = _Overflow.COMPARED,
 ) -> jax.Array:
-    """Clamps codes (or patterns) of rounded magnitudes, and sets NaN and the sign."""
-    # `is_below`: whether the code is below the lowest one, only where the format has no zero.
-    # `is_beyond`: whether it is above the largest one, as that of an infinity is. None: compare
-    # here. False: overflow is right already.
+    """Clamps codes (or patterns) of rounded magnitudes, and sets NaN and the sign.
+
+    Args:
+      is_below: For formats without a zero: which codes are below the lowest one.
+      overflow: Which codes are above the largest one, as that of an infinity is: a mask where codes
+        have wrapped round, so that they cannot be compared.
+    """
     saturation = projection.saturation
     stays = _overflow_stays(fmt, projection, number.negative)
-    if is_beyond is None and stays is True:
+    if overflow is _Overflow.COMPARED and stays is True:
         code = jnp.minimum(code, ends.largest)
-    elif is_beyond is not False:
-        is_beyond = code > ends.largest if is_beyond is None else is_beyond
+    elif overflow is not _Overflow.DONE:
+        is_beyond = code > ends.largest if overflow is _Overflow.COMPARED else overflow
         code = jnp.where(is_beyond, _either(stays, ends.largest, ends.overflow), code)
     if saturation != "finite" and stays is not False and ends.overflow != ends.largest:
         code = jnp.where(number.is_inf, ends.overflow, code)
     if not fmt.signed:
         outside = ends.nan if saturation == "none" and fmt.has_nan else code.dtype.type(0)
-        is_outside = number.negative & (code != 0) if fmt.has_zero else number.negative | is_below
+        is_outside = number.negative & (code != 0)
+        if is_below is not None:
+            is_outside = number.negative | is_below
         return jnp.where(number.is_nan, ends.nan, jnp.where(is_outside, outside, code))
     if not fmt.has_nan:  # NaN becomes the largest value
         return jnp.where(number.is_nan, ends.nan, code | number.sign)
@@ -181,10 +196,11 @@ def upper_part(
         sign = sign >> dtype(shift)
     else:
         code, ends = code << dtype(shift), _Ends(*(end << dtype(shift) for end in ends))
-    number, is_beyond = _Number(negative, magnitude == inf, magnitude > inf, sign), None
+    number = _Number(negative, magnitude == inf, magnitude > inf, sign)
+    overflow = _Overflow.COMPARED
     if projection.saturation == "none":  # rounding up beyond the largest gives infinity already
-        number, is_beyond = number._replace(is_inf=False), False
-    return _finished(code, number, False, is_beyond, fmt, ends, projection)
+        number, overflow = number._replace(is_inf=False), _Overflow.DONE
+    return _finish(code, number, fmt, ends, projection, overflow=overflow)
 
 
 def _float16_by_instruction(bits: jax.Array) -> jax.Array:
@@ -241,7 +257,10 @@ def codes_of_exact(x: Exact, fmt: FloatFormat, projection: Projection) -> jax.Ar
     is_below &= jnp.logical_not(x.is_inf)
     sign = jnp.where(x.negative, dtype(fmt.sign_code), dtype(0))
     number, ends = _Number(x.negative, x.is_inf, x.is_nan, sign), _code_ends(fmt, dtype)
-    return _finished(code, number, is_below, is_beyond | x.is_inf, fmt, ends, projection)
+    return _finish(
+        code, number, fmt, ends, projection,
+        is_below=None if fmt.has_zero else is_below, overflow=is_beyond | x.is_inf,
+    )  # fmt: skip
 
 
 def needs_64_bits(fmt: FloatFormat) -> bool:
@@ -288,7 +307,8 @@ def _by_addition(
     # The limit leaves at most the code after the largest, which mostly is that of overflow.
     is_right = stays is True or (to_codes and ends.overflow == ends.largest + 1)
     number = _Number(negative, magnitude == u32(INF), magnitude > u32(INF), sign)
-    return _finished(code, number, False, False if is_right else None, fmt, ends, projection)
+    overflow = _Overflow.DONE if is_right else _Overflow.COMPARED
+    return _finish(code, number, fmt, ends, projection, overflow=overflow)
 
 
 def corrections(

@@ -29,7 +29,7 @@ _MEANT = {
         ("global_scale", "per_tensor_scale", "scale_2"), "write tensor_scale=..."
     ),
     **dict.fromkeys(("estimator", "ste", "grad"), "write gradient='identity', say"),
-    "amax": "write scale=qtoolkit.scaling.scale_from_amax(amax, fmt)",
+    "amax": "write scale=amax / float(qtoolkit.format(fmt).max_finite)",
     **dict.fromkeys(("dtype", "format", "to", "qtype"), "the format is the second argument"),
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ def hinting(function: Function) -> Function:
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
-    def called(*args: Any, **keywords: Any) -> Any:
+    def wrapper(*args: Any, **keywords: Any) -> Any:
         try:  # looking at the keywords first would take a tenth of the time of an eager cast
             return function(*args, **keywords)
         except TypeError:
@@ -59,4 +59,4 @@ def hinting(function: Function) -> Function:
             hint = f"did you mean {close[0]!r}?"
         return hint or f"expected some of {', '.join(parameters)}"
 
-    return called  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]

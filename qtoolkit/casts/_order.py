@@ -29,7 +29,7 @@ def ordinal_of(value: float, dtype: DTypeLike) -> np.ndarray:
     return np.array(bits if bits >= 0 else np.iinfo(integer).min - bits, integer)
 
 
-def inside(x: jax.Array, lower: float, upper: float) -> jax.Array:
+def is_within(x: jax.Array, lower: float, upper: float) -> jax.Array:
     """Whether lower <= x <= upper, also between subnormals, which XLA may compare as zeros."""
     # False at NaN. The dtype of `widened(x)` must hold the bounds.
     wide = widened(x)

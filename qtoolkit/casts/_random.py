@@ -163,8 +163,8 @@ def hashed_index(
         carry = (low < offset[0]).astype(jnp.uint32)
         high = carry + offset[1] + (np.uint32(0) if high is None else high)
     if high is not None:
-        first = first ^ scrambled(high)  # 0 where the high word is 0
-        second = second ^ scrambled(high * np.uint32(0x9E3779B1))
+        first = first ^ hash_words(high)  # 0 where the high word is 0
+        second = second ^ hash_words(high * np.uint32(0x9E3779B1))
     h = (low ^ first) * np.uint32(0x9E3779B1) + second
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B) + third
     return (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -174,12 +174,12 @@ def mixed_key(words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Three words that each depend on all of `words`; together they differ for different keys."""
     mixed, other = jnp.uint32(0x9E3779B9), jnp.uint32(0xC2B2AE35)
     for word in range(words.shape[0]):
-        mixed = scrambled(mixed + words[word])
-        other = scrambled(other ^ mixed) + words[word]
-    return scrambled(mixed ^ other), scrambled(other + np.uint32(0x85EBCA6B)), mixed
+        mixed = hash_words(mixed + words[word])
+        other = hash_words(other ^ mixed) + words[word]
+    return hash_words(mixed ^ other), hash_words(other + np.uint32(0x85EBCA6B)), mixed
 
 
-def scrambled(h: jax.Array) -> jax.Array:
+def hash_words(h: jax.Array) -> jax.Array:
     """A permutation of 32 bits in which each depends on all (C. Wellons' hash-prospector)."""
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     h = (h ^ (h >> np.uint32(15))) * np.uint32(0xD35A2D97)

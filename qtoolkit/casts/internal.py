@@ -46,8 +46,8 @@ from qtoolkit.casts._checks import (
     is_array,
     number,
     parameter,
-    ranked,
     result_dtype,
+    with_rank,
 )
 from qtoolkit.casts._codes import codes_of, round_values, values_of
 from qtoolkit.casts._compact import (
@@ -81,7 +81,7 @@ from qtoolkit.casts._order import (
     bucket_edge,
     from_magnitude_ordinal,
     infinity_ordinal,
-    inside,
+    is_within,
     magnitude_ordinal,
     ordinal,
     widened,
@@ -100,7 +100,7 @@ from qtoolkit.casts._powers import (
     times_to_subnormal,
 )
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, projection_of
-from qtoolkit.casts._random import Draw, hashed_index, key_words, mixed_key, scrambled
+from qtoolkit.casts._random import Draw, hash_words, hashed_index, key_words, mixed_key
 from qtoolkit.casts._serialization import serializable
 from qtoolkit.casts._storage import (
     from_stored,

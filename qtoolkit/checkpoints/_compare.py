@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,7 +24,7 @@ from qtoolkit.checkpoints._slabs import SLAB
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import FLOATS, CheckpointError, shown
 from qtoolkit.formats import FloatFormat, Format, IntFormat
-from qtoolkit.scaling.internal import ErrorSums, error_sums
+from qtoolkit.scaling.internal import WeightErrors, weight_errors
 
 
 def compare(a: Path, b: Path, *, progress: Progress | None = None) -> CheckpointComparison:
@@ -93,12 +94,13 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
     if a.dtype not in FLOATS or b.dtype not in FLOATS:
         equal = same_bytes(a, b)
         return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
-    encoding, values, sums = b.encoding, None, ErrorSums()
+    encoding, values = b.encoding, None
     if encoding is not None:
         values = WeightReader(encoding, second.stored)
         is_limit, excess = _limits(encoding.spec.element, encoding.spec.narrow_range)
     dtype = np.float64 if "F64" in (a.dtype, b.dtype) else np.float32
-    for start in range(0, a.size, SLAB):
+
+    def slab_errors(start: int) -> WeightErrors:
         stop = min(start + SLAB, a.size)
         with np.errstate(invalid="ignore"):  # signaling NaNs; |y| * excess of 0 and infinity
             x, y = (t.read(start, stop).astype(dtype, copy=False) for t in (a, b))
@@ -107,17 +109,20 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
                 clamped = is_limit[values.codes_between(start, stop)]
                 at = np.flatnonzero(clamped)
                 clamped[at] = np.abs(x[at].astype(np.float64)) > np.abs(y[at]) * excess
-        sums.add(error_sums(x, y, clamped))
+        return weight_errors(x, y, clamped)
+
+    starts = range(0, a.size, SLAB)
+    errors = functools.reduce(operator.add, map(slab_errors, starts)) if starts else WeightErrors()
     return TensorComparison(
         name=name,
         format=b.dtype if encoding is None else encoding.spec.name,
         size=b.size,
-        equal=not sums.differing,
-        sqnr_db=sums.sqnr_db,
-        max_error=sums.max_error,
-        saturated=None if values is None else sums.saturated / max(sums.size, 1),
-        flushed=None if values is None else sums.flushed / max(sums.nonzero, 1),
-        nonfinite=sums.nonfinite,
+        equal=not errors.differing,
+        sqnr_db=errors.known_sqnr_db,
+        max_error=errors.max_error,
+        saturated=None if values is None else errors.saturated_fraction,
+        flushed=None if values is None else errors.flushed_fraction,
+        nonfinite=errors.elements - errors.compared,
     )
 
 

@@ -67,7 +67,9 @@ def scheme_of(layout: Layout, fmt: TargetFormat, scaling: str | None) -> Scheme:
             raise
         named, own = "", layout.spellings()
         if layout.name == "plain":  # the others hold no other names, and would say to come back
-            named = " for weights named NAME.weight (a Flax model: qtoolkit.nnx.quantize)"
+            named = (
+                " for weights named NAME.weight (a Flax model: quantize of qtoolkit.nnx or .linen)"
+            )
             own = list(dict.fromkeys(scheme.spec.element.name for scheme in layout.schemes))
         layouts = " or ".join(f"layout={name!r}" for name in others)
         raise CheckpointError(

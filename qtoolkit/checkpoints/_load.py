@@ -177,7 +177,9 @@ def load(
         unused = [n for n in readers if n not in used and n not in auxiliary]
         if unused := [n for n in unused if not any(p.search(n) for p in patterns)]:
             raise structure_error(
-                path, unused, "which `like` has not; add them to it, or remove them from the file"
+                path,
+                unused,
+                "which `like` has not; add them to it, or name them in skip=, a list of patterns",
             )
     return state
 

@@ -5,6 +5,7 @@ Threads compute slabs ahead of what is asked for. The bytes do not depend on how
 
 import collections
 import concurrent.futures
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +27,7 @@ from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import SLAB, Grid, Slab
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import pack_rows, pack_zero_points, same_numbers
-from qtoolkit.scaling.internal import ErrorSums, error_sums
+from qtoolkit.scaling.internal import WeightErrors, weight_errors
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -153,7 +154,7 @@ class Production:
 
     def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (name of an entry, the next bytes of it) for some tensors, one after the other."""
-        sums = ErrorSums()  # of the tensor that is being made
+        errors: WeightErrors | None = None  # of the tensor that is being made
         zeros: list[np.ndarray] = []  # its zero points, which are packed along all rows
         parts = (part for tensor in tensors for part in self._parts(tensor))
         batches = self._workers.map(_outputs, _batches(parts))
@@ -169,17 +170,17 @@ class Production:
                 self._done += data.nbytes
                 if self._progress is not None:
                     self._progress(shown(tensor.name), self._done, self.total)
-            sums.add(output.sums)
+            errors = output.errors if errors is None else errors + output.errors
             if part.is_last:
                 self.reports.append(
                     tensor.report(
-                        max_scale=sums.max_scale if tensor.has_scales else None,
-                        sqnr_db=sums.sqnr_db if tensor.action == "quantize" else None,
-                        nonfinite=sums.nonfinite,
-                        overflowed=sums.overflowed,
+                        max_scale=errors.max_scale if tensor.has_scales else None,
+                        sqnr_db=errors.known_sqnr_db if tensor.action == "quantize" else None,
+                        nonfinite=errors.nonfinite,
+                        overflowed=errors.overflowed,
                     )
                 )
-                sums = ErrorSums()
+                errors = None
 
     def _parts(self, tensor: TensorPlan) -> Iterator[_Part]:
         source = tensor.source
@@ -263,9 +264,8 @@ def _output_of(part: _Part) -> QuantizedSlab:
     assert encoding.quantizer is not None
     x = part.tensor.source.read(part.start, part.stop).astype(np.float32)
     data, values = encoding.quantizer(x)
-    sums = error_sums(x, values)
-    sums.nonfinite = int(np.count_nonzero(~np.isfinite(x)))  # of x alone
-    return QuantizedSlab(data, None, sums)
+    with np.errstate(invalid="ignore"):  # signaling NaNs
+        return QuantizedSlab(data, None, weight_errors(x, values))
 
 
 def _pack(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
@@ -287,10 +287,10 @@ def _copy_codes(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
     scale, _ = values.scales()
     assert scale is not None
     x = part.tensor.source.read(part.start, part.stop)
-    sums = error_sums(x, x)
-    sums.max_scale = float(scale.astype(np.float32).max())
+    largest = float(scale.astype(np.float32).max())
+    errors = dataclasses.replace(weight_errors(x, x), max_scale=largest)
     shaped = codes.reshape(slab.rows, slab.columns)
-    return QuantizedSlab(shaped, scale if part.start == 0 else None, sums)
+    return QuantizedSlab(shaped, scale if part.start == 0 else None, errors)
 
 
 def _copy_bytes(part: _Part) -> QuantizedSlab:
@@ -307,7 +307,7 @@ def _copy_bytes(part: _Part) -> QuantizedSlab:
     scale = None
     if encoding is not None and encoding.scale is not None:  # a weight without elements
         scale = np.ones(encoding.scale.nbytes // 4, np.float32)
-    return QuantizedSlab(data, scale, ErrorSums(nonfinite=nonfinite))
+    return QuantizedSlab(data, scale, WeightErrors(nonfinite=nonfinite))
 
 
 def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[Entry, np.ndarray]]:

@@ -21,18 +21,21 @@ from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._slabs import Grid, Slab
 from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.scaling.internal import (
-    ErrorSums,
     Scales,
+    SlabSums,
+    WeightErrors,
     block_codes,
     block_values,
     blocks_of,
     dequantized,
-    error_sums,
     find_scales,
     largest_magnitude,
     magnitude_max,
     scale_from,
+    slab_errors,
+    slab_sums,
     tensor_scale_from,
+    weight_errors,
 )
 
 # `map`, or that of a pool of threads.
@@ -40,7 +43,6 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 _KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
 # Small weights in one call. A call takes some 0.1 ms, as long as to quantize 30 weights of 16x16.
 BATCH = 64
-_SUMMED = 2**10  # float32 squares of one sum; these are added in float64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,13 +81,13 @@ class QuantizedSlab(NamedTuple):
       codes: Unsigned codes as from `encode`: [rows, columns]; later packed into bytes.
       scale: The scales, flat, as stored, of the blocks that begin in the slab; None if the format
         has none.
-      sums: The rounding error.
+      errors: Of rounding.
       zero_point: The zero points of these blocks, int32, flat; None if the format has none.
     """
 
     codes: np.ndarray
     scale: np.ndarray | None
-    sums: ErrorSums
+    errors: WeightErrors
     zero_point: np.ndarray | None = None
 
 
@@ -113,31 +115,29 @@ def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
         made = jax.device_get(_encoded_weights(*filled, spec))
         result = jax.tree.map(lambda a: a[:n], made)
     codes = result.codes[:, : slab.rows, : slab.columns]
-    sums = result.sums.astype(np.float64).sum(axis=2)
-    sums[:, :2] /= np.square(result.factor.astype(np.float64))[:, None]
-    found = [ErrorSums(*row[:2], *map(int, row[2:])) for row in sums.tolist()]
     if result.scale is None:
-        return [QuantizedSlab(*parts) for parts in zip(codes, [None] * n, found, strict=True)]
+        errors = slab_errors(slab.size, result.sums, [0.0] * n)
+        return [QuantizedSlab(*parts) for parts in zip(codes, [None] * n, errors, strict=True)]
     shape = down.stop - down.start, across.stop - across.start
     scale = _of_blocks(result.scale, counts, shape)
     if tensor_scale is not None:
         tensor_scale = tensor_scale.reshape(n, 1, 1)
     rates = multipliers(scale, tensor_scale, weight.spec)
-    for one, largest in zip(found, np.fmax.reduce(rates, axis=(1, 2), initial=0), strict=True):
-        one.max_scale = float(largest)
+    max_scales = np.fmax.reduce(rates, axis=(1, 2), initial=0).tolist()
+    errors = slab_errors(slab.size, result.sums, max_scales)
     zeros = [None] * n
     if result.zero_point is not None:
         zeros = [*_of_blocks(result.zero_point, counts, shape).reshape(n, -1)]
     elif may_be_subnormal(rates, weight.spec):
-        for i, one in enumerate(found):  # XLA counted such values as 0: compute them again
+        for i in range(n):  # XLA counted such values as 0: compute them again
             values = exact_values(codes[i], rates[i], grid.lengths(slab), weight.spec)
             wide = x[i, : slab.rows, : slab.columns].astype(np.float32)
             with np.errstate(invalid="ignore"):
-                exact = error_sums(wide.reshape(-1), values.reshape(-1))
-            one.signal, one.noise = exact.signal, exact.noise
+                exact = weight_errors(wide.reshape(-1), values.reshape(-1))
+            errors[i] = dataclasses.replace(errors[i], moments=exact.moments)
     if slab.row % grid.rows % grid.height or slab.column % grid.width:
         scale = scale[:, :0]  # of blocks that begin, and are written, with another slab
-    return [*map(QuantizedSlab, codes, scale.reshape(n, -1), found, zeros)]
+    return [*map(QuantizedSlab, codes, scale.reshape(n, -1), errors, zeros)]
 
 
 def _of_blocks(a: np.ndarray, counts: tuple[int, ...], shape: tuple[int, int]) -> np.ndarray:
@@ -249,20 +249,12 @@ def with_block_scales(weight: Weight, map_: Map = map) -> Weight:
 
 
 class _Encoded(NamedTuple):
-    """The codes, scales and zero points of a slab, and its sums.
-
-    Attributes:
-      sums: [4, ...]: sums of (factor * x)^2 and of (factor * (x - value))^2, where `value` is what
-        the code of x stands for, over elements that are finite; how many are not; and how many
-        finite elements exceed the largest value of the format, if it is a cast.
-      factor: A power of two such that squares stay in the range of float32.
-    """
+    """The codes, scales and zero points of a slab, and its sums."""
 
     codes: jax.Array
     scale: jax.Array | None
     zero_point: jax.Array | None
-    sums: jax.Array
-    factor: jax.Array
+    sums: SlabSums
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -283,22 +275,9 @@ def _encoded(
     again = lax.optimization_barrier(x)
     values = block_values(again, spec, projection, scales, above_zero)
     wide, values = lax.optimization_barrier((exact_float32(again), values))
-    exponent = jnp.frexp(largest_magnitude(x))[1]
-    factor = jnp.ldexp(jnp.float32(1), -jnp.clip(exponent, -126, 126))
-    scaled = wide * factor
-    error = scaled - values * factor
-    counted = jnp.isfinite(scaled) & jnp.isfinite(error)
-    parts = [jnp.where(counted, part * part, jnp.float32(0)) for part in (scaled, error)]
-    finite = jnp.isfinite(wide)
-    parts.append((~finite).astype(jnp.float32))
-    exceeds = jnp.zeros_like(wide)
-    if _is_cast(spec):
-        largest = np.float32(float(spec.element.max_finite))
-        exceeds = ((jnp.abs(wide) > largest) & finite).astype(jnp.float32)
-    parts.append(exceeds)
-    rows = (x.shape[0], -1) if x.shape[1] % _SUMMED else (-1, _SUMMED)
-    sums = jnp.stack([jnp.sum(part.reshape(rows), axis=1) for part in parts])
-    return _Encoded(codes, scales.scale, scales.zero_point, sums, factor)
+    limit = float(spec.element.max_finite) if _is_cast(spec) else None
+    sums = slab_sums(wide, values, largest_magnitude(x), limit)
+    return _Encoded(codes, scales.scale, scales.zero_point, sums)
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -149,7 +149,10 @@ def _loading_plain(report: Report) -> str:
         )
     if report.files:
         return "no loader of models reads layout plain: `qtoolkit dequantize` undoes it"
-    return f'load it: qtoolkit.checkpoints.load({literal}, like=params, dtype="float32")'
+    like, rest = "params", ""
+    if {"params", "opt_state"} <= {tensor.name.partition(".")[0] for tensor in report.tensors}:
+        like, rest = '{"params": params}', ', skip=["^(?!params)"]'  # a TrainState
+    return f'load it: qtoolkit.checkpoints.load({literal}, like={like}, dtype="float32"{rest})'
 
 
 def _literal(text: str) -> str:

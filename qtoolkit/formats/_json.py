@@ -153,11 +153,11 @@ def _name(fmt: Any) -> str | None:
         return None
 
 
-def _check_fields(where: str, fields: dict[str, Any], known: list[str]) -> None:
-    unknown = sorted(fields.keys() - set(known))
+def _check_fields(where: str, fields: dict[str, Any], names: list[str]) -> None:
+    unknown = sorted(fields.keys() - set(names))
     if unknown:
         raise ValueError(
-            f"{where} has the unknown field {unknown[0]!r}, expected {', '.join(known) or 'none'}"
+            f"{where} has the unknown field {unknown[0]!r}, expected {', '.join(names) or 'none'}"
         )
 
 

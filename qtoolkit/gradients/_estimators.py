@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import differentiable_widened, inside, linear_product
+from qtoolkit.casts.internal import differentiable_widened, is_within, linear_product
 from qtoolkit.formats import Format
 
 
@@ -45,13 +45,7 @@ class Estimator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The straight-through estimator: slope 1 everywhere. Source: arXiv:1308.3432.
-
-    Examples:
-      >>> x = jnp.asarray([0.3, 449.0])
-      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient="identity").sum())(x)
-      Array([1., 1.], dtype=float32)
-    """
+    """The straight-through estimator: slope 1 everywhere. Source: arXiv:1308.3432."""
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
         return jnp.ones_like(x)
@@ -63,25 +57,15 @@ class Clipped:
 
     A saturated value no longer moves with x; passing its gradient lets x drift further out.
     Source: arXiv:1602.02830 (saturating straight-through estimator), here with the format's range.
-
-    Examples:
-      >>> x = jnp.asarray([448.0, 449.0, jnp.inf, jnp.nan])
-      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient="clipped").sum())(x)
-      Array([1., 0., 0., 0.], dtype=float32)
     """
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
-        return inside(x, lower, upper).astype(x.dtype)
+        return is_within(x, lower, upper).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """Slope 0 everywhere: the true derivative of a rounding, where it has one.
-
-    Examples:
-      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient=qt.gradients.Zero()))(0.3)
-      Array(0., dtype=float32)
-    """
+    """Slope 0 everywhere: the true derivative of a rounding, where it has one."""
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
         return jnp.zeros_like(x)
@@ -96,7 +80,7 @@ class Ramp:
 
     Attributes:
       width: The width of each flank, as a part of `upper - lower`; positive. As it goes to 0 the
-        ramp becomes `Clipped`, as it grows `Identity`.
+        ramp becomes "clipped", as it grows "identity".
 
     Source: no published one; the saturating estimator of arXiv:1602.02830 with a flank in place of
     its jump.
@@ -125,7 +109,7 @@ class Ramp:
         way = _over(half, min(max(length, 2.0**-126), 2.0**250))  # factors within float32
         flank = 1 - lax.clamp(np.array(0, way.dtype), way, np.array(1, way.dtype))
         flank = jnp.where(x == x, flank, jnp.zeros_like(flank))
-        return jnp.where(inside(x, lower, upper), jnp.ones_like(flank), flank).astype(x.dtype)
+        return jnp.where(is_within(x, lower, upper), jnp.ones_like(flank), flank).astype(x.dtype)
 
 
 def _over(x: jax.Array, length: float) -> jax.Array:

@@ -29,10 +29,10 @@ from qtoolkit.casts.internal import (
     parameter,
     product,
     quotient,
-    ranked,
     round_values,
     rounded_to,
     widened,
+    with_rank,
 )
 from qtoolkit.formats import FLOAT32, Format, FormatLike, format
 from qtoolkit.gradients._estimators import (
@@ -239,4 +239,6 @@ _fake_convert.defjvp(_fake_convert_jvp, symbolic_zeros=True)
 def _fake_convert_jitted(
     x: jax.Array, scale: jax.Array, shift: jax.Array | None, projection: Projection, *options: Any
 ) -> jax.Array:
-    return _fake_convert(x, ranked(scale, x.ndim), ranked(shift, x.ndim), projection, *options)
+    return _fake_convert(
+        x, with_rank(scale, x.ndim), with_rank(shift, x.ndim), projection, *options
+    )

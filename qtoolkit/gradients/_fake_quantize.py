@@ -70,32 +70,32 @@ def fake_quantize(
       >>> jax.grad(lambda x: qt.fake_quantize(x, "int4", scale=0.25).sum())(x)
       Array([1., 1., 1., 0.], dtype=float32)
     """
-    x, spec, given, projection = check_quantize(
+    x, spec, fixed, projection = check_quantize(
         "fake_quantize", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
         random_bits, index_offset,
     )  # fmt: skip
     rule = estimator("fake_quantize", gradient)
     if isinstance(x, jax.Array):
-        return _fake_quantize_jitted(x, given, projection, spec, rule)
+        return _fake_quantize_jitted(x, fixed, projection, spec, rule)
     with types_of(x):  # a constant of 64 bits, which are off in JAX
-        return _through_codes(x, given, projection, spec, result_dtype(x))
+        return _through_codes(x, fixed, projection, spec, result_dtype(x))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _through_codes(
-    x: np.ndarray, given: Scales, projection: Projection, spec: BlockFormat, dtype: np.dtype
+    x: np.ndarray, fixed: Scales, projection: Projection, spec: BlockFormat, dtype: np.dtype
 ) -> jax.Array:
     array = jnp.asarray(x)
-    scales, nonzero = find_scales(array, spec, given)
+    scales, nonzero = find_scales(array, spec, fixed)
     codes = block_codes(array, spec, projection, scales, nonzero)
     return dequantized(codes, scales, blocks_of(array, spec), spec, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _fake_quantize(
-    x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat, rule: Estimator
+    x: jax.Array, fixed: Scales, projection: Projection, spec: BlockFormat, rule: Estimator
 ) -> jax.Array:
-    scales, nonzero = find_scales(x, spec, given)
+    scales, nonzero = find_scales(x, spec, fixed)
     return block_values(x, spec, projection, scales, nonzero, x.dtype)
 
 
@@ -103,12 +103,12 @@ def _fake_quantize(
 def _fake_quantize_jvp(
     spec: BlockFormat, rule: Estimator, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
-    (x, given, projection), (x_dot, _, _) = primals, tangents
-    y = _fake_quantize(x, given, projection, spec, rule)
-    scales, _ = find_scales(x, spec, given)
+    (x, fixed, projection), (x_dot, _, _) = primals, tangents
+    y = _fake_quantize(x, fixed, projection, spec, rule)
+    scales, _ = find_scales(x, spec, fixed)
     u = _scaled(x, scales, spec)
     # Values that are rounded to an end of the range lie up to half a step beyond it. They count as
-    # that end: clamping them is only rounding, and the slope of `Clipped` there is 1.
+    # that end: clamping them is only rounding, and the slope of "clipped" there is 1.
     lowest, largest = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
     first, last = map(np.float32, unclamped_range(spec))
     u = jnp.where((u < np.float32(lowest)) & (u >= first), np.float32(lowest), u)

@@ -11,6 +11,7 @@ from flax.core import DenyList, unfreeze
 from flax.traverse_util import flatten_dict
 
 from qtoolkit.formats import Rules, SpecLike
+from qtoolkit.linen._call import keeps_state
 from qtoolkit.linen._function import Bound
 from qtoolkit.linen._post_training import plain_model, with_params
 from qtoolkit.linen._state import (
@@ -89,7 +90,8 @@ def quantize(
 
     Returns:
       The module from `wrap`, and the variables with `QArray`s in "params"; everything else in them
-      is unchanged, but for parameters that took factors or rotations. Kernels in boxes such as
+      is unchanged, but for parameters that took factors or rotations, and for the collection
+      "qtoolkit", which goes if the recipe has no state. Kernels in boxes such as
       `nn.Partitioned` stay in them.
 
     Raises:
@@ -128,8 +130,11 @@ class _Served:
     def __init__(
         self, module: Any, variables: Any, recipe: Any, kv_cache: Any, inputs: Any, method: Any
     ) -> None:
+        self.module = _served(module, recipe, kv_cache)
+        if not keeps_state(self.module.qtoolkit_rules):  # histories of a training by other scales
+            variables = {k: x for k, x in variables.items() if k != COLLECTION}
         self.original, self.given, self.method = module, variables, method
-        self.module, self.variables = _served(module, recipe, kv_cache), variables
+        self.variables = variables
         apply = functools.partial(
             self.module.apply,
             rngs={"params": jax.random.key(0)},

@@ -60,7 +60,7 @@ def calibrate(
       wrapped: A model from `wrap`. Its state stays as it is.
       batches: The model is called with each: as `*batch` if it is a tuple, as `**batch` if it is a
         dictionary. Arrays are traced, all else is passed as it is.
-      observer: "absmax", "moving_average", "percentile", "mse" or "amax_history", or
+      observer: "absmax", "moving_average", "percentile" or "mse", or
         such a class of `qtoolkit.scaling`; `options` are arguments for its `of`. "hessian" takes
         the model before `wrap`, for `quantize(model, recipe, calibration, method="gptq")`.
 

@@ -22,9 +22,9 @@ from qtoolkit.casts.internal import (
     prevent_contraction,
     product,
     quotient,
-    ranked,
     round_values,
     to_stored,
+    with_rank,
 )
 from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Overflow, Specials
 
@@ -67,10 +67,10 @@ def fake_convert(
     As in the core, each operation computes in float32 and is then rounded to the type of `data`.
     """
     rounded = _rounding_to(data.dtype)
-    x, s = exact_float32(data), ranked(exact_float32(scale), data.ndim)
+    x, s = exact_float32(data), with_rank(exact_float32(scale), data.ndim)
     # If a multiplication in the same jit computes the shift, XLA would fuse it with the subtraction
     # below, and the result would have other bits. `prevent_contraction` prevents this.
-    z = None if shift is None else prevent_contraction(ranked(exact_float32(shift), data.ndim))
+    z = None if shift is None else prevent_contraction(with_rank(exact_float32(shift), data.ndim))
     scaled = rounded(product(x, s))
     scaled = scaled if z is None else rounded(scaled - z)
     half = scaled if data.dtype == jnp.float16 else _to_float16(scaled)

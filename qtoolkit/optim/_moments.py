@@ -82,7 +82,7 @@ class SecondMoment:
     spec: SpecLike
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", unsigned(block_format("SecondMoment", self.spec)))
+        object.__setattr__(self, "spec", without_sign(block_format("SecondMoment", self.spec)))
 
 
 MomentLike: TypeAlias = SpecLike | SecondMoment
@@ -114,7 +114,7 @@ def block_format(where: str, like: SpecLike) -> BlockFormat:
     return fmt
 
 
-def unsigned(fmt: BlockFormat) -> BlockFormat:
+def without_sign(fmt: BlockFormat) -> BlockFormat:
     """`fmt` with its elements' sign bit used as a mantissa bit: E4M3 becomes unsigned E4M4."""
     element = fmt.element
     if not element.signed:
@@ -214,14 +214,14 @@ def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
     if isinstance(rule, SecondMoment):
         fmt = spec(rule.spec)
     else:
-        fmt = unsigned(rule) if leaf.kind == _SECOND else rule
+        fmt = without_sign(rule) if leaf.kind == _SECOND else rule
     try:
-        return _fitted(fmt, leaf.value.shape)
+        return _fit_blocks(fmt, leaf.value.shape)
     except ValueError as error:
         raise ValueError(f"quantize_state: {leaf.path}: {error}") from None
 
 
-def _fitted(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
+def _fit_blocks(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
     """`fmt` with blocks that fit an array of this shape, whatever its mesh.
 
     Blocks run along the last axis, and also along the axes before it if that is short: blocks of

@@ -97,7 +97,7 @@ def quantize_state(
     extended = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> QuantizedState:
-        inner = tx.init(_unboxed(params))
+        inner = tx.init(_unbox(params))
         if any(isinstance(leaf.value, QArray) for leaf in leaves(inner)):
             raise TypeError(
                 "quantize_state: the state of the transform holds QArrays already, expected plain "
@@ -116,8 +116,8 @@ def quantize_state(
         is_narrow = any(
             isinstance(leaf.value, QArray) and leaf.value.dtype != jnp.float32 for leaf in old
         )
-        unboxed, params = _unboxed(updates), _unboxed(params)
-        numbers = _like(state.inner, [_dequantized(leaf.value) for leaf in old])
+        unboxed, params = _unbox(updates), _unbox(params)
+        numbers = _like(state.inner, [_dequantize(leaf.value) for leaf in old])
         # The transform gets moments in float32. If its own moments have fewer bits, it gets all
         # other arrays in float32, too: of two branches of `lax.cond` one may return a moment and
         # the other zeros like a gradient, and both must have one dtype.
@@ -152,7 +152,7 @@ def quantize_state(
     return GradientTransformationExtraArgs(init, update)
 
 
-def _unboxed(tree: Any) -> Any:
+def _unbox(tree: Any) -> Any:
     """Replace the Variables of `nnx`, boxes of one array each, by their arrays."""
     # `nnx.Optimizer` removes the boxes before an update but not before `init`, and would put all
     # parts of a QArray into one box.
@@ -196,14 +196,14 @@ def _with_moments(
         if fmt is not None:
             is_random = isinstance(rounding, Stochastic)
             key = key_words(seed, step, path) if is_random else None
-            x = _quantized(x, fmt, rounding, key, dtype or x.dtype)
+            x = _quantize(x, fmt, rounding, key, dtype or x.dtype)
         elif dtype in FLOATS and dtype != x.dtype:
             x = x.astype(dtype)
         values.append(x)
     return _like(state, values)
 
 
-def _quantized(
+def _quantize(
     x: jax.Array, fmt: BlockFormat, rounding: str | Stochastic, key: jax.Array | None, dtype: Any
 ) -> QArray:
     """A moment as codes and scales. Of a second moment, in an unsigned format, the square root."""
@@ -221,7 +221,7 @@ def _quantized(
     return QArray(codes, q.scale, fmt, q.tensor_scale, None, dtype, q.lengths)
 
 
-def _dequantized(value: Any) -> Any:
+def _dequantize(value: Any) -> Any:
     """A leaf of the state as numbers: a `QArray` is dequantized to float32."""
     # Not to the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step would be
     # rounded back to its old value, before it could be rounded stochastically.

@@ -95,6 +95,7 @@ def stochastic_round_updates(
                 return u
             old = exact_float32(p)
             new = old + exact_float32(u.astype(jnp.float32) if u.dtype not in FLOATS else u)
+            # By the path, so that the bits of a weight do not depend on the others in the tree.
             key = key_words(state.seed, step, leaf_path(path))
             weight = round_to_format(new, param_fmt, rounding="stochastic", key=key)
             return _difference(jnp.where(jnp.isfinite(new), weight, new), old)
@@ -157,14 +158,14 @@ def master_weights(tx: GradientTransformation) -> GradientTransformationExtraArg
 
     def init(params: Any) -> MasterWeightsState:
         master = jax.tree.map(lambda p: exact_float32(p) if _is_half(p) else None, params)
-        return MasterWeightsState(master, tx.init(_merged(master, params)))
+        return MasterWeightsState(master, tx.init(_full_precision(master, params)))
 
     def update(
         updates: Any, state: MasterWeightsState, params: Any = None, **extra: Any
     ) -> tuple[Any, MasterWeightsState]:
         _check_params("master_weights", params)
         updates = jax.tree.map(lambda u: exact_float32(u) if _is_half(u) else u, updates)
-        merged = _merged(state.master, params)
+        merged = _full_precision(state.master, params)
         steps, inner = extended.update(updates, state.inner, merged, **extra)
 
         def new(master: jax.Array | None, u: jax.Array) -> jax.Array | None:
@@ -184,10 +185,13 @@ def master_weights(tx: GradientTransformation) -> GradientTransformationExtraArg
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     """The number that, added to `old`, gives `new`, even if `new` is not finite."""
+    # optax adds it in float32 and rounds to the dtype of the weight. The difference is exact where
+    # new / old lies between 1/2 and 2 (Sterbenz). Else float32 rounds it by at most 2**-24 of the
+    # larger one, which the rounding to 8 or 11 bits of a weight that is not much smaller absorbs.
     return jnp.where(jnp.isfinite(new), new - old, new)
 
 
-def _merged(master: Any, params: Any) -> Any:
+def _full_precision(master: Any, params: Any) -> Any:
     return jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=_is_none)
 
 

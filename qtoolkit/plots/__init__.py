@@ -13,14 +13,12 @@ from qtoolkit.plots._curves import loss_curves
 from qtoolkit.plots._errors import error_against_magnitude
 from qtoolkit.plots._histograms import code_histogram
 from qtoolkit.plots._number_line import number_line
-from qtoolkit.plots._numerics import numerics_map
 
 __all__ = [
     "code_histogram",
     "error_against_magnitude",
     "loss_curves",
     "number_line",
-    "numerics_map",
 ]
 
 hint_at_names(__name__)

@@ -26,11 +26,6 @@ def numerics_map(numerics: Any, path: str | PathLike[str]) -> None:
 
     Raises:
       ValueError: It has no rows.
-
-    Examples:
-      >>> wrapped = qt.nnx.wrap(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), qt.recipes.te_current)
-      >>> report = qt.nnx.numerics(wrapped, jnp.ones((3, 4)), lambda model, x: model(x).sum())
-      >>> qt.plots.numerics_map(report, "numerics.png")  # what report.plot("numerics.png") does
     """
     rows = [row for row in numerics.rows if row.limits is not None]
     if not rows:

@@ -18,8 +18,14 @@ from qtoolkit.post_training._channels import Key, Node, Root
 from qtoolkit.post_training._tracking import Use
 from qtoolkit.products import Operand
 from qtoolkit.products.internal import Axes, listed, rounding_of, warn
-from qtoolkit.scaling import Hessian, awq_factors, smoothing_factors
-from qtoolkit.scaling.internal import Contraction, InputTransform, check_inputs
+from qtoolkit.scaling import Hessian
+from qtoolkit.scaling.internal import (
+    Contraction,
+    InputTransform,
+    awq_factors,
+    check_inputs,
+    smoothing_factors,
+)
 
 Array = jax.Array
 Params = dict[str, Array]

@@ -22,15 +22,14 @@ from qtoolkit.products._taps import Seen
 from qtoolkit.scaling import (
     MSE,
     AbsMax,
-    AmaxHistory,
     Bins,
     MinMax,
     MovingAverage,
-    Observer,
     Percentile,
     QArray,
 )
 from qtoolkit.scaling.internal import (
+    Observer,
     amax_of,
     observed_summary,
     occurrences,
@@ -41,7 +40,6 @@ OBSERVERS: dict[str, type[Observer]] = {
     "moving_average": MovingAverage,
     "percentile": Percentile,
     "mse": MSE,
-    "amax_history": AmaxHistory,
 }
 _HISTOGRAMS = (Percentile, MSE)
 _STATIC: Any = {"static": True}
@@ -51,8 +49,8 @@ _STATIC: Any = {"static": True}
 class _Summarizing:
     """A `multiply` that also sees the operands that can be calibrated, by side.
 
-    Largest: the amax. Total: [uses, bad uses], and the counts of the histogram. A use is one run
-    of the matmul. It is bad if the operand held a NaN or an infinity.
+    Largest: the amax. Total: [uses, bad uses], and the counts of a histogram if there are bins. A
+    use is one run of the matmul. It is bad if the operand held a NaN or an infinity.
 
     Attributes:
       bins: The bins of the histograms; None to make none.
@@ -73,11 +71,11 @@ class _Summarizing:
                 largest[side], total[side] = self._summary(operands[side])
         return out, Seen(largest, total)
 
-    def _summary(self, x: jax.Array) -> tuple[jax.Array, Any]:
+    def _summary(self, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         amax, is_bad = amax_of(x)
         uses = jnp.stack([jnp.ones_like(amax), is_bad.astype(jnp.float32)])
         if self.bins is None:
-            return amax, (uses, None)
+            return amax, (uses,)
         counts = occurrences(self.bins.index(exact_float32(x)), self.bins.count)
         return amax, (uses, counts.astype(jnp.float32))
 
@@ -288,10 +286,9 @@ def _new_observer(kind: type[Observer], operand: Operand, options: dict[str, Any
 
 
 @jax.jit
-def _after(state: Observer, amax: jax.Array, uses: jax.Array, counts: jax.Array | None) -> Observer:
-    if counts is not None:
-        counts = counts.astype(jnp.uint32).reshape(*state.shape, -1)
-    return observed_summary(state, amax.reshape(state.shape), counts, uses[1] == 0)
+def _after(state: Observer, amax: jax.Array, uses: jax.Array, *histogram: jax.Array) -> Observer:
+    counts = (n.astype(jnp.uint32).reshape(*state.shape, -1) for n in histogram)
+    return observed_summary(state, uses[1] == 0, amax.reshape(state.shape), *counts)
 
 
 def check_calibrated(where: str, missing: Iterable[str]) -> None:

@@ -295,7 +295,7 @@ def _scan(inner: Inner, params: Mapping[str, Any], args: Sequence[Any]) -> Ran:
 
 
 def _over_steps(seen: Seen) -> tuple[Any, Any]:
-    """What all steps of a scan saw together. Histories are totals: `scaling._history.rolled`."""
+    """What all steps of a scan saw together. Histories are totals."""
     return (
         jax.tree.map(lambda x: jnp.max(x, 0, initial=0), seen.largest),
         jax.tree.map(lambda x: jnp.sum(x, 0), seen.total),

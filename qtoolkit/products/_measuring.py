@@ -26,8 +26,7 @@ from qtoolkit.products._recipe import UNQUANTIZED, Recipe
 from qtoolkit.products._report import left_of
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import ROLES, Stored
-from qtoolkit.scaling import Tally
-from qtoolkit.scaling.internal import TALLY_SIZE, tally_of, tally_vector
+from qtoolkit.scaling.internal import TALLY_SIZE, Tally, tally_of, tally_vector
 
 # A role is one of six uses of an operand, see `_taps.ROLES`. For each role: which operand it
 # is, and which matmul uses it.

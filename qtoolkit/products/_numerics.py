@@ -15,10 +15,10 @@ import numpy as np
 from qtoolkit.casts.internal import serializable
 from qtoolkit.products._place import MODEL, Place
 from qtoolkit.products._report import Product, text_table
-from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,
     TALLY_SHAPES,
+    Tally,
 )
 
 HEADER = (
@@ -214,7 +214,7 @@ class Numerics:
           ImportError: matplotlib is missing; pip install matplotlib.
           OSError: The file cannot be written.
         """
-        from qtoolkit.plots import numerics_map
+        from qtoolkit.plots.internal import numerics_map
 
         numerics_map(self, path)
 

@@ -18,11 +18,11 @@ from qtoolkit.casts.internal import (
     exact_float32,
     from_stored,
     has_native_codes,
+    hash_words,
     hashed_index,
     mixed_key,
     ordinal,
     row_major,
-    scrambled,
     to_stored,
     traced_for_cpu,
 )
@@ -453,7 +453,7 @@ def _draw(key: Array | None, x: Array, rounding: Stochastic) -> Draw:
     words = jnp.zeros((2,), jnp.uint32) if key is None else key
     hashed = ordinal(exact_float32(x)).astype(jnp.uint32) * np.uint32(2654435761)
     hashed = (hashed ^ (hashed >> np.uint32(15))) * np.uint32(2246822519)
-    content = scrambled(jnp.sum(hashed ^ (hashed >> np.uint32(13)), dtype=jnp.uint32))
+    content = hash_words(jnp.sum(hashed ^ (hashed >> np.uint32(13)), dtype=jnp.uint32))
     first, second, third = mixed_key(words)
     bits = hashed_index((first ^ content, second + content, third), x.shape)
     return Draw(None, None, bits >> np.uint32(32 - rounding.bits))

@@ -33,7 +33,7 @@ from qtoolkit.products._operand import Delayed, Learned, Operand, Static
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import rounding_of
-from qtoolkit.scaling.internal import BAD_BUCKET, BUCKETS, rolled
+from qtoolkit.scaling.internal import BAD_BUCKET, BUCKETS, updated_history
 
 HISTORY, BAD, PROBE, AMAX, KEY, STEP = "history", "bad", "probe", "amax", "key", "step"
 MOVING = (HISTORY, BAD, KEY, STEP)  # what each step changes
@@ -231,7 +231,7 @@ def observe(kept: Kept, histograms: Array | None) -> dict[str, Any]:
     """
     if histograms is None:
         return dict(kept)
-    history, bad = rolled(kept[HISTORY], kept[BAD], _of_all_shards(histograms))
+    history, bad = updated_history(kept[HISTORY], kept[BAD], _of_all_shards(histograms))
     return {**kept, HISTORY: history, BAD: bad}
 
 
@@ -256,7 +256,7 @@ def moved(kept: Kept, seen: Array, delayed: tuple[bool, bool, bool]) -> dict[str
         # An infinity in an operand that is not delayed counts, its magnitude does not.
         counts = np.array(delayed)[:, None] | (np.arange(BUCKETS) == BAD_BUCKET)
         seen = jnp.broadcast_to(seen * counts.astype(np.float32), (*lead, *seen.shape[-2:]))
-        new[HISTORY], new[BAD] = rolled(kept[HISTORY], kept[BAD], seen)
+        new[HISTORY], new[BAD] = updated_history(kept[HISTORY], kept[BAD], seen)
     return new
 
 

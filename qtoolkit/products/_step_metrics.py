@@ -15,18 +15,18 @@ from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling.internal import (
     FAR,
-    effective,
+    effective_scale,
     extreme,
     largest_magnitude,
-    marked,
-    marked_size,
+    magnitude_marks,
+    marks_size,
     scaled_values,
     unclamped_range,
 )
 
 Array = jax.Array
 _COUNTS = ("uses", "elements", "saturated", "underflowed", "bad")
-_MARKS = marked_size(0)
+_MARKS = marks_size(0)
 _SAMPLE = 2**16
 
 
@@ -46,7 +46,7 @@ class WatchTap:
             largest = np.float32(max(map(abs, unclamped_range(spec))))
             if spec.scale is not None:
                 assert rounded.scales.scale is not None
-                scale = effective(rounded.scales.scale, rounded.scales.tensor_scale, spec)
+                scale = effective_scale(rounded.scales.scale, rounded.scales.tensor_scale, spec)
             u, limit, most = jnp.abs(values), largest * jnp.max(scale), amax
             if scale.size > 1:  # else the elements need not be divided
                 u = jnp.abs(_sample(scaled_values(x, spec, rounded.scales)))
@@ -59,7 +59,7 @@ class WatchTap:
                 _at_least(most > far, ~(u <= far)),
             ]
         first = jnp.stack([jnp.float32(1), jnp.float32(values.size), *counts])
-        return jnp.concatenate([first, marked(jnp.stack([amax, jnp.max(scale)]), 0)])
+        return jnp.concatenate([first, magnitude_marks(jnp.stack([amax, jnp.max(scale)]), 0)])
 
 
 def _sample(x: Array) -> Array:

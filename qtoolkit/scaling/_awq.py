@@ -25,6 +25,7 @@ from qtoolkit.scaling._input_transform import InputTransform, Rotation
 
 Array = jax.Array
 _LIMIT = np.float32(2.0**20)
+_POWERS = 20  # that are tried, from 0 to 1
 Axis = int | tuple[int, ...] | Contraction
 # How a kernel is rounded, its axes in the matmul, and the rotation that follows its factors.
 Layout = tuple[BlockFormat, Contraction, Rotation | None]
@@ -34,7 +35,6 @@ def awq_factors(
     kernels: Sequence[tuple[Array, SpecLike, Axis] | tuple[Array, SpecLike, Axis, Rotation | None]],
     hessian: Hessian,
     *,
-    grid: int = 20,
     power_of_two: bool = False,
     where: str = "awq_factors",
 ) -> Array:
@@ -51,30 +51,14 @@ def awq_factors(
         which the errors are added: each as a tuple (w, spec, axis), which are as in `gptq`. A
         fourth item is a rotation of the channels after the factors.
       hessian: The sums over the inputs x, as `Hessian.observe` collects them.
-      grid: How many powers to try, evenly spaced. The first is 0: all factors are 1.
       power_of_two: Whether to round factors to powers of two. Then multiplying by them is exact.
-      where: What messages of errors begin with.
+      where: What messages of errors begin with, which are those of `gptq`.
 
     Returns:
       [channels], float32, positive. 1 for channels whose inputs were all zeros.
 
-    Raises:
-      TypeError, ValueError: As `gptq`; or `grid` is less than 2.
-
     Source: arXiv:2306.00978 (AWQ), section 3.2, equations 4 and 5.
-
-    Examples:
-      >>> x = jax.random.normal(jax.random.key(0), (512, 32)) * jnp.ones(32).at[3].set(30.0)
-      >>> w = jax.random.normal(jax.random.key(1), (32, 8))
-      >>> hessian = qt.scaling.Hessian.of(32).observe(x)
-      >>> factors = qt.scaling.awq_factors([(w, "int4_group32", 0)], hessian)
-      >>> bool(factors[3] > 2 * jnp.median(factors))
-      True
     """
-    if not kernels:
-        raise ValueError(f"{where}: there are no kernels, expected one or more")
-    if isinstance(grid, bool) or not isinstance(grid, int) or grid < 2:
-        raise ValueError(f"{where}: grid={grid!r}, expected an integer of 2 or more")
     arrays, layouts = [], []
     for kernel, spec, axis, *rotation in kernels:
         w = lax.stop_gradient(check_differentiable(where, kernel, wide=False))
@@ -84,15 +68,14 @@ def awq_factors(
         check_inputs(where, w, hessian, contraction)
         arrays.append(w)
         layouts.append((resolved, contraction, rotation[0] if rotation else None))
-    return _search(tuple(arrays), hessian, tuple(layouts), grid, bool(power_of_two))
+    return _search(tuple(arrays), hessian, tuple(layouts), bool(power_of_two))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _search(
     kernels: tuple[Array, ...],
     hessian: Hessian,
     layouts: tuple[Layout, ...],
-    grid: int,
     power_of_two: bool,
 ) -> Array:
     # All kernels read the same inputs, so any of them says which channels share a factor.
@@ -119,7 +102,7 @@ def _search(
             jnp.zeros((), hessians.dtype),
         )
 
-    powers = jnp.linspace(0, 1, grid, dtype=jnp.float32)
+    powers = jnp.linspace(0, 1, _POWERS, dtype=jnp.float32)  # with 0, all factors are 1
     losses = lax.map(loss_of, powers)
     return factors_of(powers[jnp.argmin(losses)])
 

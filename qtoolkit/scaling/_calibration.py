@@ -14,6 +14,7 @@ from qtoolkit.scaling._observer import (
     STATIC,
     SUM,
     Observer,
+    Summary,
     amax_bits,
     check_number,
     from_bits,
@@ -68,7 +69,8 @@ class AbsMax(Observer):
     def _block_amax(self) -> Array:
         return from_bits(self.magnitude)
 
-    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
+    def _after(self, summary: Summary) -> Self:
+        (amax,) = summary
         return dataclasses.replace(self, magnitude=jnp.maximum(self.magnitude, amax))
 
 
@@ -126,7 +128,8 @@ class MovingAverage(Observer):
         average = quotient(self.total, jnp.broadcast_to(weight, self.total.shape))
         return jnp.minimum(average, _LARGEST)
 
-    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
+    def _after(self, summary: Summary) -> Self:
+        (amax,) = summary
         old, new = (jnp.float32(share) for share in (self.decay, 1 - self.decay))
         return dataclasses.replace(
             self,
@@ -194,12 +197,13 @@ class MinMax(Observer):
         """The integers that zero becomes: int32, the shape of the scales."""
         return _asymmetric(self)[1]
 
-    def _after(self, x: Array) -> Self:
-        is_negative = ordinal(x) < 0
-        below, above = (
-            amax_bits(jnp.where(side, x, jnp.zeros_like(x)), self.spec)
-            for side in (is_negative, ~is_negative)
-        )
+    def _summary(self, x: Array) -> Summary:
+        is_negative, zeros = ordinal(x) < 0, jnp.zeros_like(x)
+        sides = (jnp.where(side, x, zeros) for side in (is_negative, ~is_negative))
+        return tuple(amax_bits(side, self.spec) for side in sides)
+
+    def _after(self, summary: Summary) -> Self:
+        below, above = summary
         return dataclasses.replace(
             self, below=jnp.maximum(self.below, below), above=jnp.maximum(self.above, above)
         )

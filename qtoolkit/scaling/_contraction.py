@@ -103,8 +103,8 @@ class Contraction(NamedTuple):
         """`spec`, whose blocks lie along the last contracted axis unless it says otherwise."""
         if not spec.block or spec.axes is not None:
             return spec
-        kept = [a for a in range(len(shape)) if a not in (*self.contracted, *self.batch)]
-        return spec.along(*(*kept, self.contracted[-1])[-len(spec.block) :])
+        outer = [a for a in range(len(shape)) if a not in (*self.contracted, *self.batch)]
+        return spec.along(*(*outer, self.contracted[-1])[-len(spec.block) :])
 
     def blocks(self, spec: BlockFormat, shape: tuple[int, ...]) -> Blocks:
         """The blocks of the matrices.
@@ -134,18 +134,18 @@ class Contraction(NamedTuple):
 add_json_kinds(Contraction)
 
 
-def check_inputs(where: str, w: Array, hessian: Hessian, how: Contraction) -> None:
+def check_inputs(where: str, w: Array, hessian: Hessian, contraction: Contraction) -> None:
     """Raises unless `hessian` is of the inputs of a kernel `w`, and says enough about them.
 
     Raises:
       ValueError: `hessian` has other channels, holds too few rows or non-finite sums; or `w` holds
         an infinity or a NaN.
     """
-    batch, channels, _ = how.sizes(w.shape)
+    batch, channels, _ = contraction.sizes(w.shape)
     if hessian.magnitude.size != batch * channels or hessian.channels != channels:
         raise ValueError(
             f"{where}: the Hessian has shape {hessian.magnitude.shape}, and w of shape {w.shape} "
-            f"has {channels} channels along {how.contracted}, expected the same"
+            f"has {channels} channels along {contraction.contracted}, expected the same"
         )
     if isinstance(hessian.rows, jax.core.Tracer) or isinstance(w, jax.core.Tracer):
         return

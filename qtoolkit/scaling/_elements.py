@@ -35,7 +35,7 @@ from qtoolkit.casts.internal import (
 from qtoolkit.formats import E8M0FNU, BlockFormat, IntFormat
 from qtoolkit.formats.internal import binade
 from qtoolkit.scaling._blocks import Blocks, blocks_of
-from qtoolkit.scaling._scales import effective, has_normal_powers
+from qtoolkit.scaling._scales import effective_scale, has_normal_powers
 
 Array = jax.Array
 # Integers are rounded to this format before the zero point is added: the sum fits as well.
@@ -189,7 +189,7 @@ def _scalings(
     if scales.scale is None:
         return _Unscaled(), None
     if not spec.has_powers:
-        scale = effective(scales.scale, scales.tensor_scale, spec, is_own=is_own)
+        scale = effective_scale(scales.scale, scales.tensor_scale, spec, is_own=is_own)
         if is_power:
             return _ByFactors(blocks.spread(1 / scale), blocks.spread(scale)), None
         digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2  # type: ignore[union-attr]

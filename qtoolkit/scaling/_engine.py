@@ -64,7 +64,7 @@ from qtoolkit.scaling._elements import (
     element_values,
 )
 from qtoolkit.scaling._find_scales import NO_SCALES, max_of_all, scales_and_largest
-from qtoolkit.scaling._scales import effective, has_normal_powers
+from qtoolkit.scaling._scales import effective_scale, has_normal_powers
 
 Array = jax.Array
 # Roundings that do not make every tiny number 0: toward_positive rounds 2**-140 up to 2**-9, the
@@ -229,7 +229,7 @@ def operand_values(
     if scales.scale is None or is_sharded(x) or spec.block:
         return rounded(), scales
     if largest is None:
-        largest = magnitude_ordinal(effective(scales.scale, scales.tensor_scale, spec))
+        largest = magnitude_ordinal(effective_scale(scales.scale, scales.tensor_scale, spec))
     # On CPUs the rounding stays inside a branch, because XLA writes the result of a branch to
     # memory once. Otherwise XLA repeats the rounding in every matmul and every transposed copy
     # that reads q, and writes the quotient, which it does not repeat, to memory. (A training step
@@ -325,4 +325,4 @@ def scaled_and_unscaled(
 def single_scale(scales: Scales, spec: BlockFormat) -> Array:
     """The one scale of a tensor, a float32 scalar."""
     assert scales.scale is not None
-    return effective(scales.scale, scales.tensor_scale, spec).reshape(())
+    return effective_scale(scales.scale, scales.tensor_scale, spec).reshape(())

@@ -26,7 +26,12 @@ from qtoolkit.casts.internal import (
 from qtoolkit.formats import FLOAT32, BlockFormat
 from qtoolkit.scaling._blocks import blocks_of, explicit_spec, largest_magnitude, largest_ordinal
 from qtoolkit.scaling._elements import Scales, element_values, is_one
-from qtoolkit.scaling._scales import asymmetric, candidate_scales, effective, tensor_scale_from
+from qtoolkit.scaling._scales import (
+    asymmetric,
+    candidate_scales,
+    effective_scale,
+    tensor_scale_from,
+)
 
 Array = jax.Array
 NO_SCALES = Scales()
@@ -138,7 +143,7 @@ def _best_scale(
         return x.reshape(()) if is_one(x) else jnp.broadcast_to(x, wide.shape)
 
     def cost(scale: Array) -> Array:
-        step = spread(effective(scale, tensor_scale, spec))
+        step = spread(effective_scale(scale, tensor_scale, spec))
         return _sum(_squared_errors(wide, step, spread(amax), spec), axes)
 
     least = cost(best)

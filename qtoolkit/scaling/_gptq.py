@@ -88,17 +88,17 @@ def gptq(
     check_number(where, "damping", damping)
     if not damping >= 0:
         raise ValueError(f"{where}: damping={damping}, expected 0 or more")
-    how = Contraction.of(where, w.shape, axis)
-    spec = how.along(formats.spec(spec), w.shape)
+    contraction = Contraction.of(where, w.shape, axis)
+    spec = contraction.along(formats.spec(spec), w.shape)
     check_holds(where, spec.element, w.dtype)
     scale_shape(where, spec, w.shape)
-    check_inputs(where, w, hessian, how)
+    check_inputs(where, w, hessian, contraction)
     # Experts and groups with fewer rows than channels are rounded to nearest, as zeros are.
     is_known = (hessian.rows >= hessian.channels)[..., None, None]
     total = jnp.where(is_known, hessian.total, 0) if hessian.rows.ndim else hessian.total
     total = total.reshape(-1, *total.shape[-2:])
-    codes, scales, is_definite = _solved(
-        w, total, np.float32(damping), spec, how, bool(act_order), bool(packed)
+    codes, scales, is_definite = _solve(
+        w, total, np.float32(damping), spec, contraction, bool(act_order), bool(packed)
     )
     if not isinstance(is_definite, jax.core.Tracer) and not bool(is_definite):
         raise ValueError(
@@ -115,21 +115,21 @@ def gptq(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _solved(
+def _solve(
     w: Array,
     total: Array,
     damping: Array,
     spec: BlockFormat,
-    how: Contraction,
+    contraction: Contraction,
     act_order: bool,
     packed: bool,
 ) -> tuple[Array, Scales, Array]:
-    blocks = how.blocks(spec, w.shape)
+    blocks = contraction.blocks(spec, w.shape)
     _, groups, _ = blocks.counts
     scales, _ = find_scales(w, spec)
     is_fixed = groups == 1 or act_order or blocks.lengths[0] > 1 or spec.scale is None
-    fixed = how.scales(scales, spec, w.shape) if is_fixed else Scales()
-    matrices = how.matrices(exact_float32(w)).astype(total.dtype)
+    fixed = contraction.scales(scales, spec, w.shape) if is_fixed else Scales()
+    matrices = contraction.matrices(exact_float32(w)).astype(total.dtype)
     batch = matrices.shape[0]
     fixed = fixed._replace(tensor_scale=None)
     fixed = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), fixed)
@@ -137,13 +137,15 @@ def _solved(
     problem = _Problem(spec, group, width, is_fixed, act_order)
 
     def solve(w: Array, total: Array, fixed: Scales) -> tuple[Array, Scales, Array]:
-        return problem.solved(w, total, damping, fixed._replace(tensor_scale=scales.tensor_scale))
+        return problem.solve(w, total, damping, fixed._replace(tensor_scale=scales.tensor_scale))
 
     codes, own, is_definite = jax.vmap(solve)(matrices, total, fixed)
-    codes = how.restored(codes, w.shape)
+    codes = contraction.restored(codes, w.shape)
     if not is_fixed:
         shape = spec.scale_shape(w.shape)
-        scale, zero_point = (None if x is None else how.restored(x, shape) for x in own[::2])
+        scale, zero_point = (
+            None if x is None else contraction.restored(x, shape) for x in own[::2]
+        )
         scales = Scales(scale, scales.tensor_scale, zero_point)
     codes = pack(codes, spec.element) if packed and spec.element.bits in WIDTHS else codes
     return codes, scales, jnp.all(is_definite)
@@ -168,7 +170,7 @@ class _Problem(NamedTuple):
     is_fixed: bool
     act_order: bool
 
-    def solved(
+    def solve(
         self, w: Array, total: Array, damping: Array, fixed: Scales
     ) -> tuple[Array, Scales, Array]:
         """Codes, scales and whether the damped H is positive definite."""
@@ -194,7 +196,7 @@ class _Problem(NamedTuple):
                 scales, _ = find_scales(in_float32(rows), blocks, fixed)
             places = lax.dynamic_slice_in_dim(groups, start, step) if self.is_fixed else None
             within = lax.dynamic_slice_in_dim(across, start, step, 0)
-            rows, new = self._rounded(rows, within, scales, places)
+            rows, new = self._round_channels(rows, within, scales, places)
             return lax.dynamic_update_slice_in_dim(errors, new, start, 0), (rows, scales)
 
         starts = jnp.arange(0, channels + missing, step)
@@ -210,7 +212,7 @@ class _Problem(NamedTuple):
         codes = block_codes(in_float32(rows), spec, NEAREST, scales)
         return codes, scales, jnp.all(jnp.isfinite(upper))
 
-    def _rounded(
+    def _round_channels(
         self, rows: Array, upper: Array, scales: Scales, places: Array | None
     ) -> tuple[Array, Array]:
         """The channels of a block as they are when they are rounded, and their errors, scaled.

@@ -19,7 +19,7 @@ from qtoolkit.casts.internal import (
     linear_with_transpose,
     prevent_contraction,
     product,
-    ranked,
+    with_rank,
 )
 from qtoolkit.scaling._blocks import check_shards, checked_axis
 
@@ -145,7 +145,7 @@ def _summed(
     y = x.reshape(*before, block, *after)
     factors = None if signs is None else signs.reshape(block, *(1,) * len(after))
     if factors is not None and not inverse:
-        y = y * ranked(factors, y.ndim)
+        y = y * with_rank(factors, y.ndim)
     halvings = block.bit_length() - 1
     y = y.reshape(*before, *(2,) * halvings, *after)  # an axis for each bit of the place in a block
     for at in range(len(before), len(before) + halvings):
@@ -155,5 +155,5 @@ def _summed(
         y = jnp.stack([first + second, first - second], at)
     y = y.reshape(*before, block, *after)
     if factors is not None and inverse:
-        y = y * ranked(factors, y.ndim)
+        y = y * with_rank(factors, y.ndim)
     return y.reshape(x.shape)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from qtoolkit.casts.internal import check_differentiable, exact_float32
-from qtoolkit.scaling._observer import COUNT, MAX, SUM, Mergeable, added, pytree
+from qtoolkit.scaling._observer import COUNT, MAX, SUM, Mergeable, pytree, saturating_sum
 
 Array = jax.Array
 
@@ -152,6 +152,6 @@ def _observed(state: Hessian, x: Array, group_sizes: Array | None) -> Hessian:
         total=state.total + total,
         magnitude=state.magnitude + magnitude,
         largest=jnp.maximum(state.largest, largest),
-        rows=added(state.rows, jnp.where(is_good, count, np.uint32(0))),
-        bad=added(state.bad, jnp.where(is_good, np.uint32(0), np.uint32(1))),
+        rows=saturating_sum(state.rows, jnp.where(is_good, count, np.uint32(0))),
+        bad=saturating_sum(state.bad, jnp.where(is_good, np.uint32(0), np.uint32(1))),
     )

@@ -29,14 +29,15 @@ from qtoolkit.scaling._observer import (
     MAX,
     STATIC,
     Observer,
-    added,
+    Summary,
     check_number,
     from_bits,
     pytree,
+    saturating_sum,
     start,
     stored_tensor_scale,
 )
-from qtoolkit.scaling._scales import effective, scale_from
+from qtoolkit.scaling._scales import effective_scale, scale_from
 
 Array = jax.Array
 
@@ -130,7 +131,7 @@ class Histogram(Observer):
     counts: Array = dataclasses.field(metadata=COUNT)
     magnitude: Array = dataclasses.field(metadata=MAX)
 
-    def _counted(self, x: Array) -> Array:
+    def _summary(self, x: Array) -> Summary:
         scales = self.spec.scale_shape(x.shape)
         lengths = self.spec.block_lengths(x.shape)
         block = jnp.zeros(x.shape, jnp.int32)
@@ -140,13 +141,14 @@ class Histogram(Observer):
                 block = block * np.int32(blocks) + along
         index = block * np.int32(self.bins.count) + self.bins.index(exact_float32(x))
         counts = jnp.zeros(int(np.prod(scales)) * self.bins.count, jnp.uint32)
-        return counts.at[index].add(np.uint32(1)).reshape(*scales, self.bins.count)
+        counts = counts.at[index].add(np.uint32(1)).reshape(*scales, self.bins.count)
+        return *super()._summary(x), counts
 
-    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
-        assert counts is not None
+    def _after(self, summary: Summary) -> Self:
+        amax, counts = summary
         return dataclasses.replace(
             self,
-            counts=added(self.counts, counts),
+            counts=saturating_sum(self.counts, counts),
             magnitude=jnp.maximum(self.magnitude, amax),
         )
 
@@ -300,7 +302,7 @@ class MSE(Histogram):
         def search(block: tuple[Array, Array]) -> Array:
             counts, amax = block
             candidates = jnp.minimum(amax * factors, _LARGEST).at[0].set(amax)
-            scales = effective(scale_from(candidates, spec, second), second, spec)
+            scales = effective_scale(scale_from(candidates, spec, second), second, spec)
             costs = lax.map(lambda scale: self._cost(counts, amax, scale), scales)
             costs = jnp.where(jnp.isnan(costs), np.float32(np.inf), costs)
             return candidates[jnp.argmin(costs)]

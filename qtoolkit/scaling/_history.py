@@ -6,9 +6,6 @@ shards, micro-batches, sums or means of gradients. The highest bucket of the sum
 is that of the largest amax.
 """
 
-import dataclasses
-from typing import Self
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +16,8 @@ from qtoolkit.casts.internal import (
     bucket_edge,
     exact_float32,
     from_magnitude_ordinal,
-    times_power_of_two,
 )
-from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._blocks import largest_magnitude, magnitude_or_infinity
-from qtoolkit.scaling._observer import MAX, STATIC, Observer, from_bits, pytree, start
 
 Array = jax.Array
 
@@ -54,7 +48,7 @@ def amax_to_keep(x: Array) -> tuple[Array, Array]:
     return jnp.where(is_bad, np.float32(0), amax), is_bad
 
 
-def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
+def updated_history(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     """Updates float32[..., arrays, steps] histories, the newest amax first, after one more step.
 
     Args:
@@ -74,74 +68,8 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     amax = jnp.where(top > 0, from_magnitude_ordinal(edge, jnp.float32), 0)
     longer = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)
     is_good = (top > 0) & ~is_bad[..., None]
-    known = jnp.max(history, axis=-1)
+    before = jnp.max(history, axis=-1)
     # Halved, not doubled: twice a large float32 is an infinity.
-    is_far = jnp.any((known > 0) & (amax / FAR > known), axis=-1)
+    is_far = jnp.any((before > 0) & (amax / FAR > before), axis=-1)
     new_bad = bad + (is_bad | is_far).astype(jnp.uint32)
     return jnp.where(is_good[..., None], longer, history), new_bad
-
-
-@pytree
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class AmaxHistory(Observer):
-    """The largest |x| of the last batches: delayed scaling, as an observer.
-
-    Layers wrapped with `Delayed` scaling keep the same history, from buckets that are at most
-    12.5 % above amax; here it is exact.
-
-    Attributes:
-      margin: Scales are 2**margin times as large as the amax asks for.
-      history: uint32[steps, *shape], patterns of float32 amaxes, the newest first. Merging takes
-        the larger ones: the states of devices that saw batches at the same time.
-
-    Source: arXiv:2209.05433, section 3; `DelayedScaling` of Transformer Engine.
-
-    Examples:
-      >>> observer = qt.scaling.AmaxHistory.of("e4m3fn", (1,), history=2)
-      >>> for batch in ([100.0], [7.0], [3.0]):
-      ...     observer = observer.observe(jnp.asarray(batch))
-      ...     print(observer.amax())  # 100 counts for two batches
-      [100.]
-      [100.]
-      [7.]
-    """
-
-    margin: int = dataclasses.field(metadata=STATIC)
-    history: Array = dataclasses.field(metadata=MAX)
-
-    @classmethod
-    def of(
-        cls, spec: SpecLike, shape: tuple[int, ...], *, history: int = 16, margin: int = 0
-    ) -> Self:
-        """A state before its first batch.
-
-        Args:
-          spec: A format with a scale and without zero points, as `qtoolkit.spec` takes it.
-          shape: Of the batches.
-          history: How many batches count.
-          margin: Room above amax, in powers of two.
-
-        Raises:
-          ValueError: `spec` has no scale or a zero point, or a number of batches or powers cannot
-            be.
-        """
-        for name, value, least, most in (("history", history, 1, 4096), ("margin", margin, 0, 64)):
-            if type(value) is not int or not least <= value <= most:
-                raise ValueError(
-                    f"AmaxHistory: {name}={value!r}, expected an integer of {least} to {most}"
-                )
-        fields = start("AmaxHistory", spec, shape, zero_point=False)
-        zeros = jnp.zeros((history, *fields["shape"]), jnp.uint32)
-        return cls(**fields, margin=margin, history=zeros)
-
-    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
-        longer = jnp.concatenate([amax[None], self.history[:-1]])
-        # A batch of zeros says nothing about the next one: skip it.
-        history = jnp.where(amax == 0, self.history, longer)
-        return dataclasses.replace(self, history=history)
-
-    def _block_amax(self) -> Array:
-        amax = from_bits(jnp.max(self.history, axis=0))
-        # With subnormals, as XLA's product has not; finite, as amaxes are.
-        amax = times_power_of_two(amax, jnp.full_like(amax, self.margin, jnp.int32))
-        return jnp.where(jnp.isinf(amax), np.finfo(np.float32).max, amax)

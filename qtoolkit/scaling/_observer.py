@@ -17,7 +17,9 @@ Each field declares how it is merged; `merge` and `merge_across` both follow tha
 """
 
 import dataclasses
+import functools
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -45,19 +47,20 @@ from qtoolkit.scaling._scales import scale_from, tensor_scale_from
 
 Array = jax.Array
 AxisNames = str | tuple[str, ...]
+Summary = tuple[Array, ...]
 
 Kind = TypeVar("Kind", bound=type)
 
 _MOST = np.uint32(0xFFFFFFFF)
 
 
-def added(a: Array, b: Array) -> Array:
+def saturating_sum(a: Array, b: Array) -> Array:
     """The sum of uint32 counts, 2**32 - 1 where it is more."""
     total = a + b
     return jnp.where(total < a, _MOST, total)
 
 
-def _added_across(counts: Array, axis_name: AxisNames) -> Array:
+def _saturating_psum(counts: Array, axis_name: AxisNames) -> Array:
     """The sum of uint32 counts of fewer than 2**16 devices, 2**32 - 1 where it is more."""
     # 16 bits of each are summed at a time, so that no sum wraps.
     low = lax.psum(counts & np.uint32(0xFFFF), axis_name)
@@ -76,16 +79,23 @@ class Merge(NamedTuple):
 # Metadata of fields. Static ones are configuration, which states that are merged must share; all
 # others are arrays.
 STATIC = {"static": True}
-COUNT = {"merge": Merge(added, _added_across)}
+COUNT = {"merge": Merge(saturating_sum, _saturating_psum)}
 MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
-SUM = {"merge": Merge(jnp.add, lax.psum)}
+SUM = {"merge": Merge(operator.add, lax.psum)}  # of NumPy's numbers, too
 
 
-def merged(state: Any, value: Callable[[Merge, str], Array]) -> Any:
+@functools.cache
+def _rules(kind: Any) -> dict[str, Merge]:
+    """How the fields of a dataclass are merged, by name."""
+    fields = dataclasses.fields(kind)
+    return {f.name: f.metadata["merge"] for f in fields if "merge" in f.metadata}
+
+
+def merge_fields(state: Any, value: Callable[[Merge, str], Array]) -> Any:
     """A dataclass with `value` of the rule and the name of each field that has a rule."""
-    leaves = [f for f in dataclasses.fields(state) if "merge" in f.metadata]
-    values: dict[str, Any] = {f.name: value(f.metadata["merge"], f.name) for f in leaves}
-    return dataclasses.replace(state, **values)
+    kind: Any = type(state)
+    rules = _rules(kind)
+    return dataclasses.replace(state, **{name: value(rules[name], name) for name in rules})
 
 
 def pytree(kind: Kind) -> Kind:
@@ -105,11 +115,11 @@ def pytree(kind: Kind) -> Kind:
         return next(parts), next(parts)
 
     def flatten_with_keys(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        children, known = flatten(state)
-        return tuple(zip(keys, children, strict=True)), known
+        children, configuration = flatten(state)
+        return tuple(zip(keys, children, strict=True)), configuration
 
-    def unflatten(known: tuple[Any, ...], children: Any) -> Any:
-        return kind(**dict(zip((*static, *arrays), (*known, *children), strict=True)))
+    def unflatten(configuration: tuple[Any, ...], children: Any) -> Any:
+        return kind(**dict(zip((*static, *arrays), (*configuration, *children), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
     return serializable(kind)
@@ -135,7 +145,7 @@ class Mergeable:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ValueError(f"{where}: other has {name}={theirs}, expected {mine}")
-        return merged(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
+        return merge_fields(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
 
     def merge_across(self, axis_name: AxisNames) -> Self:
         """A state that has seen the batches of all devices along mesh axes, the same on each.
@@ -143,7 +153,7 @@ class Mergeable:
         Args:
           axis_name: One or more axes of `shard_map`, or that of `pmap` or `vmap`.
         """
-        return merged(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
+        return merge_fields(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -242,16 +252,12 @@ class Observer(Mergeable):
         """The amax of each block, from which the second scale is computed."""
         return self._block_amax()
 
-    def _after(self, x: Array) -> Self:
+    def _summary(self, x: Array) -> Summary:
+        """What the state needs to know of a batch: by default the patterns of its amaxes."""
+        return (amax_bits(x, self.spec),)
+
+    def _after(self, summary: Summary) -> Self:
         """The state after a good batch, with the old counters."""
-        return self._after_summary(amax_bits(x, self.spec), self._counted(x))
-
-    def _counted(self, x: Array) -> Array | None:
-        """The histogram of a batch, for states that keep one."""
-        return None
-
-    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
-        """`_after`, from the patterns of the amaxes of a batch and its histogram."""
         raise NotImplementedError
 
 
@@ -289,20 +295,22 @@ def stored_tensor_scale(state: Observer) -> Array | None:
 
 @jax.jit
 def _observed(state: State, x: Array) -> State:
-    return _counting(state, state._after(x), jnp.all(jnp.isfinite(x)))
+    return _counting(state, state._after(state._summary(x)), jnp.all(jnp.isfinite(x)))
 
 
 @jax.jit
-def observed_summary(state: State, amax: Array, counts: Array | None, is_good: Array) -> State:
-    """`state.observe(x)` from float32 amaxes in the shape of the scales, and histograms or None."""
-    return _counting(state, state._after_summary(magnitude_ordinal(amax), counts), is_good)
+def observed_summary(state: State, is_good: Array, amax: Array, *counts: Array) -> State:
+    """`state.observe(x)` from float32 amaxes in the shape of the scales, and a histogram if any."""
+    return _counting(state, state._after((magnitude_ordinal(amax), *counts)), is_good)
 
 
 def _counting(state: State, after: State, is_good: Array) -> State:
     after = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), after, state)
     good = is_good.astype(jnp.uint32)
     return dataclasses.replace(
-        after, count=added(state.count, good), bad=added(state.bad, np.uint32(1) - good)
+        after,
+        count=saturating_sum(state.count, good),
+        bad=saturating_sum(state.bad, np.uint32(1) - good),
     )
 
 

@@ -142,6 +142,7 @@ class QArray:
     @property
     def blocks(self) -> Blocks:
         assert self.lengths is not None
+        # `vmap` and `scan` add or remove leading axes of the leaves, and leave `lengths` as it is.
         rank = len(self.shape)
         lengths = (1,) * (rank - len(self.lengths)) + self.lengths[
             max(len(self.lengths) - rank, 0) :
@@ -286,6 +287,7 @@ class QArray:
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "QArray":
+        # Without checks: JAX also rebuilds trees of shardings, of None and of its own objects.
         new = object.__new__(cls)
         for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
             object.__setattr__(new, name, value)
@@ -394,6 +396,8 @@ def _dequantize_jvp(
                 "scale, e.g. with qtoolkit.gradients.lsq"
             )
 
+    # The numbers are linear in the scales. They are computed again, by operations that have a
+    # derivative, because the engine multiplies by powers of two through their bits.
     def product(moving: dict[str, jax.Array]) -> jax.Array:
         q = dequantized(codes, Scales(None, None, scales.zero_point), blocks, spec, jnp.float32)
         scale = differentiable_scale(

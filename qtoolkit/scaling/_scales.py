@@ -11,11 +11,9 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from qtoolkit.casts.internal import (
     binary_parts,
-    check_differentiable,
     differentiable_widened,
     dtype_from_codes,
     e8m0_codes,
@@ -37,50 +35,12 @@ from qtoolkit.formats import (
     FLOAT32,
     BlockFormat,
     FloatFormat,
-    FormatLike,
     IntFormat,
     TableFormat,
-    format,
 )
 from qtoolkit.formats.internal import POWER_RULES, binade
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
-
-
-def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
-    """The scale that maps `amax` to the largest finite value of `fmt`: their IEEE quotient.
-
-    Args:
-      amax: float32, float16 or bfloat16, finite and not negative, which is not checked.
-      fmt: The format that x / scale is to be rounded to.
-
-    Returns:
-      Shape of `amax`, float32. 1 where `amax` is zero, because zeros then stay exact zeros, and
-      infinities saturate to the largest finite value. Else at least 2**-126, float32's lowest
-      normal number, because XLA's CPU would take a smaller scale for zero and divide by that.
-
-    Raises:
-      TypeError: `amax` has another dtype; or `fmt` is a block format, whose rules `quantize`
-        follows.
-      ValueError: `fmt` names no format, or has no positive value (int1).
-
-    Examples:
-      >>> amax = jnp.asarray([896.0, 7.0, 0.0])
-      >>> qt.scaling.scale_from_amax(amax, "e4m3fn")  # amax / 448; 1 for zeros
-      Array([2.      , 0.015625, 1.      ], dtype=float32)
-    """
-    if isinstance(fmt, BlockFormat):
-        raise TypeError(
-            f"scale_from_amax: fmt is the block format {fmt.name}, expected a number format; "
-            "quantize(x, fmt).scale has the scales of block formats"
-        )
-    element = format(fmt)
-    if element.max_finite <= 0:
-        raise ValueError(
-            f"scale_from_amax: {element.name} has no positive value, expected a wider format"
-        )
-    amax = check_differentiable("scale_from_amax", amax, "amax", wide=False)
-    return _quotient_scale(differentiable_widened(amax), element.max_finite, _LEAST)
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
@@ -209,7 +169,7 @@ def asymmetric(
     return stored, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
 
 
-def effective(
+def effective_scale(
     scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat, *, is_own: bool = False
 ) -> jax.Array:
     """The float32 number by which a value of the element format is multiplied.
@@ -234,7 +194,7 @@ def effective(
 def differentiable_scale(
     scale: jax.Array | None, tensor_scale: jax.Array | None, spec: BlockFormat
 ) -> jax.Array:
-    """`effective`, for scales of 16 bits and more, by operations that have a derivative."""
+    """`effective_scale`, for scales of 16 bits and more, by operations that have a derivative."""
     assert scale is not None
     value = differentiable_widened(scale)
     if tensor_scale is None:

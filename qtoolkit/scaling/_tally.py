@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,33 +17,29 @@ from qtoolkit.casts.internal import (
     from_magnitude_ordinal,
     is_zero,
     magnitude_ordinal,
-    power_of_two,
     serializable,
 )
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling._blocks import blocks_of
 from qtoolkit.scaling._elements import Scales
 from qtoolkit.scaling._engine import scaled_and_unscaled
-from qtoolkit.scaling._metrics import comparison, occurrences, saturates
-from qtoolkit.scaling._observer import MAX, SUM, Merge, Mergeable
-from qtoolkit.scaling._scales import effective
+from qtoolkit.scaling._error_sums import SLOTS, ErrorSums, error_sums
+from qtoolkit.scaling._metrics import occurrences, saturates
+from qtoolkit.scaling._observer import MAX, SUM, Merge
+from qtoolkit.scaling._scales import effective_scale
 
 Array = jax.Array
 
 MIN = {"merge": Merge(jnp.minimum, lax.pmin)}
 LOWEST_EXPONENT = -149  # of float32's subnormals; the first bin of `exponents` is for zeros
 _BINS = 127 - LOWEST_EXPONENT + 2
-# A sum of products can be too large or too small for float32. So it is stored in one of ten slots,
-# which its size selects: slot i counts in units of 2**(64 * i - 384). Float32 holds the sums of any
-# arrays then. Its rounding errors are small compared with the other sums in the slot.
-_SLOTS, _SLOT_BITS, _FIRST = 10, 6, -384
-_COUNTS = ("saturated", "alive", "flushed", "nonfinite", "compared")
+_COUNTS = ("elements", "compared", "nonfinite", "nonzero", "flushed", "saturated")
 
 
 @serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Tally(Mergeable):
+class Tally(ErrorSums):
     """What rounding did to one or more arrays; `a + b` is the tally of both. A pytree, all float32.
 
     Counts are exact below 2**24, sums right to 1e-6. The properties are numbers of Python and need
@@ -52,11 +48,6 @@ class Tally(Mergeable):
 
     Attributes:
       uses: How many arrays were measured.
-      elements: How many elements they have.
-      saturated, alive, flushed, nonfinite: As `metrics` counts them; `alive` are finite elements
-        other than zero.
-      compared: Elements that are finite before and after.
-      moments: [4, 10], sums of x x, (x - y)(x - y), y y and x y, in slots by their size.
       exponents: [278], how many elements are zero, and how many lie in each binade from 2**-149 on.
       amax: The largest finite magnitude.
       least_scale, largest_scale: The extreme scales of blocks that are not all zeros; infinity and
@@ -64,50 +55,10 @@ class Tally(Mergeable):
     """
 
     uses: Array = dataclasses.field(metadata=SUM)
-    elements: Array = dataclasses.field(metadata=SUM)
-    saturated: Array = dataclasses.field(metadata=SUM)
-    alive: Array = dataclasses.field(metadata=SUM)
-    flushed: Array = dataclasses.field(metadata=SUM)
-    nonfinite: Array = dataclasses.field(metadata=SUM)
-    compared: Array = dataclasses.field(metadata=SUM)
-    moments: Array = dataclasses.field(metadata=SUM)
     exponents: Array = dataclasses.field(metadata=SUM)
     amax: Array = dataclasses.field(metadata=MAX)
     least_scale: Array = dataclasses.field(metadata=MIN)
     largest_scale: Array = dataclasses.field(metadata=MAX)
-
-    def __add__(self, other: Self) -> Self:
-        return self.merge(other)
-
-    @property
-    def sqnr_db(self) -> float:
-        """As in `metrics`, over the elements of all arrays."""
-        signal, noise, *_ = self._sums()
-        if noise == 0:
-            return math.inf if float(self.compared) > 0 else math.nan
-        return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
-
-    @property
-    def cosine(self) -> float:
-        """As in `metrics`, over the elements of all arrays."""
-        signal, _, image, overlap = self._sums()
-        if signal == 0 or image == 0:
-            return float(signal == image)
-        return min(max(overlap / (math.sqrt(signal) * math.sqrt(image)), -1.0), 1.0)
-
-    @property
-    def saturated_fraction(self) -> float:
-        """How many of all elements were clamped, as a fraction."""
-        return float(self.saturated) / max(float(self.elements), 1.0)
-
-    @property
-    def flushed_fraction(self) -> float:
-        """How many of the elements that were finite and not zero became zero, as a fraction."""
-        return float(self.flushed) / max(float(self.alive), 1.0)
-
-    def _sums(self) -> list[float]:
-        sizes = np.exp2(_FIRST + (np.arange(_SLOTS) << _SLOT_BITS))
-        return [float(row @ sizes) for row in np.asarray(self.moments, np.float64)]
 
 
 # A program can return a tally as the gradient by an argument of zeros. JAX adds gradients up, so
@@ -116,21 +67,21 @@ class Tally(Mergeable):
 _EXTREMES = {"amax": 3, "least_scale": 0, "largest_scale": 0}
 
 
-def marked_size(bits: int) -> int:
+def marks_size(bits: int) -> int:
     return 3 * (256 << bits)
 
 
 _SIZES = {
-    **dict.fromkeys(("uses", "elements", *_COUNTS), 1),
-    "moments": 4 * _SLOTS,
-    **{name: marked_size(bits) for name, bits in _EXTREMES.items()},
+    **dict.fromkeys(("uses", *_COUNTS), 1),
+    "moments": 4 * SLOTS,
+    **{name: marks_size(bits) for name, bits in _EXTREMES.items()},
     "exponents": _BINS,  # last: what is not finite has bin _BINS, which is outside of the vector
 }
 _STOPS = dict(zip(_SIZES, np.cumsum(list(_SIZES.values())).tolist(), strict=True))
 _STARTS = {name: end - _SIZES[name] for name, end in _STOPS.items()}
 TALLY_SIZE = sum(_SIZES.values())
 TALLY_SHAPES: dict[str, tuple[int, ...]] = {
-    field.name: {"moments": (4, _SLOTS), "exponents": (_BINS,)}.get(field.name, ())
+    field.name: {"moments": (4, SLOTS), "exponents": (_BINS,)}.get(field.name, ())
     for field in dataclasses.fields(Tally)
 }
 
@@ -145,22 +96,18 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
     if spec is not None:
         u, after = scaled_and_unscaled(x, q, spec, scales)
         saturated = saturates(x, u, spec)
-    errors = comparison(before, after, saturated)
-    extremes = [errors.amax]
+    errors, amax, _ = error_sums(before, after, saturated)
+    extremes = [amax]
     if spec is not None and scales.scale is not None:
-        extremes += _extreme_scales(x, spec, scales, errors.amax)
-    counts = [np.float32(1), np.float32(x.size), *(getattr(errors, name) for name in _COUNTS)]
+        extremes += _extreme_scales(x, spec, scales, amax)
+    counts = [np.float32(1), *(getattr(errors, name) for name in _COUNTS)]
     first = jnp.stack([jnp.asarray(n, jnp.float32) for n in counts])
-    # Each sum goes to the slot for its size, in units of that slot.
-    power = errors.exponents - np.int32(_FIRST)
-    slot, rest = power >> np.int32(_SLOT_BITS), power & np.int32(2**_SLOT_BITS - 1)
-    moments = _STARTS["moments"] + _SLOTS * np.arange(4, dtype=np.int32) + slot
     bits = np.array(list(_EXTREMES.values())[: len(extremes)], np.uint32)
     starts = np.array([_STARTS[name] for name in _EXTREMES], np.int32)[None, : len(extremes)]
     places, marks = _mark(jnp.stack(extremes), bits)
     # One scatter: of a concatenation XLA would compile a loop for every piece.
-    at = jnp.concatenate([jnp.arange(len(counts)), moments, (places + starts).reshape(-1)])
-    numbers = jnp.concatenate([first, errors.sums * power_of_two(rest), marks.reshape(-1)])
+    at = jnp.concatenate([jnp.arange(_STOPS["moments"]), (places + starts).reshape(-1)])
+    numbers = jnp.concatenate([first, errors.moments.reshape(-1), marks.reshape(-1)])
     bins = jnp.where(is_zero(before), 0, floor_log2(before) - np.int32(LOWEST_EXPONENT - 1))
     bins = jnp.where(jnp.isfinite(before), bins, _BINS)
     occurring = occurrences(_STARTS["exponents"] + bins, TALLY_SIZE)
@@ -173,7 +120,7 @@ def tally_of(vector: Array) -> Tally:
         name: vector[_STARTS[name] : _STOPS[name]] if size > 1 else vector[_STARTS[name]]
         for name, size in _SIZES.items()
     }
-    values["moments"] = values["moments"].reshape(4, _SLOTS)
+    values["moments"] = values["moments"].reshape(4, SLOTS)
     for name, bits in _EXTREMES.items():
         values[name] = extreme(values[name], bits, lowest=name == "least_scale")
     return Tally(**values)
@@ -182,7 +129,7 @@ def tally_of(vector: Array) -> Tally:
 def _extreme_scales(x: Array, spec: BlockFormat, scales: Scales, amax: Array) -> list[Array]:
     """The least and the largest finite scale of blocks that are not all zeros; infinity and 0."""
     assert scales.scale is not None
-    values = effective(scales.scale, scales.tensor_scale, spec)
+    values = effective_scale(scales.scale, scales.tensor_scale, spec)
     blocks = blocks_of(x, spec)
     is_zero = amax == 0
     if math.prod(values.shape) > 1:
@@ -207,13 +154,13 @@ def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
     return rows + at.astype(jnp.int32)[None], jnp.stack([jnp.ones_like(within), within, within**2])
 
 
-def marked(values: Array, bits: int) -> Array:
-    """float32[n * marked_size(bits)]: for each magnitude a mark in its bucket. Marks add."""
+def magnitude_marks(values: Array, bits: int) -> Array:
+    """float32[n * marks_size(bits)]: for each magnitude a mark in its bucket. Marks add."""
     # A value's place within a bucket runs from 0 to 1. A bucket holds the number of its values, the
     # sum of their places, and the sum of the squares of these.
     places, marks = _mark(values, np.full(values.shape, bits, np.uint32))
-    starts = marked_size(bits) * np.arange(values.size, dtype=np.int32)[None]
-    zeros = jnp.zeros(values.size * marked_size(bits), jnp.float32)
+    starts = marks_size(bits) * np.arange(values.size, dtype=np.int32)[None]
+    zeros = jnp.zeros(values.size * marks_size(bits), jnp.float32)
     return zeros.at[places + starts].set(marks)
 
 

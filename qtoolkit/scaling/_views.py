@@ -1,4 +1,15 @@
-"""Indexing, transposing and reshaping of quantized arrays, where every block stays one block."""
+"""Indexing, transposing and reshaping of quantized arrays, where every block stays one block.
+
+An array has four kinds of leaves, and each operation says what becomes of each kind; `_view` puts
+them together, with a format whose blocks are those of the result:
+
+    codes                  an element each; packed along the last axis, which must stay whole then
+    scale, zero point      a block each, [blocks along each axis]
+    tensor scale           one, or one for each index of the first axes, as `vmap` makes them
+    factors                an element each along the axes that a matmul sums over, 1 along others
+
+A rotation mixes all elements of an axis, so that axis must stay whole, too.
+"""
 
 import dataclasses
 import itertools
@@ -43,6 +54,7 @@ def indexed(array: QArray, index: Any) -> QArray:
         codes.append(item)
         is_one = array.factors is not None and array.factors.shape[axis] == 1
         factors.append((0 if isinstance(item, int) else slice(None)) if is_one else item)
+        # Blocks of one element are indexed as elements are; a single block is all that there is.
         scale.append(item if length == 1 else (0 if isinstance(item, int) else slice(None)))
         if isinstance(item, slice):
             remaining = len(range(*item.indices(n)))
@@ -91,9 +103,9 @@ def transposed(array: QArray, axes: tuple[Any, ...]) -> QArray:
 
 def reshaped(array: QArray, shape: tuple[Any, ...]) -> QArray:
     new_shape = _flat("reshape", shape)
-    known = math.prod(n for n in new_shape if n != -1)
-    if new_shape.count(-1) == 1 and known and array.size % known == 0:
-        new_shape = tuple(array.size // known if n == -1 else n for n in new_shape)
+    others = math.prod(n for n in new_shape if n != -1)
+    if new_shape.count(-1) == 1 and others and array.size % others == 0:
+        new_shape = tuple(array.size // others if n == -1 else n for n in new_shape)
     if math.prod(new_shape) != array.size or min(new_shape, default=1) < 1:
         raise ValueError(
             f"QArray: reshape{new_shape} of an array of shape {array.shape}, expected lengths "

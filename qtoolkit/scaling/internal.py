@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
+from qtoolkit.scaling._awq import awq_factors
 from qtoolkit.scaling._blocks import (
     Blocks,
     TornBlocksError,
@@ -24,7 +25,14 @@ from qtoolkit.scaling._engine import (
     single_scale,
     unscaled_values,
 )
-from qtoolkit.scaling._error_sums import ErrorSums, error_sums
+from qtoolkit.scaling._error_sums import (
+    SlabSums,
+    WeightErrors,
+    error_sums,
+    slab_errors,
+    slab_sums,
+    weight_errors,
+)
 from qtoolkit.scaling._find_scales import find_scales, finite_range
 from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import (
@@ -34,27 +42,29 @@ from qtoolkit.scaling._history import (
     amax_of,
     amax_to_keep,
     histogram,
-    rolled,
+    updated_history,
 )
 from qtoolkit.scaling._input_transform import InputTransform
 from qtoolkit.scaling._metrics import occurrences
-from qtoolkit.scaling._observer import observed_summary
+from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import (
     asymmetric,
-    effective,
+    effective_scale,
     power_above,
     scale_from,
     tensor_scale_from,
     unclamped_range,
 )
+from qtoolkit.scaling._smoothing import smoothing_factors
 from qtoolkit.scaling._tally import (
     LOWEST_EXPONENT,
     TALLY_SHAPES,
     TALLY_SIZE,
+    Tally,
     extreme,
-    marked,
-    marked_size,
+    magnitude_marks,
+    marks_size,
     tally_of,
     tally_vector,
 )

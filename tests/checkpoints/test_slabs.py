@@ -26,9 +26,10 @@ from qtoolkit.checkpoints._reader import slab_values
 from qtoolkit.checkpoints._slabs import Grid
 from qtoolkit.checkpoints._tensors import DTYPE_OF
 from qtoolkit.formats import BlockFormat, Rules, spec
-from qtoolkit.scaling.internal import ErrorSums
+from qtoolkit.scaling.internal import WeightErrors
 
 MXFP4, NVFP4 = spec("mxfp4"), spec("nvfp4")
+UNITS = 2.0 ** (64 * np.arange(10) - 384)  # of the slots of `ErrorSums.moments`
 
 
 def tensor_of(x):
@@ -54,19 +55,19 @@ def weight_of(x, fmt, second_amax=None):
 
 
 def quantized(x, fmt, workers=1, **options):
-    """Codes, scales, tensor scale and sums, put together from the slabs."""
+    """Codes, scales, tensor scale and errors, put together from the slabs."""
     weight = weight_of(x, fmt, **options)
     with Workers(workers) as threads:
         slabs = [
             *threads.map(lambda slab: quantize_slabs([(weight, slab)])[0], weight.grid.slabs())
         ]
     codes = np.concatenate([slab.codes.reshape(-1) for slab in slabs]).reshape(x.shape)
-    sums, scales = ErrorSums(), None
+    errors, scales = WeightErrors(), None
     if weight.spec.scale is not None:
         scales = np.concatenate([slab.scale for slab in slabs])
     for slab in slabs:
-        sums.add(slab.sums)
-    return codes, scales, weight.tensor_scale, sums
+        errors += slab.errors
+    return codes, scales, weight.tensor_scale, errors
 
 
 def bits(array):
@@ -74,7 +75,7 @@ def bits(array):
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
 
 
-def assert_as_quantize(x, fmt, codes, scale, second, sums):
+def assert_as_quantize(x, fmt, codes, scale, second, errors):
     is_cast = fmt.scale is None and fmt.element.bits == 16  # which keeps infinities
     whole = qt.quantize(x, fmt, saturation="propagate" if is_cast else "finite")
     np.testing.assert_array_equal(bits(codes), bits(whole.codes))
@@ -87,19 +88,19 @@ def assert_as_quantize(x, fmt, codes, scale, second, sums):
     if whole.tensor_scale is not None:
         np.testing.assert_array_equal(bits(second), bits(whole.tensor_scale))
     over = np.abs(x.astype(np.float64)) > float(fmt.element.max_finite)
-    assert sums.overflowed == (np.count_nonzero(over & np.isfinite(x)) if is_cast else 0)
+    assert errors.overflowed == (np.count_nonzero(over & np.isfinite(x)) if is_cast else 0)
     scales = np.asarray(0 if whole.scale is None else whole.scale, np.float32)
     largest = np.fmax.reduce(scales, axis=None, initial=0)
     factor = 1 if whole.tensor_scale is None else np.float32(whole.tensor_scale)
-    assert sums.max_scale == largest * factor * np.float32(2) ** fmt.element_exponent
+    assert errors.max_scale == largest * factor * np.float32(2) ** fmt.element_exponent
     y, wide = np.asarray(whole.dequantize("float32"), np.float64), x.astype(np.float64)
     known = np.isfinite(wide) & np.isfinite(y)
-    assert sums.nonfinite == np.count_nonzero(~np.isfinite(wide))
+    assert errors.nonfinite == np.count_nonzero(~np.isfinite(wide))
     signal, noise = (wide[known] ** 2).sum(), ((wide[known] - y[known]) ** 2).sum()
-    expected = ErrorSums(signal, noise)
+    decibels = 10 * np.log10(signal / noise) if signal and noise else np.inf if signal else None
     # A tile is summed in float32: 2**20 squares of like size have been 1.2e-5 off.
-    assert sums.signal == pytest.approx(signal, rel=1e-4)
-    assert sums.sqnr_db == pytest.approx(expected.sqnr_db, abs=2e-3)
+    assert errors.moments[0] @ UNITS == pytest.approx(signal, rel=1e-4)
+    assert errors.known_sqnr_db == pytest.approx(decibels, abs=2e-3)
 
 
 def weights(shape, dtype=np.float32, seed=0):
@@ -158,7 +159,7 @@ def test_weights_that_are_alike_share_a_call(name):
         arrays, made, quantize_slabs([(w, slab) for w in made]), strict=True
     ):
         codes = each.codes.reshape(x.shape)
-        assert_as_quantize(x, fmt, codes, each.scale, weight.tensor_scale, each.sums)
+        assert_as_quantize(x, fmt, codes, each.scale, weight.tensor_scale, each.errors)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.exhaustive)])

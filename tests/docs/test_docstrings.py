@@ -16,7 +16,6 @@ exec(examples.DOCSTRING_IMPORTS, NAMES)
 # Nobody makes these: they are what a function returns. Its example stands for theirs.
 SHOWN_BY = {
     "scaling.Metrics": "scaling.metrics",
-    "scaling.Tally": "nnx.numerics",
     "post_training.Allocation": "nnx.allocate",
     "products.Calibration": "nnx.calibrate",
     "post_training.InputStatistics": "nnx.calibrate",

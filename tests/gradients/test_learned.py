@@ -1,7 +1,6 @@
 """Learned scales against their papers' formulas in NumPy: float32 forward, float64 gradients."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from refused import refused
 
 import qtoolkit as qt
 from qtoolkit import IntFormat, format
-from qtoolkit.gradients import lsq, lsq_plus, lsq_plus_scale_offset, lsq_scale
+from qtoolkit.gradients import lsq, lsq_plus, lsq_scale
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 INTEGERS = {  # n and p of the papers: -Qn and Qp
@@ -541,69 +540,6 @@ def test_lsq_scale():
     assert jax.grad(lambda x: lsq_scale(x, "int4"))(jnp.ones(3)).sum() == 0
 
 
-def test_lsq_plus_scale_offset_of_weights():
-    """Oracle: max(|mean - 3 * std|, |mean + 3 * std|) / 2**(bits - 1) in float64."""
-    x = draw((6, 50)) + np.float32(0.4)
-    for fmt, half in (("int2", 2), ("int4", 8), ("int8", 128), ("e2m1fn", 6)):
-        for axis in (None, 1):
-            keep = {"axis": axis, "keepdims": axis is not None}
-            mean, std = np.mean(x.astype(float), **keep), np.std(x.astype(float), **keep)
-            expected = np.maximum(abs(mean - 3 * std), abs(mean + 3 * std)) / half
-            scale, offset = lsq_plus_scale_offset(x, fmt, axis, kind="weights")
-            np.testing.assert_allclose(scale, expected, rtol=300 * 2.0**-24)
-            assert np.all(np.asarray(offset) == 0)
-            assert scale.shape == offset.shape == np.shape(expected)
-    scale, _ = lsq_plus_scale_offset(np.zeros(4, np.float32), "int4", kind="weights")
-    assert scale == 1
-
-
-def swish(z):
-    return z / (1 + np.exp(-z))
-
-
-@pytest.mark.sample("uint2")
-@pytest.mark.parametrize("fmt", ["uint2", "int4", "e2m1fn"])
-def test_lsq_plus_scale_offset_of_activations(fmt):
-    """Oracle: the range in float64; then a grid search around what the fit found."""
-    x = swish(draw((3, 500), spread=2.0))
-    n, p = limits(fmt)
-    low, high = x.astype(float).min(1, keepdims=True), x.astype(float).max(1, keepdims=True)
-    scale, offset = lsq_plus_scale_offset(x, fmt, 1, steps=0)
-    np.testing.assert_allclose(scale, (high - low) / (p - n), rtol=1e-6)
-    np.testing.assert_allclose(offset, low - n * (high - low) / (p - n), atol=1e-5)
-
-    @jax.jit
-    def error(scale, offset):
-        return jnp.mean((lsq_plus(x, scale, offset, fmt) - x) ** 2, 1, keepdims=True)
-
-    errors = [error(*lsq_plus_scale_offset(x, fmt, 1, steps=k)) for k in (0, 2, 50)]
-    for before, after in itertools.pairwise(errors):
-        assert np.all(after <= before * (1 + 1e-5))  # float32 sums
-    # A local minimum, here: no scale within 20% and offset within 0.2 steps is 15% better.
-    scale, offset = lsq_plus_scale_offset(x, fmt, 1)
-    steps = np.linspace(-0.2, 0.2, 15, dtype=np.float32)
-    grid = [error(scale * (1 + a), offset + b * scale) for a in steps for b in steps]
-    assert np.all(errors[-1] <= 1.15 * np.min(grid, 0))
-    assert np.all(errors[-1] < 0.9 * errors[0])
-
-
-def test_lsq_plus_scale_offset_of_few_values():
-    for value in (0.0, -3.25, 1e-30):
-        x = np.full(7, value, np.float32)
-        scale, offset = lsq_plus_scale_offset(x, "int4")
-        assert (scale, offset) == (1, np.float32(value))
-        np.testing.assert_array_equal(lsq_plus(x, scale, offset, "int4"), x)
-    x = np.float32([1, 2, np.nan, np.inf, -np.inf])
-    np.testing.assert_allclose(lsq_plus_scale_offset(x, "uint2", steps=0), (1 / 3, 1), rtol=1e-6)
-    scale, offset = lsq_plus_scale_offset(np.float32([np.nan]), "uint2")
-    assert (scale, offset) == (1, 0)
-    np.testing.assert_allclose(
-        lsq_plus(np.float32([1, 2]), *lsq_plus_scale_offset(np.float32([1, 2]), "int8"), "int8"),
-        [1, 2],
-        rtol=1e-6,
-    )
-
-
 CALLS = {
     "lsq": lambda x, s: lsq(x, s, "int4"),
     "lsq_plus": lambda x, s: lsq_plus(x, s, 0.0, "int4"),
@@ -639,7 +575,6 @@ def test_errors_of_formats_factors_and_bits():
         lambda fmt: lsq(x, 1.0, fmt),
         lambda fmt: lsq_plus(x, 1.0, 0.0, fmt),
         lambda fmt: lsq_scale(x, fmt),
-        lambda fmt: lsq_plus_scale_offset(x, fmt),
     ):
         refused(ValueError, r"unknown|Unknown", f, "int4.5")
         refused(ValueError, r"^lsq\w*: .*element=e8m0fnu cannot be scaled", f, "e8m0fnu")
@@ -654,12 +589,6 @@ def test_errors_of_formats_factors_and_bits():
         refused(ValueError, rf"lsq_plus: offset={bad} is", lsq_plus, x, 1.0, bad, "int4")
     with refused(ValueError, r"lsq_plus: offset has shape \(2,\)"):
         lsq_plus(x, 1.0, np.ones(2, np.float32), "int4")
-    refused(ValueError, r"kind='biases'", lsq_plus_scale_offset, x, "int4", kind="biases")
-    with refused(ValueError, r"kind='weights' with uint4, which has no negative values"):
-        lsq_plus_scale_offset(x, "uint4", kind="weights")
-    for bad in (-1, 2.0, True):
-        with refused(ValueError, r"steps=.*expected an integer of at least 0"):
-            lsq_plus_scale_offset(x, "int4", steps=bad)
 
 
 @pytest.mark.sample("int4-float32", "uint8-float32", "e4m3fn-bfloat16", "e2m1fn-bfloat16")

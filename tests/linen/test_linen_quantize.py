@@ -325,3 +325,14 @@ def test_a_transposed_kernel_keeps_what_a_method_made_of_it(algorithm):
     np.testing.assert_allclose(
         served.apply(weights, x), np.asarray(x, np.float64) @ kernel.T, rtol=1e-4, atol=1e-5
     )
+
+
+def test_histories_of_another_recipe_go_with_it():
+    x = jnp.ones((4, 32))
+    wrapped = qt.linen.wrap(Transposed(), qt.recipes.te_delayed_hybrid)
+    variables = wrapped.init(jax.random.key(0), x)
+    served, weights = qt.linen.quantize(wrapped, variables, qt.recipes.weight_only_e4m3, x)
+    assert set(weights) == {"params"}
+    assert served.apply(weights, x).shape == (4, 24)
+    kept = qt.linen.quantize(wrapped, variables, "wrapped", x)[1]
+    assert set(kept) == {"params", "qtoolkit"}

@@ -73,7 +73,6 @@ call = nnx.jit(lambda model, x: model(x))
         ("moving_average", {"decay": 0.5}),
         ("percentile", {"fraction": 0.9}),
         ("mse", {}),
-        ("amax_history", {"history": 2, "margin": 1}),
     ],
 )
 def test_each_observer_sees_the_operands(name, options):
@@ -84,7 +83,6 @@ def test_each_observer_sees_the_operands(name, options):
         "moving_average": scaling.MovingAverage,
         "percentile": scaling.Percentile,
         "mse": scaling.MSE,
-        "amax_history": scaling.AmaxHistory,
     }
     for side, operands in enumerate((BATCHES, [layer.kernel[...]] * 3)):
         state = kinds[name].of(qt.BlockFormat.tensor("int8"), operands[0].shape, **options)

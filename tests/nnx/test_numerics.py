@@ -208,7 +208,7 @@ def test_picture_and_command(found, tmp_path):
     [
         (lambda data: data.update(version=2), "version 2, expected 1"),
         (lambda data: data["rows"][0].pop("limits"), "damaged text: KeyError: 'limits'"),
-        (lambda data: data["rows"][0].update(tally={}), "damaged text: KeyError: 'uses'"),
+        (lambda data: data["rows"][0].update(tally={}), "damaged text: KeyError"),
         (lambda data: data["rows"][1].update(limits=[]), "damaged text: IndexError"),
         (lambda data: data["rows"][0]["tally"]["exponents"].pop(), r"exponents of shape \(277,\)"),
     ],

@@ -8,7 +8,8 @@ import pytest
 from refused import refused
 
 import qtoolkit as qt
-from qtoolkit.scaling import Hessian, awq_factors, gptq
+from qtoolkit.scaling import Hessian, gptq
+from qtoolkit.scaling.internal import awq_factors
 
 # --- the oracle: algorithm 1 of arXiv:2210.17323, with a scale found when a group is reached.
 
@@ -313,7 +314,6 @@ def test_other_bad_arguments():
     hessian = Hessian.of(64).observe(x)
     refused(ValueError, "damping=-1", gptq, w, "int4", hessian, damping=-1)
     refused(ValueError, "axis=2", gptq, w, "int4", hessian, axis=2)
-    refused(ValueError, "grid=1", awq_factors, [(w, "int4", 0)], hessian, grid=1)
     refused(ValueError, "64-bit types are off", Hessian.of, 4, dtype="float64")
     refused(ValueError, "x has shape", hessian.observe, x[:, :3])
     same = Hessian.of(2).observe(np.ones((5, 2), np.float32))

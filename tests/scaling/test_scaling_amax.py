@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from refused import refused
 
 import qtoolkit as qt
 from qtoolkit.casts.internal import exact_float32, quotient
-from qtoolkit.scaling import amax, scale_from_amax
+from qtoolkit.scaling import amax
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "bfloat16", "float16", "int8")
@@ -136,35 +135,35 @@ def test_scale_is_the_ieee_quotient(name):
     with np.errstate(under="ignore"):
         expected = np.maximum(a / largest, np.float32(2.0**-126))
     expected[a == 0] = 1
-    one = functools.partial(scale_from_amax, fmt=fmt)
-    same_bits(one(jnp.asarray(a)), expected)
-    same_bits(jax.jit(one)(a), expected)
-    same_bits(jax.jit(jax.vmap(one))(a), expected)
-    for index in (0, 1, a.size - 5):
-        same_bits(jax.jit(one)(a[index]), expected[index])
+    spec = qt.BlockFormat.token(fmt)
+
+    def scale(a):
+        return qt.quantize(a[:, None], spec).scale[:, 0]
+
+    same_bits(scale(jnp.asarray(a)), expected)
+    same_bits(jax.jit(scale)(a), expected)
 
     @jax.jit
-    def larger(a):
-        scale = one(a * np.float32(1))
-        return scale, scale + np.float32(1)
+    def fused(a):
+        scales = scale(a * np.float32(1))
+        return scales, scales + np.float32(1)
 
-    scale, more = larger(a)
-    same_bits(scale, expected)
-    same_bits(more, expected + np.float32(1))
+    scales, sums = fused(a)
+    same_bits(scales, expected)
+    same_bits(sums, expected + np.float32(1))
 
 
 @pytest.mark.sample("e4m3fn", "e4m3fnuz", "float16")
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_scale_is_subnormal(name):
     tiny = np.arange(0, 0x02000000, 997, dtype=np.uint32).view(np.float32)
-    for function in (scale_from_amax, jax.jit(scale_from_amax, static_argnums=1)):
-        scale = np.asarray(function(jnp.asarray(tiny), qt.format(name)))
-        assert scale.min() >= np.float32(2.0**-126)
-        by_jax = np.asarray(scaled(jnp.ones_like(scale), jnp.asarray(scale)))
-        assert np.isfinite(by_jax).all()
-        # A zero stays an exact zero, and what was tiny stays within the format.
-        zero = np.asarray(scaled(jnp.zeros_like(scale), jnp.asarray(scale)))
-        np.testing.assert_array_equal(zero, 0)
+    scale = np.asarray(qt.quantize(tiny[:, None], qt.BlockFormat.token(name)).scale)
+    assert scale.min() >= np.float32(2.0**-126)
+    by_jax = np.asarray(scaled(jnp.ones_like(scale), jnp.asarray(scale)))
+    assert np.isfinite(by_jax).all()
+    # A zero stays an exact zero, and what was tiny stays within the format.
+    zero = np.asarray(scaled(jnp.zeros_like(scale), jnp.asarray(scale)))
+    np.testing.assert_array_equal(zero, 0)
 
 
 def _pairs(count=2**16):
@@ -224,27 +223,7 @@ def test_scaled_tensors_reach_the_largest_value_of_the_format():
     x[3, 4] = np.inf
     for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "int8"):
         fmt = qt.format(name)
-        scale = scale_from_amax(amax(jnp.asarray(x)), fmt)
+        scale = qt.quantize(x, fmt).scale
         q = np.asarray(qt.round_to_format(scaled(jnp.asarray(x), scale), fmt))
         assert np.abs(q).max() == LARGEST[name]
         assert q[3, 4] == LARGEST[name]
-
-
-def test_block_formats_have_no_single_scale():
-    with refused(TypeError, r"^scale_from_amax: fmt is the block format mxfp4"):
-        scale_from_amax(jnp.ones(3), qt.spec("mxfp4"))
-
-
-def test_scales_of_numbers_of_numpy_and_of_half_precision():
-    """The oracle is NumPy's float32 quotient."""
-    for dtype in (np.float32, np.float16, jnp.bfloat16):
-        for value in (dtype(3), jnp.asarray([3, 0], dtype)):
-            expected = np.where(np.float32(value) == 0, 1, np.float32(value) / np.float32(448))
-            np.testing.assert_array_equal(scale_from_amax(value, "e4m3fn"), expected)
-
-
-def test_what_is_no_amax():
-    for bad in (3.0, [3.0], None, np.float64(3), jnp.arange(3)):
-        refused(TypeError, r"^scale_from_amax: amax has ", scale_from_amax, bad, "e4m3fn")
-    with refused(ValueError, r"^scale_from_amax: int1 has no positive value"):
-        scale_from_amax(jnp.ones(3), "int1")
