@@ -46,6 +46,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qtoolkit import checkpoints
+from qtoolkit.checkpoints.internal import safetensors_dtype
 from qtoolkit.formats import format as resolve
 from qtoolkit.products import Recipe
 
@@ -146,7 +147,7 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
       seed: Of the initialisation and of the batches.
       format: What the operands of the forward matmuls, and the converted weights, are rounded to.
     """
-    checkpoints.safetensors_dtype(format)  # refuses, before any training, what no file could hold
+    safetensors_dtype(format)  # refuses, before any training, what no file could hold
     recipe = Recipe(forward=resolve(format))
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints import open_source
+from qtoolkit.checkpoints.internal import open_source
 
 
 def stored(path: Any) -> dict[str, np.ndarray]:

@@ -31,7 +31,7 @@ import numpy as np
 import typer
 from _results import ROOT, Folder, Promise, Quick, Recorder, at_most
 
-from qtoolkit.checkpoints import layout, write_safetensors
+from qtoolkit.checkpoints.internal import layout, write_safetensors
 
 DD = "dd conv=fsync"
 BY_TORCH = "torch, by channel"

@@ -15,8 +15,8 @@ One direction: open -> plan -> quantize -> encode -> write. A weight has one wor
 The files, along the arrow:
 
   open      `_containers` says what a path is; `_safetensors`, `_folder`, `_gguf` and `_orbax`
-            open it (`_arrays`, `_storage`); `_decode` finds what is quantized, `_codes` refuses
-            codes that no layout explains, `_experts` splits stacks of experts
+            open it (`_storage`); `_decode` finds what is quantized, `_codes` refuses
+            codes that no layout explains (both by `_entry_names`), `_experts` splits stacks
   plan      `_plan`, by names (`_roles`), headers and formats (`_formats`); `_checks` and
             `_cautions` say what loaders of the target would misread; a `Plan` is data (`_report`),
             and its arguments are stored with the weights (`_arguments`)
@@ -24,6 +24,9 @@ The files, along the arrow:
   encode    `_produce` packs codes and names entries, as the `Encoding` of the target says
   write     `_target` says which files there are; `_safetensors` writes one under a temporary name
             (`_writing`) and renames it when it is whole, `_shards` the files of a folder
+
+GGUF as a target is the same arrow with another plan, by llama.cpp's rules, names and metadata
+(`_gguf_write`, `_gguf_models`, `_gguf_vocab`), and another writer of a file.
 
 `convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` takes them
 again with the stored arguments and compares bytes; `compare` opens two and compares numbers.
@@ -35,12 +38,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtoolkit._names import unknown
-from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._formats import safetensors_dtype
 from qtoolkit.checkpoints._load import dequantize, load, save
-from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._report import (
-    Comparison,
+    CheckpointComparison,
     Plan,
     Report,
     TensorComparison,
@@ -48,14 +48,8 @@ from qtoolkit.checkpoints._report import (
     TensorReport,
 )
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
-from qtoolkit.checkpoints._safetensors import (
-    TensorInfo,
-    layout,
-    write_safetensors,
-)
 from qtoolkit.checkpoints._shards import finalize
 from qtoolkit.checkpoints._tensors import CheckpointError
-from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._compare import compare
@@ -65,15 +59,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_SKIP",
-    "LAYOUTS",
+    "CheckpointComparison",
     "CheckpointError",
-    "Comparison",
     "Export",
-    "Layout",
     "Plan",
     "Report",
     "TensorComparison",
-    "TensorInfo",
     "TensorPlan",
     "TensorReport",
     "Verification",
@@ -83,14 +74,9 @@ __all__ = [
     "dequantize_checkpoint",
     "export",
     "finalize",
-    "layout",
     "load",
-    "make_plan",
-    "open_source",
-    "safetensors_dtype",
     "save",
     "verify",
-    "write_safetensors",
 ]
 
 

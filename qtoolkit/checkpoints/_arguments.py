@@ -11,7 +11,7 @@ _PUBLISHED = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 _FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 
 
-def recorded(
+def arguments_to_json(
     format: Format | BlockFormat | Scheme | Rules[Any],
     skip: Sequence[re.Pattern[str]],
     **others: Any,
@@ -30,8 +30,8 @@ def recorded(
     return {name: value for name, value in others.items() if value not in (None, False, [])}
 
 
-def recalled(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `make_plan` that `recorded` made JSON of.
+def arguments_from_json(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `make_plan` that `arguments_to_json` made JSON of.
 
     Raises:
       ValueError, TypeError, KeyError, AttributeError: It made no such JSON.

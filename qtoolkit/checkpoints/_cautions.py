@@ -232,7 +232,7 @@ _OF_BLOCKS: dict[str, Any] = {
     **_OF_TRANSFORMERS,
     "layout": "finegrained-fp8",
     "models": "all",
-    "remedy": "for it, use --layout compressed-tensors, or exclude them with --skip",
+    "remedy": 'for it, use layout="compressed-tensors", or exclude them with skip=',
 }
 CAUTIONS = (
     Caution(
@@ -271,7 +271,7 @@ CAUTIONS = (
         models="Zamba, Zamba 2",
         fault="finds the scales of a module that layers share in the first of these layers only, "
         "and computes NaN or wrong numbers or fails",
-        remedy="for it, exclude them with --skip shared_transf, or use --layout finegrained-fp8",
+        remedy='for it, exclude them with skip="shared_transf", or use layout="finegrained-fp8"',
         names=_shared_modules,
         **_OF_TRANSFORMERS,
     ),

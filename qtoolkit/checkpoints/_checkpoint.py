@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +13,9 @@ import numpy as np
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import (
     DTYPE_BITS,
+    DTYPE_OF,
     NUMPY_DTYPES,
+    CheckpointError,
     Entry,
     ReadBytes,
     read_elements,
@@ -165,11 +167,11 @@ class Checkpoint:
       metadata: The strings that it holds in addition to tensors.
       config: The content of its `config.json`; empty without one.
       folder: What else a folder of Hugging Face holds; None of other containers.
-      layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
+      layout: That of the weights that were dequantized: see `decode_weights`; "" if none is.
       auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
         model.
       stored: The tensors as the container has them, where weights were dequantized; else empty.
-      opened: What `close` closes.
+      resources: What `close` closes.
     """
 
     path: Path
@@ -180,10 +182,10 @@ class Checkpoint:
     layout: str = ""
     auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    opened: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    resources: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property
-    def everything(self) -> dict[str, Tensor]:
+    def all_tensors(self) -> dict[str, Tensor]:
         """`tensors` and `auxiliary`."""
         return {**self.tensors, **self.auxiliary}
 
@@ -199,23 +201,53 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        self.opened.close()
+        self.resources.close()
 
     def read(self, name: str) -> np.ndarray:
         """The whole tensor `name`, a new array. Raises KeyError where there is none."""
         return self.tensors[name].read_all()
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fills `buffer` from byte `start` of tensor `name` on."""
-        tensor, view = self.tensors[name], memoryview(buffer)
-        if not 0 <= start <= start + len(view) <= tensor.nbytes:
-            raise IndexError(
-                f"tensor {shown(name)}: bytes {start}:{start + len(view)} of {tensor.nbytes}"
-            )
-        tensor.read_into(start, view)
 
 
 def all_zeros(tensor: Tensor) -> bool:
     """Reads a tensor in chunks, up to the first element that is not zero."""
     starts = range(0, tensor.size, _CHUNK)
     return not any((tensor.read(i, min(i + _CHUNK, tensor.size)) != 0).any() for i in starts)
+
+
+def array_checkpoint(
+    path: Path,
+    headers: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    read: Callable[[str], np.ndarray],
+    resources: contextlib.ExitStack | None = None,
+) -> Checkpoint:
+    """A checkpoint of arrays that are read whole, by name; only the last one stays in memory."""
+    last: dict[str, np.ndarray] = {}
+    lock = threading.Lock()
+    resources = resources or contextlib.ExitStack()
+    resources.callback(last.clear)
+
+    def read_into(name: str, start: int, buffer: memoryview) -> None:
+        with lock:
+            if name not in last:
+                last.clear()  # before the next one is read: two would be in memory
+                last[name] = np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8)
+            data = last[name]
+        if len(data) != tensors[name].nbytes:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: {len(data)} bytes, expected "
+                f"{tensors[name].nbytes}; the file is damaged, fetch or write it again"
+            )
+        buffer[:] = data[start : start + len(buffer)].data
+
+    tensors = {}
+    for name, (dtype, shape) in headers.items():
+        if dtype.name not in DTYPE_OF:
+            resources.close()
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: dtype {dtype}, expected one of "
+                f"{', '.join(DTYPE_OF)}; remove it from the file, or convert it first"
+            )
+        sizes = tuple(map(int, shape))
+        read_this = functools.partial(read_into, name)
+        tensors[name] = Tensor(name, DTYPE_OF[dtype.name], sizes, read_this)
+    return Checkpoint(path, tensors, resources=resources)

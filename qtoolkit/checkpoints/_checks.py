@@ -5,7 +5,6 @@ Imports no JAX.
 
 import re
 import reprlib
-import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,19 +34,19 @@ def check_loads(source: Checkpoint, plan: Plan) -> None:
     elif folder is not None and plan.quantization_config and DIFFUSERS in source.config:
         problem = (
             f"a model of diffusers, by {DIFFUSERS} in {CONFIG}, which loads no weights in layout "
-            f"{plan.layout}; use --layout plain, which `qtoolkit dequantize` undoes"
+            f'{plan.layout}; use layout="plain", which `qtoolkit dequantize` undoes'
         )
     elif folder is not None and plan.quantization_config and not folder.has_config:
         problem = (
             f"no {CONFIG}, and loaders of layout {plan.layout} learn from it that weights are "
-            "codes; fetch it, use --layout plain"
+            'codes; fetch it, use layout="plain"'
         )
     elif plan.quantization_config and named is not None:
         raise CheckpointError(
             f"{path}: tensor {shown(named)}: named as in GGUF, and no loader of layout "
             f"{plan.layout} finds it; convert the folder that the GGUF was made from, or what "
             "transformers makes of it: from_pretrained(FOLDER, gguf_file=NAME) and "
-            "save_pretrained(SRC); or use --layout plain"
+            'save_pretrained(SRC); or use layout="plain"'
         )
     if problem and folder is not None:
         one = folder.weights[0] if len(folder.weights) == 1 else ""
@@ -77,24 +76,24 @@ def check_fit(
         for (pattern, problem), names in names_by_problem.items()
     ]
     scheme = misfits[0][1]
-    other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
-    channel = "" if scheme.scaling is None else f", or use {other}--scaling channel"
+    other = "" if layout == "compressed-tensors" else 'layout="compressed-tensors" with '
+    channel = "" if scheme.scaling is None else f', or use {other}scaling="channel"'
     raise CheckpointError(
-        f"{source.path}: write --keep-unfitting to exclude what does not fit, --skip for what you "
-        f"name{channel}: {listed(problems, 4, '; ')}"
+        f"{source.path}: write keep_unfitting=True to exclude what does not fit, skip= for what "
+        f"you name{channel}: {listed(problems, 4, '; ')}"
     )
 
 
 def check_table(info: Tensor, scheme: Scheme, layout: Layout, roles: Roles) -> None:
     """Raises if no loader of the layout looks up codes of this scheme in a table of embeddings."""
-    remedy = "exclude it by a rule or with --skip"
+    remedy = "exclude it by a rule or with skip="
     if scheme not in layout.tables:
         held = " or ".join(sorted({one.name for one in layout.tables}))
         others = f", and tables in {held}" if held else ""
         raise CheckpointError(
             f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of layout "
             f"{layout.name} take {scheme.name} for linear layers only{others}; {remedy}, or use "
-            "--layout plain"
+            'layout="plain"'
         )
     if roles.has_tied_head():
         raise CheckpointError(
@@ -129,13 +128,13 @@ def check_split(source: Checkpoint, plan: Plan) -> None:
     raise CheckpointError(
         f"{source.path}: one layer for engines, {shown(group)}, would have parts in several "
         f"schemes: {states}{others}; expected one for all parts: vLLM and SGLang join them. Write "
-        f"--skip {shlex.quote(_pattern_of(split))} to quantize none of them, give them one format "
-        "in --rules, or --allow-split for loaders that do not join them"
+        f"skip={_pattern_of(split)!r} to quantize none of them, give them one format by rules, or "
+        "allow_split=True for loaders that do not join them"
     )
 
 
 def _pattern_of(split: Mapping[str, Sequence[TensorPlan]]) -> str:
-    """A regular expression for `--skip` that matches each of these tensors."""
+    """A regular expression for `skip` that matches each of these tensors."""
     modules: dict[str, None] = {}
     for group, parts in split.items():
         is_experts = re.search(r"(^|[./])experts$", group) is not None
@@ -191,7 +190,7 @@ def check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:
                 raise CheckpointError(
                     f"{source.path}: tensor {shown(tensor.name)}: its scale would be named "
                     f"{shown(entry.name)}, which the file has already, expected a free name; "
-                    "exclude the tensor with --skip or rename it"
+                    "exclude the tensor with skip= or rename it"
                 )
             taken[entry.name] = tensor.name
 
@@ -205,28 +204,33 @@ def skip_patterns(skip: Any, names: Collection[str]) -> list[re.Pattern[str]]:
             f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
             "skip=['lm_head']"
         )
-    patterns = compiled_all(texts)
+    patterns = compile_patterns(texts)
     for pattern in patterns:
         if not any(map(pattern.search, names)):
             raise CheckpointError(
-                f"--skip {shown(pattern.pattern)} matches nothing, expected a regular expression "
+                f"skip={pattern.pattern!r} matches nothing, expected a regular expression "
                 "that is found in the name of a tensor; there is "
                 + (listed(map(shown, names), 3) or "nothing")
             )
     return patterns
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
-    """`re.compile` of a pattern of `--skip`; raises CheckpointError if it is invalid."""
+def compile_pattern(pattern: str, argument: str = "skip") -> re.Pattern[str]:
+    """`re.compile` of a pattern of an argument; raises CheckpointError if it is invalid."""
     try:
         return re.compile(pattern)
     except re.error as error:
         raise CheckpointError(
-            f"--skip {shown(pattern)}: invalid regular expression ({error}), expected one such as "
+            f"{argument}={pattern!r}: invalid regular expression ({error}), expected one such as "
             r"'(^|/)head/'; write special characters with a backslash"
         ) from error
 
 
-def compiled_all(patterns: str | Sequence[str]) -> list[re.Pattern[str]]:
+def compile_patterns(
+    patterns: str | Sequence[str], argument: str = "skip"
+) -> list[re.Pattern[str]]:
     """Each of several patterns; a string is one, not a pattern for each letter."""
-    return [compiled(x) for x in ([patterns] if isinstance(patterns, str) else patterns)]
+    return [
+        compile_pattern(x, argument)
+        for x in ([patterns] if isinstance(patterns, str) else patterns)
+    ]

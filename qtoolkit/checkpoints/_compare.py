@@ -11,10 +11,15 @@ from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, same_bytes
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._decode import decode_weights
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._reader import WeightReader
-from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
+from qtoolkit.checkpoints._report import (
+    CheckpointComparison,
+    Progress,
+    TensorComparison,
+    with_progress,
+)
 from qtoolkit.checkpoints._slabs import SLAB
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import FLOATS, CheckpointError, shown
@@ -22,7 +27,7 @@ from qtoolkit.formats import FloatFormat, Format, IntFormat
 from qtoolkit.scaling.internal import WeightErrors, weight_errors
 
 
-def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison:
+def compare(a: Path, b: Path, *, progress: Progress | None = None) -> CheckpointComparison:
     """Compare the numbers of two checkpoints; quantized weights are dequantized.
 
     Args:
@@ -49,21 +54,21 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
     """
     storage.check_path(a, "a")
     storage.check_path(b, "b")
-    with opened(a) as first, opened(b) as second:
+    with open_weights(a) as first, open_weights(b) as second:
         first, second = split_alike(first, second)
-        all_a, all_b = first.everything, second.everything
+        all_a, all_b = first.all_tensors, second.all_tensors
         common = [tensor for name, tensor in all_a.items() if name in all_b]
         if not common:
             raise CheckpointError(
                 f"{b}: no tensor has a name that {a} has, expected two versions of one model; "
                 "`qtoolkit inspect` lists the names"
             )
-        return Comparison(
+        return CheckpointComparison(
             a=str(a),
             b=str(b),
             tensors=tuple(
                 _compared(first, second, tensor, all_b[tensor.name])
-                for tensor in followed(common, progress)
+                for tensor in with_progress(common, progress)
             ),
             only_a=tuple(name for name in first.tensors if name not in all_b),
             only_b=tuple(name for name in second.tensors if name not in all_a),
@@ -71,10 +76,10 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Checkpoint]:
+def open_weights(path: Path) -> Iterator[Checkpoint]:
     """Opens a checkpoint for the `with` block; quantized weights are read as float32."""
     with open_source(path) as source:
-        weights = dequantized(source)
+        weights = decode_weights(source)
         check_explained(weights)
         yield weights
 

@@ -16,27 +16,7 @@ ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in fold
 
 
 def open_source(path: Path) -> Checkpoint:
-    """Open a checkpoint in any container. The content tells the container, not the name.
-
-    Args:
-      path: A folder of Hugging Face's or of orbax, a safetensors file, or GGUF. Folders of the
-        first kind and safetensors may also be URLs: "s3://bucket/model".
-
-    Returns:
-      A context manager with `tensors`, by name: dtype, shape and place of each. No weight has been
-      read yet.
-
-    Raises:
-      CheckpointError: It is none of them, or damaged; the message says what it is and what to do.
-      OSError: It cannot be read.
-      ImportError: A package that reads it is missing.
-
-    Examples:
-      >>> qt.checkpoints.save("model.safetensors", {"kernel": np.ones((4, 2), np.float32)})
-      >>> with qt.checkpoints.open_source("model.safetensors") as source:
-      ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
-      F32 (4, 2)
-    """
+    """Opens a checkpoint in any container, which its content tells, not its name."""
     kind = container_of(path)
     if kind == "folder":
         return open_folder(path)
@@ -103,14 +83,5 @@ def _problem(path: Path, start: bytes) -> str:
             "a web page or XML, expected weights; the download failed: fetch it again, or the URL "
             "is that of a folder: give that of a file"
         )
-    what = next((what for magic, what in _MAGIC.items() if start.startswith(magic)), "")
-    return what and f"{what}; give a safetensors or GGUF file, or a folder of weights"
-
-
-_MAGIC = {
-    b"version https://git-lfs": "a Git LFS pointer, not the weights themselves: git lfs pull",
-    b"\x89HDF\r\n": f"HDF5 (Keras), {NOT_READ}",
-    b"\x93NUMPY": f"one NumPy array, {NOT_READ}",
-    b"\x1f\x8b": "compressed with gzip: unpack it first",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
-}
+    is_pointer = start.startswith(b"version https://git-lfs")
+    return "a Git LFS pointer, expected the weights themselves; git lfs pull" if is_pointer else ""

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._checkpoint import Checkpoint
-from qtoolkit.checkpoints._codes import check_quantized
+from qtoolkit.checkpoints._codes import decode_quantized
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._decode import decode_weights
 from qtoolkit.checkpoints._formats import InputScales
-from qtoolkit.checkpoints._gguf_write import GgufPlan, check_container, plan_for, write_gguf
+from qtoolkit.checkpoints._gguf_write import check_container, plan_for, write_gguf
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
@@ -70,8 +70,33 @@ def convert(
         Gemma and its tokenizer; `format` is then "q8_0", "q4_0", "q4_1", "float16", "bfloat16",
         "mxfp4" or "nvfp4"; weights in `skip` keep their dtype, and arguments that GGUF has no use
         for are refused.
-      format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes,
-        allow_split, keep_unfitting: As in `make_plan`.
+      format: An element format or a published block format, in any spelling, that the layout holds,
+        or the name of one of its schemes, such as "W4A16". It is for float32, float16 and bfloat16
+        tensors of two or more dimensions whose names match neither `DEFAULT_SKIP` nor `skip`.
+        Or `Rules`, which give such a format, or None for what is not quantized, for the name of a
+        tensor. `DEFAULT_SKIP` and the number of dimensions do not count then; the default of the
+        rules is for float32, float16 and bfloat16.
+      scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
+        elements, but one for each output in convolutions [O, I, kh, kw]. None: what the layout
+        has first for the format. Formats without scales, bfloat16 and float16, and block formats
+        take None alone.
+      layout: How codes and scales are stored; `qtoolkit layouts` lists the names. None:
+        "compressed-tensors" for a folder with a config.json, if that layout holds the format and
+        the model is not of diffusers; else the only one that holds the format, if weights are named
+        NAME.weight; else "plain".
+      skip: Regular expressions; a tensor is not quantized if one is found in its name.
+      keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
+        are not quantized; None: they are copied.
+      channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
+        decides by architecture, names and biases.
+      input_scales: Static activation scales by module, or one for all, if the layout asks for them.
+      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats, integers that
+        are no masks or tables by their names, and scales without codes. `skip` and rules that
+        name them allow them, too.
+      allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
+        of a layer, may have several schemes, or some of them none.
+      keep_unfitting: Whether weights that whole blocks do not fill are not quantized. Otherwise
+        they are an error.
       max_shard_size: The most bytes of a file of a folder, a number or text; None: "5GB".
       allow_nonfinite: Whether weights with NaN or Inf may be quantized and cast. Tensors that are
         copied may always have them, as masks do. Inf saturates, but stays Inf in float16 and
@@ -86,7 +111,8 @@ def convert(
       max_memory: Bytes that the process may take, a number or text such as "400MB". Fewer workers
         are started where an estimate is larger: 340 MiB for Python, JAX and compiled programs on a
         CPU, and 20 MiB for each worker; hence at least "360MiB". Arrays that are read whole come on
-        top: the largest array of orbax, the largest array of GGUF's blocks as float32.
+        top: the largest array of orbax, the largest array of GGUF's blocks as float32, and for a
+        GGUF of Llama the largest of q and k.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
@@ -95,11 +121,15 @@ def convert(
     Raises:
       CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights that are
         quantized or cast have NaN or Inf, `shard` or `max_shard_size` is given for a target that is
-        no folder of files, or `make_plan` raises it. Nothing is written
-        then; of a shard only complete files.
+        no folder of files. The layout cannot hold the format or one of the tensors; scaling or
+        input scales are given to formats that have none; the source is a folder of an adapter, or
+        one that loaders would misread for lack of a config.json; a weight is float64; the name for
+        its scales is taken; a regular expression is invalid, or it or a rule matches nothing; the
+        axis of the outputs cannot be found out. Nothing is written then; of a shard only complete
+        files.
       OSError: A file cannot be opened, read or written; it names the file.
-      TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
-        is out of range.
+      TypeError, ValueError: Unknown format, scaling or layout; a rule has a class as its key;
+        `max_shard_size`, `shard`, `workers` or `max_memory` is out of range.
 
     Examples:
       >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones((64, 32)), "bias": jnp.ones(32)})
@@ -111,7 +141,7 @@ def convert(
       >>> qt.checkpoints.load("fp8.safetensors")["w"].spec.name
       'e4m3fn by tensor'
     """
-    if format is None:  # of `make_plan` it asks to quantize nothing: a copy would look converted
+    if format is None:  # of a plan it asks to quantize nothing: a copy would look converted
         raise TypeError(
             "convert: format=None, expected a format such as 'e4m3fn', or Rules; "
             "dequantize_checkpoint writes unquantized weights"
@@ -120,8 +150,8 @@ def convert(
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
-    with _begun(destination, workers, max_memory, progress) as (opened, threads):
-        source = dequantized(opened)
+    with _start(destination, workers, max_memory, progress) as (opened, threads):
+        source = decode_weights(opened)
         plan = plan_for(
             dst,
             source,
@@ -136,7 +166,7 @@ def convert(
             allow_split=allow_split,
             keep_unfitting=keep_unfitting,
         )
-        return _written(destination, source, plan, allow_nonfinite, progress, threads)
+        return _write(destination, source, plan, allow_nonfinite, progress, threads)
 
 
 def dequantize_checkpoint(
@@ -178,15 +208,15 @@ def dequantize_checkpoint(
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
-    with _begun(destination, workers, max_memory, progress) as (opened, threads):
-        source = check_quantized(opened)
+    with _start(destination, workers, max_memory, progress) as (opened, threads):
+        source = decode_quantized(opened)
         arguments: dict[str, Any] = {"keep_dtype": dtype, "allow_codes": allow_codes}
         plan = plan_for(dst, source, format=None, **arguments)
-        return _written(destination, source, plan, True, progress, threads)
+        return _write(destination, source, plan, True, progress, threads)
 
 
 @contextlib.contextmanager
-def _begun(
+def _start(
     destination: Destination,
     workers: int | None,
     max_memory: int | str | None,
@@ -206,7 +236,7 @@ def _begun(
         yield opened, threads
 
 
-def _written(
+def _write(
     destination: Destination,
     source: Checkpoint,
     plan: Plan,
@@ -215,11 +245,9 @@ def _written(
     threads: Workers,
 ) -> Report:
     report = plan.report(source.path, destination.dst, (), _not_written(source, plan))
-    if isinstance(plan, GgufPlan):
-        return write_gguf(destination.dst, plan, report, allow_nonfinite, progress)
     production = Production(plan.tensors, threads, progress, source.stored)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
-    if source.folder is not None:
+    if source.folder is not None and plan.header is None:
         return write_folder(destination, source, plan, production, report, error_of)
     production.total = sum(tensor.nbytes for tensor in plan.tensors)
 
@@ -230,9 +258,11 @@ def _written(
         if error := error_of(production.reports):
             raise error
 
-    write_safetensors(
-        *(destination.dst, plan.outputs, chunks(), plan.metadata), overwrite=destination.overwrite
-    )
+    dst, overwrite = destination.dst, destination.overwrite
+    if plan.header is not None:
+        write_gguf(dst, plan.header, chunks(), overwrite=overwrite)
+    else:
+        write_safetensors(dst, plan.outputs, chunks(), plan.metadata, overwrite=overwrite)
     return dataclasses.replace(report, tensors=tuple(production.reports))
 
 
@@ -244,10 +274,10 @@ def _nonfinite_error(
     if allow_nonfinite or not bad:
         return None
     named = listed((f"{shown(r.name)} ({r.nonfinite:,})" for r in bad), _NAMED)
-    casts = " and without --keep-dtype" if any(r.action == "cast" for r in bad) else ""
+    casts = " and without keep_dtype=" if any(r.action == "cast" for r in bad) else ""
     return CheckpointError(
         f"{source.path}: NaN or Inf in weights: {named}; expected finite numbers; "
-        f"copy them as they are, with --skip{casts}, or pass --allow-nonfinite"
+        f"copy them as they are, with skip={casts}, or pass allow_nonfinite=True"
     )
 
 

@@ -6,14 +6,22 @@ no JAX. Then `_reader.py` reads the bytes of a weight and dequantizes them, one 
 
 import dataclasses
 import functools
-import re
 import threading
-from collections.abc import Callable, Collection, Container, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 from typing import Any
 
 import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, all_zeros
+from qtoolkit.checkpoints._entry_names import (
+    CHANGES,
+    LOW_RANK,
+    SCALES,
+    auxiliary_names,
+    beside_weights,
+    is_cache_scale,
+    suffix_of,
+)
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import (
@@ -26,29 +34,10 @@ from qtoolkit.checkpoints._tensors import (
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, _comfyui, _mlx, _torchao
 from qtoolkit.checkpoints.layouts._encoding import zero_points
-from qtoolkit.checkpoints.layouts._headers import Stored
-from qtoolkit.checkpoints.layouts._layout import unread
+from qtoolkit.checkpoints.layouts._headers import OpenHeaders, entry_error
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
-# Scales of a KV cache. Some programs store them in the attention module, others in its projections.
-_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point")
-# Entries that loaders need for a quantized weight. A dequantized checkpoint does not need them.
-_AUXILIARY_SUFFIXES = (
-    *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
-    *("input_zero_point", "output_zero_point", "input_scale_ub", "scale_input"),
-    *_CACHE_SCALES,
-)
-# Parts of names of entries that change a quantized weight: further scales, offsets, look-up tables,
-# and matrices of low rank that are added to it, as in SVDQuant.
-_CHANGES = re.compile(
-    r"(^|_)(scales?|scaling|zeros?|zp|offsets?|shifts?|absmax|factors?|codebooks?|lut|quant|smooth"
-    r"|lora|svd\w*|low_?rank|proj_(up|down)|residual|outliers?|correction|rotation|signs?|g_idx)"
-    r"(_|$|\d)|^(mins?|biases|perm\w*|had\w*)"
-)
-# "a.lora_A.weight", "a.weight.lora_a": of matrices that a program adds to the weight of "a".
-_LOW_RANK = re.compile(r"(?P<module>.+?)(\.weight)?\.lora_\w+(\..+)?$")
-_SCALES = re.compile(r"\.(q?scales|qscale|zeros|zero_points?|absmax)$")
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
 _COMPRESSED_TENSORS_KEYS = ("config_groups", "sparsity_config", "format")
@@ -58,7 +47,7 @@ _COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
 _COMFY_KEYS = _comfyui.KEYS - {"convrot", "convrot_groupsize"}
 
 
-def dequantized(checkpoint: Checkpoint) -> Checkpoint:
+def decode_weights(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a float32 tensor for each quantized weight, read when it is needed.
 
     Returns `checkpoint` itself if nothing is quantized. Raises if the way of quantization is
@@ -66,7 +55,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     """
     config = quantization_config(checkpoint)
     entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
-    headers = Stored(entries, checkpoint.metadata, checkpoint.read)
+    headers = OpenHeaders(entries, checkpoint.metadata, checkpoint.read)
     where = str(checkpoint.path)
     if config:
         method = str(config.get("quant_method", "compressed-tensors"))
@@ -96,7 +85,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _decoded_without_config(
-    checkpoint: Checkpoint, headers: Stored
+    checkpoint: Checkpoint, headers: OpenHeaders
 ) -> tuple[str, dict[str, Encoding]]:
     """The layout and the encodings of a checkpoint without a quantization config.
 
@@ -124,7 +113,7 @@ def _opened_as_float32(
     read = _reader_of(encodings, checkpoint.tensors)
     stored_in = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     encoding_of_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
-    auxiliary_names = unread_names | (set() if layout == "plain" else _auxiliary_names(encodings))
+    for_loaders = unread_names | (set() if layout == "plain" else auxiliary_names(encodings))
     described = {_comfyui.METADATA}
     if layout == "torchao":
         described |= {_torchao.NAMES, *encodings, *checkpoint.tensors}
@@ -140,8 +129,8 @@ def _opened_as_float32(
                 encoding.name, "F32", encoding.shape, read_into, *stored
             )
         elif name not in stored_in:
-            is_cache = layout != "plain" and _is_cache_scale(name, checkpoint.tensors)
-            (auxiliary if name in auxiliary_names or is_cache else tensors)[name] = tensor
+            is_cache = layout != "plain" and is_cache_scale(name, checkpoint.tensors)
+            (auxiliary if name in for_loaders or is_cache else tensors)[name] = tensor
     changes: Any = {"tensors": tensors, "auxiliary": auxiliary, "stored": checkpoint.tensors}
     return dataclasses.replace(checkpoint, layout=layout, metadata=metadata, **changes)
 
@@ -170,24 +159,6 @@ def _reader_of(
         weight.read_into(start, buffer)
 
     return read
-
-
-def _auxiliary_names(weights: Collection[str]) -> set[str]:
-    suffixes = _AUXILIARY_SUFFIXES
-    modules = {name.rpartition(".")[0] for name in weights}
-    names = {f"{module}.{suffix}".lstrip(".") for module in modules for suffix in suffixes}
-    names |= {f"{weight}_{suffix}" for weight in weights for suffix in suffixes}  # fused experts
-    parents = {module.rpartition(".")[0] for module in modules}
-    return names | {f"{parent}.{scale}" for parent in parents if parent for scale in _CACHE_SCALES}
-
-
-def _is_cache_scale(name: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether a tensor is a scale of a KV cache, even if the projections are not quantized."""
-    module, _, suffix = name.rpartition(".")
-    if suffix not in _CACHE_SCALES:
-        return False
-    projections = (f"{module}.{suffix[0]}_proj.weight", f"{module}.qkv_proj.weight")
-    return any(weight in tensors for weight in (f"{module}.weight", *projections))
 
 
 def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -277,28 +248,18 @@ def _zero_offsets(
     if an element is not 0, because then the weight would be read with wrong values.
     """
     known = {entry.name for encoding in encodings.values() for entry in encoding.entries}
-    known |= encodings.keys() | _auxiliary_names(encodings) | marks
+    known |= encodings.keys() | auxiliary_names(encodings) | marks
     zeros = set()
     for name, tensor in checkpoint.tensors.items():
-        suffix = "" if name in known else _suffix(name, encodings)
-        if not suffix.startswith("weight_") and not _CHANGES.search(suffix):
+        suffix = "" if name in known else suffix_of(name, encodings)
+        if not suffix.startswith("weight_") and not CHANGES.search(suffix):
             continue
         if not all_zeros(tensor):
             what = f"{tensor.entry} of a quantized weight, expected no such entry, because it "
             what += "changes the weight"
-            raise unread(str(checkpoint.path), name, what)
+            raise entry_error(str(checkpoint.path), name, what)
         zeros.add(name)
     return zeros
-
-
-def _suffix(name: str, weights: Container[str]) -> str:
-    """What the name of an entry says of its weight: "zeros" of "a.zeros" for "a.weight", and of
-    "a.down_proj_zeros" for "a.down_proj"; "" if it is an entry of none of `weights`, or a bias.
-    """
-    if _beside([name], weights):
-        return name.rpartition(".")[2]
-    ends = (match.start() for match in re.finditer(r"[._]", name))
-    return next((name[end + 1 :] for end in ends if name[:end] in weights), "")
 
 
 def unused_entries(checkpoint: Checkpoint) -> list[str]:
@@ -309,24 +270,11 @@ def unused_entries(checkpoint: Checkpoint) -> list[str]:
     weights = {tensor.name for tensor in tensors if tensor.is_dequantized}
     others = {t.name for t in tensors if t.dtype in FLOATS and len(t.shape) > 1} - weights
     names = checkpoint.tensors.keys() - weights
-    scales = (name for name in _beside(names, others) if _SCALES.search(name))
-    parts = ((name, _LOW_RANK.match(name)) for name in names)
+    scales = (name for name in beside_weights(names, others) if SCALES.search(name))
+    parts = ((name, LOW_RANK.match(name)) for name in names)
     modules = {name.removesuffix(".weight") for name in weights | others}
     added = (name for name, match in parts if match is not None and match["module"] in modules)
-    return sorted({*_beside(names, weights), *scales, *added})
-
-
-def _beside(names: Collection[str], weights: Container[str]) -> list[str]:
-    """Those of `names`, biases excepted, that lie in a module of which `weights` has NAME.weight.
-
-    Such a module is a linear layer, and has nothing but a weight and a bias.
-    """
-    return [
-        name
-        for name in names
-        if not name.endswith("bias") or name.endswith("quant_bias")  # not of "biases" of groups
-        if f"{name.rpartition('.')[0]}.weight".lstrip(".") in weights
-    ]
+    return sorted({*beside_weights(names, weights), *scales, *added})
 
 
 def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
@@ -337,7 +285,7 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     scales in tiles and the first code of each byte in the high bits.
     """
     entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
-    layers = _comfyui.marks_of(Stored(entries, checkpoint.metadata, checkpoint.read))
+    layers = _comfyui.marks_of(OpenHeaders(entries, checkpoint.metadata, checkpoint.read))
     # Without a config its own layout has read the marks.
     is_other = bool(quantization_config(checkpoint))
     formats = _COMFY_FORMATS if is_other else _comfyui.FORMATS
@@ -348,7 +296,7 @@ def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
         if weight in weights and (others or settings.get("format") not in formats):
             what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only "
             what += ", ".join(formats)
-            raise unread(str(checkpoint.path), weight, what, "ComfyUI")
+            raise entry_error(str(checkpoint.path), weight, what, "ComfyUI")
     return {name for name, entry in entries.items() if _comfyui.is_mark(entry)}
 
 

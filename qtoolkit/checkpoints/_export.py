@@ -1,7 +1,7 @@
 """`export`: arrays in memory as the files of a layout have them, weight by weight on its devices.
 
 The plan is that of `convert`, made from names, dtypes and shapes alone. A weight is quantized by
-`qtoolkit.quantize`, or is a `QArray` already; `_entries` makes of a `QArray` what the `Encoding` of
+`qtoolkit.quantize`, or is a `QArray` already; `_stored_arrays` makes of it what the `Encoding` of
 the layout says. All of this is compiled once for each shape and format.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from qtoolkit.casts.internal import codes_from_dtype, dtype_from_codes
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
-from qtoolkit.checkpoints._checks import compiled_all
+from qtoolkit.checkpoints._checks import compile_patterns
 from qtoolkit.checkpoints._experts import Piece, pieces_of
 from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._load import Names, Place
@@ -37,7 +37,7 @@ from qtoolkit.checkpoints._tensors import (
 from qtoolkit.checkpoints.layouts._encoding import (
     Encoding,
     Packing,
-    packed_zero_points,
+    pack_zero_points,
     words_of,
 )
 from qtoolkit.formats import E8M0FNU, FormatLike, Rules, SpecLike
@@ -114,7 +114,7 @@ class Export:
                     members = [x.array if x.is_whole else x.oriented() for x in leaves]
                     scales[group] = _tensor_scale(members, tensor.encoding)
                 second = scales[group]
-            yield from _written(tensor, self._leaves[tensor.name], second)
+            yield from _weight_entries(tensor, self._leaves[tensor.name], second)
 
 
 def export(
@@ -154,16 +154,16 @@ def export(
         axis; axes and shape are then those of one expert.
       only: Regular expressions; only weights with such a name in the checkpoint are sent. Scales
         that several weights share are those of the whole.
-      input_scales: As in `make_plan`; by names in the tree, too, as `qtoolkit.nnx.input_scales`
+      input_scales: As in `convert`; by names in the tree, too, as `qtoolkit.nnx.input_scales`
         gives those that training used.
       format, scaling, layout, skip, keep_dtype, channel_axis, allow_split, keep_unfitting: As in
-        `make_plan`.
+        `convert`.
 
     Returns:
       An iterable of (name, array); its `plan` has the quantization config.
 
     Raises:
-      CheckpointError: As `make_plan`; a name is given twice; or a `QArray` is not stored as the
+      CheckpointError: As `convert`; a name is given twice; or a `QArray` is not stored as the
         layout says.
 
     Examples:
@@ -189,7 +189,7 @@ def export(
             leaves[target] = leaf
             targets.setdefault(name, []).append(target)
     tensors = {
-        name: Tensor(name, DTYPE_OF[np.dtype(leaf.array.dtype).name], leaf.shape, _unread)
+        name: Tensor(name, DTYPE_OF[np.dtype(leaf.array.dtype).name], leaf.shape, _refuse_to_read)
         for name, leaf in sorted(leaves.items())
     }
     if isinstance(input_scales, Mapping):  # by the name in the tree, or in the checkpoint
@@ -210,7 +210,7 @@ def export(
     )
     for name, piece in pieces_of(source).items():  # the layout may have a weight for each expert
         leaves.setdefault(name, leaves[piece.stack]._replace(piece=piece))
-    patterns = compiled_all(only)
+    patterns = compile_patterns(only, "only")
     chosen = [t for t in plan.tensors if not only or any(p.search(t.name) for p in patterns)]
     if not chosen:
         raise CheckpointError(
@@ -248,11 +248,11 @@ def _leaves(name: str, array: Any, place: Place) -> Iterator[tuple[str, Leaf]]:
         yield target.replace(_EXPERT, str(expert)), whole._replace(expert=expert)
 
 
-def _unread(start: int, buffer: memoryview) -> None:
+def _refuse_to_read(start: int, buffer: memoryview) -> None:
     raise AssertionError("a plan reads no weights")
 
 
-def _written(
+def _weight_entries(
     tensor: TensorPlan, leaf: Leaf, tensor_scale: jax.Array | None
 ) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
     """The entries of a tensor: (name, array). NumPy's for what JAX has no dtype for: int64."""
@@ -265,31 +265,29 @@ def _written(
             x = _in_dtype(codes, tensor.dtype, tensor.spec.element)
         yield tensor.name, x
         return
-    for entry, data in encoding.constants:
-        array = np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
-        yield entry.name, array if entry.dtype == "I64" else jnp.asarray(array)
+    for entry, values in encoding.constant_pairs:
+        yield entry.name, values if entry.dtype == "I64" else jnp.asarray(values)
     if not x.size:
-        yield encoding.codes.name, jnp.zeros(encoding.codes.shape, NUMPY_DTYPES[tensor.dtype])
-        if encoding.scale is not None:
-            yield encoding.scale.name, jnp.ones(encoding.scale.shape, np.float32)
+        zeros = jnp.zeros(encoding.codes.shape, NUMPY_DTYPES[tensor.dtype])
+        ones = None if encoding.scale is None else jnp.ones(encoding.scale.shape, np.float32)
+        yield from ((entry.name, array) for entry, array in encoding.pairs(zeros, ones))
         return
     spec = spec_of_rank(encoding.spec, encoding.matrix_shape, encoding.lengths)
     if encoding.transposed:
         x = x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
     if is_qarray(x):
-        q = _checked(x, encoding, tensor_scale)
+        q = _as_stored(x, encoding, tensor_scale)
     else:
         q = quantize(x, spec, tensor_scale=tensor_scale)
     entries = encoding.codes, encoding.scale, encoding.zero_point
     dtypes = tuple("" if entry is None else entry.dtype for entry in entries)
-    arrays = _entries(q, (encoding.packing, encoding.zero_packing), dtypes)
-    written = zip((encoding.tensor_scale, *entries), (q.tensor_scale, *arrays), strict=True)
-    for part, array in written:
-        if part is not None:
-            yield part.name, array.reshape(part.shape)
+    packings = encoding.packing, encoding.zero_packing
+    codes, scale, zero_point = _stored_arrays(q, packings, dtypes)
+    for entry, array in encoding.pairs(codes, scale, zero_point, q.tensor_scale):
+        yield entry.name, array.reshape(entry.shape)
 
 
-def _checked(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:
+def _as_stored(q: QArray, encoding: Encoding, tensor_scale: jax.Array | None) -> QArray:
     """A quantized array that the layout stores as it is; raises for another."""
     spec, lengths = encoding.spec, q.blocks.lengths
     is_same = (
@@ -326,7 +324,7 @@ def _tensor_scale(members: Sequence[Any], encoding: Encoding) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("packings", "dtypes"))
-def _entries(
+def _stored_arrays(
     q: QArray, packings: tuple[Packing | None, Packing | None], dtypes: tuple[str, str, str]
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Codes, scales and zero points of a quantized array as a file has them."""
@@ -341,7 +339,7 @@ def _entries(
         is_power = q.spec.scale == E8M0FNU and dtype == np.uint8
         scale = codes_from_dtype(scale, E8M0FNU) if is_power else scale.astype(dtype)
     if q.zero_point is not None and zero_packing is not None:
-        words = packed_zero_points(q.zero_point, zero_packing, element.bits)
+        words = pack_zero_points(q.zero_point, zero_packing, element.bits)
         zeros = words.astype(NUMPY_DTYPES[dtypes[2]])
     return codes, scale, zeros
 

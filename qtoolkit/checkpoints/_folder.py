@@ -72,7 +72,7 @@ def open_folder(path: Path) -> Checkpoint:
             not_copied=[name for name in not_copied if name not in generated],
             is_adapter=ADAPTER_CONFIG in names,
         ),
-        opened=opened,
+        resources=opened,
     )
 
 

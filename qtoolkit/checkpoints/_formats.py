@@ -45,11 +45,11 @@ TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
 
 
 def scheme_of(layout: Layout, fmt: TargetFormat, scaling: str | None) -> Scheme:
-    """The scheme of a layout for a format and a value of `--scaling`; raises where it has none."""
+    """The scheme of a layout for a format and a value of `scaling`; raises where it has none."""
     if isinstance(fmt, BlockFormat) and scaling is not None:
         raise MisuseError(
-            f"--scaling {scaling}: {fmt.name} is a block format, whose scales are its own, "
-            "expected no --scaling; omit it"
+            f"scaling={scaling!r}: {fmt.name} is a block format, whose scales are its own, "
+            "expected no scaling=; omit it"
         )
     needs = isinstance(fmt, BlockFormat) or fmt.needs_scale
     try:
@@ -71,10 +71,11 @@ def scheme_of(layout: Layout, fmt: TargetFormat, scaling: str | None) -> Scheme:
                 " for weights named NAME.weight (a Flax model: quantize of qtoolkit.nnx or .linen)"
             )
             own = list(dict.fromkeys(scheme.spec.element.name for scheme in layout.schemes))
+        layouts = " or ".join(f"layout={name!r}" for name in others)
         raise CheckpointError(
             f"layout {layout.name}: cannot hold {fmt.name}"
-            + ("" if scaling is None else f" with --scaling {scaling}")
-            + f"; use --layout {' or '.join(others)}{named}, or one of {', '.join(own)}"
+            + ("" if scaling is None else f" with scaling={scaling!r}")
+            + f"; use {layouts}{named}, or one of {', '.join(own)}"
         ) from error
 
 
@@ -106,13 +107,13 @@ def by_scheme(fmt: Any, scaling: str | None) -> tuple[Any, str | None]:
         return fmt, scaling
     if scaling not in (None, scheme.scaling):
         raise MisuseError(
-            f"--scaling {scaling}: {fmt} is {scheme.spelling}, expected no other --scaling; omit it"
+            f"scaling={scaling!r}: {fmt} is {scheme.spelling}, expected no other scaling=; omit it"
         )
     return scheme.format, scheme.scaling
 
 
 def target_names() -> tuple[str, ...]:
-    """Every format that some layout holds, as `--format` takes it."""
+    """Every format that some layout holds, as `format` takes it."""
     schemes = (scheme for layout in LAYOUTS.values() for scheme in layout.schemes)
     return tuple(dict.fromkeys(scheme.format for scheme in schemes))
 
@@ -150,18 +151,8 @@ def model_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def safetensors_dtype(fmt: FormatLike) -> str:
-    """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
-
-    Args:
-      fmt: A format, in any spelling of `qtoolkit.format`.
-
-    Raises:
-      CheckpointError: The plain layout does not hold `fmt`.
-      ValueError, TypeError: As `qtoolkit.format`.
-
-    Examples:
-      >>> qt.checkpoints.safetensors_dtype("e4m3fn"), qt.checkpoints.safetensors_dtype("int8")
-      ('F8_E4M3', 'I8')
+    """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn"; raises
+    for what it does not hold.
     """
     resolved = resolve(fmt)
     dtype = resolved.dtype
@@ -205,15 +196,15 @@ def input_scale(
     if isinstance(scales, Mapping):
         scale = scales.get(module_of(info.name), scales.get(info.name))
     if scale is None and scheme.needs_input_scale:
-        remedy = "use --scaling channel or --layout compressed-tensors, which need none"
+        remedy = 'use scaling="channel" or layout="compressed-tensors", which need none'
         if scheme in layout.static.values():
-            remedy = "omit --input-scales"
+            remedy = "omit input_scales="
         elif scheme.scaling is None:
-            remedy = "use --layout compressed-tensors, which needs none"
+            remedy = 'use layout="compressed-tensors", which needs none'
         raise CheckpointError(
             f"tensor {shown(info.name)}: {scheme.name} in layout {layout.name} has static "
             "activation scales, expected one for "
-            f"{shown(module_of(info.name))}; give --input-scales FILE from a calibration, or "
+            f"{shown(module_of(info.name))}; give input_scales= of a calibration, or "
             f"{remedy}"
         )
     if scale is None:
@@ -226,7 +217,7 @@ def input_scale(
                 return number
     raise CheckpointError(
         f"tensor {shown(info.name)}: input scale {reprlib.repr(scale)}, expected a number above 0 "
-        "that float32 has; correct it in --input-scales"
+        "that float32 has; correct it in input_scales="
     )
 
 
@@ -236,9 +227,9 @@ def check_used(scales: InputScales | None, tensors: Sequence[TensorPlan], layout
         return
     if not any(t.scheme is not None and t.scheme.needs_input_scale for t in tensors):
         raise MisuseError(
-            f"--input-scales: nothing in layout {layout.name} with this format and "
+            f"input_scales=: nothing in layout {layout.name} with this format and "
             "scaling takes static activation scales, expected one that does; omit "
-            "--input-scales, or use --scaling tensor with --layout modelopt or "
+            'input_scales=, or use scaling="tensor" with layout="modelopt" or '
             "compressed-tensors"
         )
     names = {name for info in tensors for name in (info.name, module_of(info.name))}
@@ -248,6 +239,6 @@ def check_used(scales: InputScales | None, tensors: Sequence[TensorPlan], layout
     if unknown:
         some = ", ".join(shown(module_of(t.name)) for t in tensors if t.scheme is not None)
         raise CheckpointError(
-            f"--input-scales: {shown(unknown[0])} is no module of the checkpoint, expected "
+            f"input_scales=: {shown(unknown[0])} is no module of the checkpoint, expected "
             f"such as {some[:200]}; correct the name"
         )

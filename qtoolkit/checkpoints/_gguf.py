@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._arrays import array_checkpoint
-from qtoolkit.checkpoints._checkpoint import Checkpoint
+from qtoolkit.checkpoints._checkpoint import Checkpoint, array_checkpoint
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, shown
 
@@ -31,7 +30,7 @@ def open_gguf(path: Path) -> Checkpoint:
     reader, dequantize = _gguf_reader(path)
     in_file = {tensor.name: tensor for tensor in reader.tensors}
     factors = _gguf_factors(path, in_file)
-    factor_names = {f"{name.removesuffix('weight')}scale" for name in factors}
+    factor_names = {factor_name(name) for name in factors}
     # Of activations, which llama.cpp quantizes by it.
     input_scales = {
         name
@@ -93,11 +92,16 @@ def open_gguf(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def factor_name(weight: str) -> str:
+    """The name of the factor of a weight: "blk.0.ffn_up.scale"."""
+    return f"{weight.removesuffix('weight')}scale"
+
+
 def _gguf_factors(path: Path, in_file: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The factors "NAME.scale" of weights "NAME.weight", one or one for each expert, by weight."""
     factors = {}
     for name, weight in in_file.items():
-        scale = in_file.get(f"{name.removesuffix('weight')}scale")
+        scale = in_file.get(factor_name(name))
         if not name.endswith(".weight") or scale is None:
             continue
         experts = int(weight.shape[-1]) if len(weight.shape) == 3 else 1

@@ -7,13 +7,15 @@ tables of names and the keys of the metadata are those of the package gguf.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checkpoint import Tensor
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import CheckpointError, shown
+from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,39 +119,47 @@ class Model:
             rope["sliding_attention"] = {"rope_theta": local}
         return rope
 
-    def renamed(self, names: Any, name: str) -> str:
+    def target_name(self, names: Any, name: str) -> str:
         """The name in llama.cpp; "" of a tensor that it has no use for. `names` is gguf's table."""
         if name.endswith((".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")):
             return ""
         if self.architecture.is_gemma and name == "lm_head.weight":
             return ""
-        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if renamed is None:
+        target_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target_name is None:
             raise CheckpointError(
                 f"{self.path}: tensor {shown(name)}: llama.cpp's {self.architecture.name} has no "
                 "such tensor, expected those of a language model alone; convert the model with "
                 "llama.cpp's convert_hf_to_gguf.py"
             )
-        return str(renamed)
+        return str(target_name)
 
-    def changed(self, name: str, x: np.ndarray) -> np.ndarray:
-        """The values of a tensor as llama.cpp computes with them."""
+    def conversion(self, tensor: Tensor) -> tuple[str, Callable[[np.ndarray], np.ndarray]] | None:
+        """A dtype, and what makes the values of a tensor with which llama.cpp computes; None: they
+        are those of the folder.
+        """
+        name = tensor.name
         if self.architecture.is_gemma and name.endswith("norm.weight"):
-            return x.astype(np.float32) + 1
+            return "F32", lambda x: x.astype(np.float32) + 1
         module = name.rpartition(".")[0]
-        if self.architecture.permutes and module.endswith(("q_proj", "k_proj")):
-            all_heads = heads = self.config["num_attention_heads"]
-            size = self.config.get("head_dim") or self.config["hidden_size"] // all_heads
-            if module.endswith("k_proj"):
-                heads = self.config.get("num_key_value_heads") or heads
-            if len(x) != heads * size or size % 2:
-                raise CheckpointError(
-                    f"{self.path}: tensor {shown(name)}: {len(x)} rows, expected those of the "
-                    f"{heads} heads of {size} in config.json; fetch the folder again"
-                )
-            halves = x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:])
+        if not self.architecture.permutes or not module.endswith(("q_proj", "k_proj")):
+            return None if tensor.dtype in HIGH_PRECISION else ("F32", lambda x: x)
+        all_heads = heads = self.config["num_attention_heads"]
+        size = self.config.get("head_dim") or self.config["hidden_size"] // all_heads
+        if module.endswith("k_proj"):
+            heads = self.config.get("num_key_value_heads") or heads
+        rows = tensor.shape[0]
+        if rows != heads * size or size % 2:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)}: {rows} rows, expected those of the {heads} "
+                f"heads of {size} in config.json; fetch the folder again"
+            )
+
+        def neighbours(x: np.ndarray) -> np.ndarray:
+            halves = x.reshape(heads, 2, size // 2, *x.shape[1:])
             return halves.swapaxes(1, 2).reshape(x.shape)
-        return x
+
+        return tensor.dtype, neighbours
 
     def extra_tensors(self) -> dict[str, np.ndarray]:
         """Tensors that llama.cpp has and the folder has not: factors of Llama 3's frequencies."""

@@ -1,4 +1,4 @@
-"""Writes GGUF: a folder of Hugging Face becomes a file for llama.cpp, with names and tokenizer.
+"""Plans and writes GGUF: a folder becomes a file for llama.cpp, with its names and its tokenizer.
 
 Blocks are rounded as llama.cpp's reference quantizers round them, by the package gguf. Only NVFP4
 differs: llama.cpp has no scale of the tensor, so that small scales underflow in E4M3. Here a weight
@@ -8,6 +8,7 @@ llama.cpp makes of modelopt's folders.
 
 import dataclasses
 import functools
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,21 +17,30 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoint
 from qtoolkit.checkpoints._checks import skip_patterns
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._experts import split
+from qtoolkit.checkpoints._gguf import factor_name
 from qtoolkit.checkpoints._gguf_models import Model, model_of
 from qtoolkit.checkpoints._gguf_vocab import write_vocabulary
 from qtoolkit.checkpoints._plan import make_plan
-from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorPlan, TensorReport
+from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, MisuseError, shown
-from qtoolkit.checkpoints._writing import GGUF, is_gguf, partial_name
-from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
+from qtoolkit.checkpoints._tensors import (
+    NUMPY_DTYPES,
+    CheckpointError,
+    Entry,
+    MisuseError,
+    shown,
+)
+from qtoolkit.checkpoints._writing import GGUF, is_gguf, new_file, partial_name, write_chunks
+from qtoolkit.checkpoints.layouts import Encoding, Packing, Scheme
+from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION, block_format
+from qtoolkit.formats import FLOAT16, INT4, INT8, MXFP4, NVFP4, UINT4
+from qtoolkit.formats import format as resolve
 
-# By the value of --format: the type of blocks, and `general.file_type` of a file of them.
+# By the value of `format`: the type of blocks, and `general.file_type` of a file of them.
 TYPES = {
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
     "q4_0": ("Q4_0", "MOSTLY_Q4_0"),
@@ -45,69 +55,15 @@ _SPELLINGS = {"f16": "float16", "bf16": "bfloat16"}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.weight)")
 _ROUTERS = (".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight")
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
-_LARGEST = np.float32(np.finfo(np.float16).max)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GgufTensor(TensorPlan):
-    """A tensor of a GGUF file; its `dtype` is a type of GGUF, such as "Q8_0".
-
-    Attributes:
-      target: Its name there.
-      block: The elements of a block, and the bytes of one.
-    """
-
-    target: str
-    block: tuple[int, int]
-
-    @property
-    def format_name(self) -> str:
-        return self.dtype.lower() if self.action == "quantize" else ""
-
-    @functools.cached_property
-    def entries(self) -> tuple[Entry, ...]:
-        one = Entry(self.target, self.dtype, self.source.shape)
-        if self.dtype != "NVFP4":
-            return (one,)
-        return one, Entry(self.scale_name, "F32", self.scale_shape)
-
-    @property
-    def scale_shape(self) -> tuple[int]:
-        """One for the tensor, or for each expert."""
-        return (self.source.shape[0] if len(self.source.shape) == 3 else 1,)
-
-    @property
-    def data_nbytes(self) -> int:
-        return self.source.size // self.block[0] * self.block[1]
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        return self.data_nbytes + sum(entry.nbytes for entry in self.entries[1:])
-
-    @property
-    def scale_name(self) -> str:
-        return f"{self.target.removesuffix('weight')}scale"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GgufPlan(Plan):
-    """What is written to a GGUF file.
-
-    Attributes:
-      type_name: The key of `TYPES`.
-      model: The model as llama.cpp sees it.
-      extra: Tensors that llama.cpp alone has.
-      writer: The package's writer, which knows all of the file but the numbers of its tensors.
-    """
-
-    type_name: str
-    model: Model
-    extra: Mapping[str, np.ndarray]
-    writer: Any
-
-    @property
-    def format_names(self) -> str:
-        return self.type_name
+_SPECS = {
+    "Q8_0": block_format(element=INT8, block=(32,), scale=FLOAT16),
+    "Q4_0": block_format(element=INT4, block=(32,), scale=FLOAT16),
+    "Q4_1": block_format(element=UINT4, block=(32,), scale=FLOAT16, zero_point=True),
+    "MXFP4": MXFP4,
+    "NVFP4": NVFP4,
+}
+_SCHEMES = {t: Scheme(name=t.lower(), spec=s, is_named=True) for t, s in _SPECS.items()}
+_HALVES = Packing(64, order=(*range(0, 16, 2), *range(1, 16, 2)))  # codes j and j + 8 in a byte
 
 
 def gguf_type(format: Any) -> str | None:
@@ -137,7 +93,7 @@ def plan_gguf(
     skip: Sequence[str] = (),
     channel_axis: str = "auto",
     **options: Any,
-) -> GgufPlan:
+) -> Plan:
     """The plan of a GGUF file of a folder; `options` are those that have no effect."""
     src = source.path
     name, gguf = _checked(src, format, options)
@@ -146,33 +102,29 @@ def plan_gguf(
     model = model_of(src, source.config)
     tensors = tuple(_tensors(source, model, TYPES[name][0], patterns, gguf))
     _check_layers(tensors, model)
-    extra = model.extra_tensors()
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[model.architecture.name]])
-    _announce(writer, extra, tensors, gguf)
+    _announce(writer, tensors, gguf)
     writer.add_type(gguf.GGUFType.MODEL)
     count, *others = writer.get_total_parameter_count()
-    about = _metadata(src, count, gguf)
-    about.name = about.name or os.path.basename(os.path.realpath(src))
-    about.size_label = about.size_label or gguf.size_label(count, *others)
-    about.set_gguf_meta_model(writer)
+    metadata = _metadata(src, count, gguf)
+    metadata.name = metadata.name or os.path.basename(os.path.realpath(src))
+    metadata.size_label = metadata.size_label or gguf.size_label(count, *others)
+    metadata.set_gguf_meta_model(writer)
     model.write_metadata(writer)
     writer.add_file_type(gguf.LlamaFileType[TYPES[name][1]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     vocabulary = _vocabulary_size(source, model)
     write_vocabulary(writer, str(src), vocabulary, model.architecture.is_gemma)
-    return GgufPlan(
+    return Plan(
         layout="GGUF",
-        format=None,
+        format=_SCHEMES.get(TYPES[name][0]) or resolve(name),
         scaling="none",
         tensors=tensors,
         metadata={},
         quantization_config={},
         files={},
         dequantizes=source.layout,
-        type_name=name,
-        model=model,
-        extra=extra,
-        writer=writer,
+        header=writer,
     )
 
 
@@ -185,8 +137,7 @@ def _checked(src: Path, format: Any, options: Mapping[str, Any]) -> tuple[str, A
             "llama-quantize makes its other types of a bfloat16 file"
         )
     if given := next((option for option, value in options.items() if value), None):
-        option = given.replace("_", "-")
-        raise MisuseError(f"{src}: GGUF, for which --{option} has no effect; omit it")
+        raise MisuseError(f"{src}: GGUF, for which {given}= has no effect; omit it")
     try:
         import gguf
     except ImportError as error:
@@ -209,11 +160,15 @@ def _vocabulary_size(source: Checkpoint, model: Model) -> int:
 
 def _tensors(
     source: Checkpoint, model: Model, kind: str, skip: Sequence[re.Pattern[str]], gguf: Any
-) -> Iterator[GgufTensor]:
+) -> Iterator[TensorPlan]:
     """The tensors of the target, in their order."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.architecture.name], model.layers)
-    for tensor in _stacked(source):
-        name = model.renamed(names, tensor.name)
+    extra = model.extra_tensors()
+    headers = {name: (values.dtype, values.shape) for name, values in extra.items()}
+    for tensor in array_checkpoint(source.path, headers, extra.__getitem__).tensors.values():
+        yield TensorPlan.unquantized(tensor, tensor.dtype, "of llama.cpp alone")
+    for tensor in _as_computed(source, model):
+        name = model.target_name(names, tensor.name)
         if not name:
             continue
         type_, reason = kind, ""
@@ -223,21 +178,78 @@ def _tensors(
         elif name.endswith(_ROUTERS):
             type_, reason = "F32", "routers are F32"
         elif any(pattern.search(tensor.name) for pattern in skip):
-            type_, reason = tensor.dtype if tensor.dtype in HIGH_PRECISION else "F32", "--skip"
+            type_, reason = tensor.dtype, "skip="
         elif name in _EMBEDDINGS and kind in ("Q4_0", "Q4_1", "MXFP4", "NVFP4"):
-            type_, reason = "Q8_0", "embeddings are Q8_0"
-        length = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]][0]
+            type_ = "Q8_0"
+        length, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
         if tensor.shape and tensor.shape[-1] % length:
             type_, reason = "F16", f"rows are no multiple of {length}"
-        is_quantized = type_ not in ("F32", "F16", "BF16") and not reason
-        yield GgufTensor(
-            source=tensor,
-            action="quantize" if is_quantized else "cast",
-            reason=reason,
-            dtype=type_,
-            target=name,
-            block=gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]],
-        )
+        if type_ in HIGH_PRECISION:
+            plan = TensorPlan.unquantized(tensor, type_, reason)
+            if plan.action == "cast" and type_ == kind and not reason:
+                plan = dataclasses.replace(plan, action="quantize")
+            yield dataclasses.replace(plan, target=name)
+            continue
+        *rows, columns = tensor.shape
+        codes = Entry(name, "U8", (*rows, columns // length * nbytes))
+        encoding = _encoding(tensor, type_, codes)
+        plan = TensorPlan.quantized(tensor, encoding, _SCHEMES[type_])
+        yield dataclasses.replace(plan, dtype=type_)
+
+
+def _encoding(tensor: Tensor, type_: str, codes: Entry) -> Encoding:
+    """How a file holds a weight in blocks."""
+    spec, shape = _SPECS[type_], tensor.shape
+    (length,) = spec.block
+    assert length is not None
+    one = Encoding(
+        name=tensor.name,
+        shape=shape,
+        spec=spec,
+        lengths=(*(1 for _ in shape[:-1]), length),
+        codes=codes,
+        quantizer=functools.partial(_blocks, type_),
+    )
+    if type_ != "NVFP4":
+        return one
+    count = shape[0] if len(shape) == 3 else 1  # one for the tensor, or for each expert
+    return dataclasses.replace(
+        one,
+        tensor_scale=Entry(factor_name(codes.name), "F32", (count,)),
+        packing=_HALVES,
+        scales_first=4,
+        quantizer=None,
+    )
+
+
+def _blocks(type_: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of blocks, and the numbers that they stand for."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[type_]
+    # The package takes 16 rows at a time: of 32 elements they cost three times as long.
+    rows = x.reshape(-1, math.gcd(x.size, 2**12))
+    with np.errstate(all="ignore"):
+        data = gguf.quants.quantize(rows, kind)
+        return data, gguf.quants.dequantize(data, kind).reshape(-1)
+
+
+def _as_computed(source: Checkpoint, model: Model) -> Iterator[Tensor]:
+    """The tensors of a model with the values with which llama.cpp computes."""
+    tensors = {tensor.name: tensor for tensor in _stacked(source)}
+    found = {name: model.conversion(tensor) for name, tensor in tensors.items()}
+    changes = {name: change for name, change in found.items() if change is not None}
+    headers = {n: (NUMPY_DTYPES[dtype], tensors[n].shape) for n, (dtype, _) in changes.items()}
+
+    def read(name: str) -> np.ndarray:
+        dtype, convert = changes[name]
+        return convert(tensors[name].read_all()).astype(NUMPY_DTYPES[dtype], copy=False)
+
+    arrays = array_checkpoint(source.path, headers, read).tensors
+    for name, tensor in tensors.items():
+        if new := arrays.get(name):
+            tensor = dataclasses.replace(tensor, dtype=new.dtype, read_into=new.read_into)
+        yield tensor
 
 
 def _stacked(source: Checkpoint) -> Iterator[Tensor]:
@@ -276,9 +288,10 @@ def _stack(name: str, parts: list[Tensor]) -> Tensor:
     )
 
 
-def _check_layers(tensors: Iterable[GgufTensor], model: Model) -> None:
+def _check_layers(tensors: Iterable[TensorPlan], model: Model) -> None:
     """Raises where layers of config.json are missing, or lack what other layers have."""
-    parts = (one.target.split(".", 2) for one in tensors if one.target.startswith("blk."))
+    targets = (tensor.entries[0].name for tensor in tensors)
+    parts = (name.split(".", 2) for name in targets if name.startswith("blk."))
     found: dict[int, set[str]] = {layer: set() for layer in range(model.layers)}
     for _, number, name in parts:
         found.setdefault(int(number), set()).add(name)
@@ -303,113 +316,34 @@ def _metadata(src: Path, count: int, gguf: Any) -> Any:
         ) from error
 
 
-def _announce(
-    writer: Any, extra: Mapping[str, np.ndarray], tensors: Iterable[GgufTensor], gguf: Any
-) -> None:
+def _announce(writer: Any, tensors: Iterable[TensorPlan], gguf: Any) -> None:
     float32 = np.dtype(np.float32)
-    for name, values in extra.items():
-        writer.add_tensor_info(name, values.shape, float32, values.nbytes)
-    for one in tensors:
-        kind = gguf.GGMLQuantizationType[one.dtype]
-        writer.add_tensor_info(one.target, one.source.shape, float32, one.data_nbytes, kind)
-        if one.dtype == "NVFP4":
-            count = one.scale_shape[0]
-            writer.add_tensor_info(one.scale_name, (count,), float32, 4 * count)
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.dtype]
+        data, *scales = tensor.entries
+        writer.add_tensor_info(data.name, tensor.source.shape, float32, data.nbytes, kind)
+        for scale in scales:
+            writer.add_tensor_info(scale.name, scale.shape, float32, scale.nbytes)
 
 
 def write_gguf(
-    dst: Path, plan: GgufPlan, report: Report, allow_nonfinite: bool, progress: Progress | None
-) -> Report:
-    """Writes the file, under a temporary name until it is whole."""
-    target = os.path.realpath(dst)
-    partial = partial_name(target)
-    try:
-        with storage.naming(dst):
-            reports = _write(plan, partial, allow_nonfinite, progress)
-            os.replace(partial, target)
-    finally:
-        if os.path.exists(partial):
-            os.remove(partial)
-    return dataclasses.replace(report, tensors=tuple(reports))
+    path: Path, writer: Any, chunks: Iterable[tuple[str, Any]], *, overwrite: bool
+) -> None:
+    """Writes a file from chunks, (name, bytes or array), as they are produced.
 
-
-def _write(
-    plan: GgufPlan, partial: str, allow_nonfinite: bool, progress: Progress | None
-) -> list[TensorReport]:
-    writer = plan.writer
-    total = sum(info.nbytes for infos in writer.tensors for info in infos.values())
-    writer.write_header_to_file(partial)
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    reports, written = [], 0
-    try:
-        for values in plan.extra.values():
-            writer.write_tensor_data(np.ascontiguousarray(values))
-            written += values.nbytes
-        for tensor in plan.tensors:
-            arrays, report = _made(tensor, plan.model, allow_nonfinite)
-            for array in arrays:
-                writer.write_tensor_data(array)
-            reports.append(report)
-            written += tensor.nbytes
-            if progress is not None:
-                progress(shown(tensor.name), written, total)
-    finally:
+    `writer` is the package's, which knows metadata, tokenizer, and the place of each tensor.
+    """
+    infos = [info for infos in writer.tensors for info in infos.items()]
+    with new_file(path, overwrite, (GGUF,)) as file:
+        writer.write_header_to_file(partial_name(os.path.realpath(path)))
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
         writer.close()
-    return reports
-
-
-def _made(
-    tensor: TensorPlan, model: Model, allow_nonfinite: bool
-) -> tuple[list[np.ndarray], TensorReport]:
-    """The arrays of a tensor, and what was done to it."""
-    from qtoolkit.scaling.internal import weight_errors  # loads JAX
-
-    x = np.ascontiguousarray(model.changed(tensor.name, tensor.source.read_all()), np.float32)
-    nonfinite = int(x.size - np.isfinite(x).sum())
-    if nonfinite and not allow_nonfinite:
-        raise CheckpointError(
-            f"{model.path}: NaN or Inf in weights: {shown(tensor.name)} ({nonfinite:,}); "
-            "expected finite numbers; pass --allow-nonfinite"
-        )
-    overflowed = 0
-    if tensor.dtype == "F16":
-        overflowed = int((np.isfinite(x) & (np.abs(x) > _LARGEST)).sum())
-        x = np.where(np.isfinite(x), np.clip(x, -_LARGEST, _LARGEST), x)
-    arrays, values = _encoded(x, tensor.dtype)
-    errors = weight_errors(x.reshape(-1), values.reshape(-1))
-    return arrays, tensor.report(
-        sqnr_db=errors.known_sqnr_db, nonfinite=nonfinite, overflowed=overflowed
-    )
-
-
-def _encoded(x: np.ndarray, kind: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """The arrays that a file holds of a tensor, and the numbers that they stand for."""
-    import gguf
-
-    type_ = gguf.GGMLQuantizationType[kind]
-    factor: list[np.ndarray] = []
-    with np.errstate(all="ignore"):
-        if kind == "NVFP4":
-            pairs = [_nvfp4(part) for part in x.reshape(-1, *x.shape[-2:])]
-            data = np.stack([data for data, _ in pairs]).reshape(*x.shape[:-1], -1)
-            factor = [np.array([scale for _, scale in pairs], np.float32)]
-        else:
-            data = gguf.quants.quantize(x, type_)
-        values = gguf.quants.dequantize(data, type_)
-    return [np.ascontiguousarray(data), *factor], values * (
-        factor[0].reshape(-1, *(1,) * (x.ndim - 1)) if factor else 1
-    )
-
-
-def _nvfp4(x: np.ndarray) -> tuple[np.ndarray, float]:
-    """Blocks of 64: four bytes of scales, then for each 16 elements 8 bytes, j and j + 8 in one."""
-    from qtoolkit.scaling import quantize  # loads JAX
-
-    array = quantize(x, "nvfp4")
-    rows = x.shape[0]
-    scales = np.asarray(array.scale).view(np.uint8).reshape(rows, -1, 4)
-    codes = np.asarray(array.codes).reshape(rows, -1, 4, 2, 8)
-    packed = codes[..., 0, :] | codes[..., 1, :] << 4
-    blocks = np.concatenate([scales, packed.reshape(rows, -1, 32)], -1)
-    return blocks.reshape(rows, -1), float(np.asarray(array.tensor_scale))
+        places = {}
+        end = os.fstat(file).st_size
+        for name, info in infos:
+            start = writer.ggml_pad(end, writer.data_alignment)
+            end = start + info.nbytes
+            places[name] = start, end
+        os.ftruncate(file, writer.ggml_pad(end, writer.data_alignment))
+        write_chunks(file, path, b"", places, chunks)

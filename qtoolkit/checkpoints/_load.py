@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
-from qtoolkit.checkpoints._checks import compiled_all
+from qtoolkit.checkpoints._checks import compile_patterns
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import comfy_marks, dequantized
+from qtoolkit.checkpoints._decode import comfy_marks, decode_weights
 from qtoolkit.checkpoints._formats import high_precision_dtype
-from qtoolkit.checkpoints._pytrees import differs, filled, is_qarray, named_arrays
+from qtoolkit.checkpoints._pytrees import fill_tree, is_qarray, named_arrays, structure_error
 from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._tensors import DTYPE_OF, FLOATS, NUMPY_DTYPES, CheckpointError, shown
@@ -171,12 +171,12 @@ def load(
         if like is None:
             return {name: read("float32") for name, read in readers.items()}
         wanted = dict(named_arrays(path, like))
-        placed, used = _placed_readers(readers, wanted, names)
-        state = filled(path, like, placed)
-        patterns = compiled_all(skip)
+        placed, used = _readers_by_leaf(readers, wanted, names)
+        state = fill_tree(path, like, placed)
+        patterns = compile_patterns(skip)
         unused = [n for n in readers if n not in used and n not in auxiliary]
         if unused := [n for n in unused if not any(p.search(n) for p in patterns)]:
-            raise differs(
+            raise structure_error(
                 path,
                 unused,
                 "which `like` has not; add them to it, or name them in skip=, a list of patterns",
@@ -184,7 +184,7 @@ def load(
     return state
 
 
-def _placed_readers(
+def _readers_by_leaf(
     readers: Mapping[str, Reader], wanted: Mapping[str, Any], names: Names | None
 ) -> tuple[dict[str, Callable[[], Any]], set[str]]:
     """For each name in `like` what reads its array; and the names in the checkpoint."""
@@ -200,12 +200,12 @@ def _placed_readers(
         if name in readers:
             shape = None if names is None else getattr(like, "shape", None)
             kind = getattr(like, "dtype", np.dtype("float32"))
-            placed[leaf] = functools.partial(_arranged, readers[name], kind, axes, shape)
+            placed[leaf] = functools.partial(_arrange, readers[name], kind, axes, shape)
             used.add(name)
     return placed, used
 
 
-def _arranged(
+def _arrange(
     read: Reader, dtype: Any, axes: Sequence[int] | None, shape: tuple[int, ...] | None
 ) -> Any:
     """An array, with axes in another order; of another rank, in the shape of the same size."""
@@ -223,17 +223,17 @@ def _readers(file: Checkpoint, dtype: np.dtype | None) -> tuple[dict[str, Reader
     A reader takes the dtype that a `QArray` has; it gives numbers of `dtype`, if that is not None.
     The second result are the names of what only loaders need, such as input scales.
     """
-    saved = _saved(file)
+    saved = _saved_descriptions(file)
     parts = {f"{name}_{field}" for name in saved for field in (*FIELDS, FACTORS)}
     others = {n: t for n, t in file.tensors.items() if n not in saved and n not in parts}
     # Codes that no layout finds become arrays: what ComfyUI says of them would be lost.
     comfy_marks(file, {name for name, tensor in others.items() if tensor.dtype not in FLOATS})
     rest = dataclasses.replace(file, tensors=others)
     rest.metadata = {key: text for key, text in file.metadata.items() if key != ARRAYS_KEY}
-    source = dequantized(rest)
+    source = decode_weights(rest)
     check_explained(source)
     readers: dict[str, Reader] = {}
-    for name, tensor in source.everything.items():
+    for name, tensor in source.all_tensors.items():
         readers[name] = functools.partial(_read, file, tensor, dtype)
     for name, description in saved.items():
         readers[name] = functools.partial(_read_saved, file, name, description, dtype)
@@ -311,7 +311,7 @@ def _array(path: Path, name: str, x: Any) -> np.ndarray:
         raise CheckpointError(f"{where}: {error}{hint_for_others('x', x)}") from error
 
 
-def _saved(file: Checkpoint) -> dict[str, Any]:
+def _saved_descriptions(file: Checkpoint) -> dict[str, Any]:
     """What the metadata says of the `QArray`s that `save` wrote, by name."""
     try:
         return {**json.loads(file.metadata.get(ARRAYS_KEY, "{}"))}

@@ -13,8 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._arrays import array_checkpoint, check_unique
-from qtoolkit.checkpoints._checkpoint import Checkpoint
+from qtoolkit.checkpoints._checkpoint import Checkpoint, array_checkpoint
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, shown
 
@@ -52,7 +51,7 @@ def open_orbax(path: Path) -> Checkpoint:
         headers[name] = np.dtype(leaf.dtype), tuple(leaf.shape)
     arrays = _Arrays(path, folder, structure, headers)
     checkpoint = array_checkpoint(path, headers, arrays.read)
-    checkpoint.opened.callback(arrays.ready.clear)
+    checkpoint.resources.callback(arrays.ready.clear)
     checkpoint.metadata = {k: text for k, text in custom.items() if isinstance(text, str)}
     return checkpoint
 
@@ -166,7 +165,11 @@ def _names(leaves: list[tuple[Any, ...]]) -> list[str]:
 
 
 def _check_names(path: Path, names: list[str]) -> None:
-    check_unique(path, names)
+    if twice := sorted(name for name, count in collections.Counter(names).items() if count > 1):
+        raise CheckpointError(
+            f"{path}: tensor {shown(twice[0])}: two arrays have this name, keys joined by dots, "
+            "expected one; rename one of them"
+        )
     known = {*names}
     stored = [name for name in known if name.endswith(".codes") and f"{name[:-5]}scale" in known]
     if stored:

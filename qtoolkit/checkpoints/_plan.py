@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._arguments import recorded
+from qtoolkit.checkpoints._arguments import arguments_to_json
 from qtoolkit.checkpoints._cautions import Target, cautions_of
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import (
@@ -72,60 +72,10 @@ def make_plan(
     allow_split: bool = False,
     keep_unfitting: bool = False,
 ) -> Plan:
-    """Decide what `convert` does with every tensor of `source`.
+    """Decides what `convert`, of whose arguments these are, does with each tensor of `source`.
 
-    A single format quantizes the float32, float16 and bfloat16 tensors of two or more dimensions
-    whose names match neither `DEFAULT_SKIP` nor `skip`. With `Rules`, `skip` still comes first, but
-    `DEFAULT_SKIP` and the number of dimensions do not count. A tensor that no rule matches gets the
-    default of the rules if it is float32, float16 or bfloat16.
-
-    Args:
-      source: The open checkpoint; only its headers are read. `convert` opens a quantized one as
-        the float weights that it stands for.
-      format: An element format or a published block format, in any spelling, that the layout holds,
-        or the name of one of its schemes, such as "W4A16".
-        Or `Rules`, which give such a format, or None, for the name of a tensor; a tensor with None
-        is not quantized. None instead of a format: nothing is quantized.
-      scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
-        elements, but one for each output in convolutions [O, I, kh, kw]. None: what the layout
-        has first for the format. Formats without scales, bfloat16 and float16, and block formats
-        take None alone.
-      layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
-        that layout holds the format and the model is not of diffusers; else the only one that holds
-        the format, if weights are named NAME.weight; else "plain".
-      skip: Regular expressions; a tensor is not quantized if one is found in its name.
-      keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
-        are not quantized; None: they are copied.
-      channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
-        decides by architecture, names and biases.
-      input_scales: Static activation scales by module, or one for all, if the layout asks for them.
-      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats, integers that
-        are no masks or tables by their names, and scales without codes. `skip` and rules that
-        name them allow them, too.
-      allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
-        of a layer, may have several schemes, or some of them none.
-      keep_unfitting: Whether weights that whole blocks do not fill are not quantized. Otherwise
-        they are an error.
-
-    Raises:
-      CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input
-        scales are given to formats that have none; the source is a folder of an adapter, or one
-        that loaders would misread for lack of a config.json; a tensor to be quantized is float64
-        (by a rule: not float32, float16 or bfloat16); the name for its scales is taken; a regular
-        expression is invalid, or it or a rule matches nothing; the axis of the outputs cannot be
-        found out.
-      TypeError: A rule has a class as its key, or a value that is no format.
-      ValueError: Unknown format, scaling or layout.
-
-    Examples:
-      >>> tensors = {"mlp/kernel": jnp.ones((64, 32)), "embed/kernel": jnp.ones((8, 32))}
-      >>> qt.checkpoints.save("model.safetensors", tensors)
-      >>> with qt.checkpoints.open_source("model.safetensors") as source:
-      ...     plan = qt.checkpoints.make_plan(source, scaling="tensor")
-      >>> for tensor in plan.tensors:
-      ...     print(tensor.name, tensor.dtype, tensor.reason or tensor.action)
-      embed/kernel F32 skipped by default
-      mlp/kernel F8_E4M3 quantize
+    Only headers are read. A quantized checkpoint is given as `decode_weights` opens it. `format`
+    may be None: nothing is quantized.
     """
     for name, value, choices in (
         ("scaling", scaling, SCALINGS),
@@ -140,7 +90,7 @@ def make_plan(
     if chosen.experts_of and model not in (None, chosen.experts_of):
         raise CheckpointError(
             f"{source.path}: layout {chosen.name} holds the experts of {chosen.experts_of}, and "
-            f"the model is {shown(str(model))} by its config.json; use another --layout"
+            f"the model is {shown(str(model))} by its config.json; use another layout="
         )
     source = split_for(source, chosen.name)
     planner = _Planner(
@@ -191,7 +141,7 @@ class _Planner:
         if self.scaling is not None and not has_scales:
             names = ", ".join(dict.fromkeys(f.name for f in formats)) or "what no rule quantizes"
             raise MisuseError(
-                f"--scaling {self.scaling}: {names} has no scales, expected no --scaling; omit it"
+                f"scaling={self.scaling!r}: {names} has no scales, expected no scaling=; omit it"
             )
         is_one_format = not isinstance(chosen, Rules)
         patterns = skip_patterns(skip, self.source.tensors)
@@ -200,7 +150,7 @@ class _Planner:
             is_named = any(p.search(name) for p in patterns) or rules.match_index(name) is not None
             return allow_codes or is_named
 
-        ways = "--allow-codes" if chosen is None else "--skip PATTERN or --allow-codes"
+        ways = "allow_codes=True" if chosen is None else "skip= or allow_codes=True"
         remedy = f"; if it is what the model has, copy it as it is with {ways}"
         keeps_codes = check_explained(self.source, may_be_codes, remedy)
         tensors = tuple(
@@ -249,8 +199,8 @@ class _Planner:
             counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
             raise CheckpointError(
                 f"{self.source.path}: nothing to quantize for layout {self.layout.name} "
-                f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
-                "and --rules take others"
+                f"({counted or 'no tensors'}), expected matrices named NAME.weight; "
+                'layout="plain" and rules take others'
             )
         if len(used) > 1 and not self.layout.is_mixed:
             raise CheckpointError(
@@ -280,9 +230,9 @@ class _Planner:
             raise CheckpointError(shown(str(error))) from error
         return rules, rules
 
-    def _target(self, of: SpecLike) -> TargetFormat:
+    def _target(self, fmt: SpecLike) -> TargetFormat:
         """The format of this spelling; raises where the layout cannot hold it."""
-        target = resolve_target(of)
+        target = resolve_target(fmt)
         scheme_of(self.layout, target, self.scaling)
         return target
 
@@ -300,7 +250,7 @@ class _Planner:
         if is_one_format and len(info.shape) < 2:
             return None, "fewer than two dimensions"
         if any(pattern.search(info.name) for pattern in skip):
-            return None, "--skip"
+            return None, "skip="
         if is_one_format and SKIPPED.search(info.name):
             return None, "skipped by default"
         if is_one_format and fmt is None:
@@ -321,7 +271,7 @@ class _Planner:
             return ""
         model, others = self.source.config.get("model_type"), LAYOUTS.values()
         other = next((one.name for one in others if model and one.experts_of == model), "")
-        hint = f"; --layout {other} holds experts" if other and is_stack_of_experts(info) else ""
+        hint = f"; layout={other!r} holds experts" if other and is_stack_of_experts(info) else ""
         return f"{len(info.shape)} dimensions, {self.layout.name} holds matrices{hint}"
 
     def _tensor(self, info: Tensor, fmt: TargetFormat | None, reason: str) -> TensorPlan:
@@ -333,7 +283,7 @@ class _Planner:
             )
         if info.dtype not in HIGH_PRECISION:
             raise self._error(
-                info, f"dtype {info.dtype}, expected F32, F16 or BF16; exclude it with --skip"
+                info, f"dtype {info.dtype}, expected F32, F16 or BF16; exclude it with skip="
             )
         if isinstance(fmt, Format) and not fmt.needs_scale:
             dtype = safetensors_dtype(fmt)
@@ -369,23 +319,23 @@ class _Planner:
                 raise CheckpointError(
                     f"tensor {shown(info.name)}, {list(info.shape)}: expected all experts of a "
                     f"layer, [experts, inputs, outputs], as layout {self.layout.name} holds them; "
-                    "exclude it by a rule or with --skip, or use another --layout"
+                    "exclude it by a rule or with skip=, or use another layout="
                 )
             return
         # Not "/weight": other entries replace what follows the last dot of the name.
         if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "
-                f"NAME.weight, as layout {self.layout.name} holds them; exclude it with --skip, or "
-                "use --layout plain"
+                f"NAME.weight, as layout {self.layout.name} holds them; exclude it with skip=, or "
+                'use layout="plain"'
             )
         if EMBEDDING.search(info.name):
             check_table(info, scheme, self.layout, self.roles)
         if self.roles.outputs_last(info):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
-                f"GPT-2's Conv1D or by --channel-axis, and layout {self.layout.name} holds "
-                "[outputs, inputs] only; use --layout plain"
+                f"GPT-2's Conv1D or by channel_axis=, and layout {self.layout.name} holds "
+                '[outputs, inputs] only; use layout="plain"'
             )
 
     def _unquantized(self, info: Tensor, reason: str) -> TensorPlan:
@@ -425,7 +375,7 @@ class _Planner:
         if chosen is None:
             metadata.pop(METADATA_KEY, None)
             return metadata
-        record["arguments"] = recorded(
+        record["arguments"] = arguments_to_json(
             chosen,
             skip,
             scaling=self.scaling,

@@ -18,20 +18,15 @@ from qtoolkit.checkpoints._quantize import (
     QuantizedSlab,
     Weight,
     largest_magnitudes,
-    prepared,
     quantize_slabs,
     tensor_scales_from,
+    with_block_scales,
 )
 from qtoolkit.checkpoints._reader import WeightReader, grid_of
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import SLAB, Grid, Slab
-from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, shown
-from qtoolkit.checkpoints.layouts._encoding import (
-    Encoding,
-    packed,
-    packed_zero_points,
-    same_numbers,
-)
+from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import pack_rows, pack_zero_points, same_numbers
 from qtoolkit.scaling.internal import WeightErrors, weight_errors
 
 Item = TypeVar("Item")
@@ -116,7 +111,7 @@ class _Part(NamedTuple):
     values: WeightReader | None = None
 
     @property
-    def alike(self) -> tuple[Any, ...] | None:
+    def batch_key(self) -> tuple[Any, ...] | None:
         """What small weights have in common that are quantized in one call; None of all others."""
         if self.start or not self.is_last or self.weight is None or self.stop * BATCH > SLAB:
             return None
@@ -165,14 +160,13 @@ class Production:
         batches = self._workers.map(_outputs, _batches(parts))
         for part, output in itertools.chain.from_iterable(batches):
             tensor = part.tensor
-            entries = [*_entries(part, output)]
             if output.zero_point is not None:
                 zeros.append(output.zero_point)
-            if part.is_last and zeros:
-                entries.append(_zero_points(tensor.encoding, np.concatenate(zeros)))
-                zeros = []
-            for name, data in entries:
-                yield name, data
+                whole = np.concatenate(zeros) if part.is_last else None
+                output = output._replace(zero_point=whole)
+                zeros = [] if part.is_last else zeros
+            for entry, data in _entries(part, output):
+                yield entry.name, data
                 self._done += data.nbytes
                 if self._progress is not None:
                     self._progress(shown(tensor.name), self._done, self.total)
@@ -180,7 +174,7 @@ class Production:
             if part.is_last:
                 self.reports.append(
                     tensor.report(
-                        max_scale=errors.max_scale if tensor.encoding is not None else None,
+                        max_scale=errors.max_scale if tensor.has_scales else None,
                         sqnr_db=errors.known_sqnr_db if tensor.action == "quantize" else None,
                         nonfinite=errors.nonfinite,
                         overflowed=errors.overflowed,
@@ -195,13 +189,14 @@ class Production:
             for start, stop in itertools.pairwise(ends) if len(ends) > 1 else [(0, 0)]:
                 yield _Part(tensor, start, stop, stop == source.nbytes)
             return
-        values = self._same_values(tensor)
-        weight = None if values is not None else self._weight(tensor)
-        if weight is not None:
-            grid = weight.grid
+        values, encoding = self._same_values(tensor), tensor.encoding
+        weight = None
+        if values is not None or (encoding is not None and encoding.quantizer is not None):
+            assert encoding is not None
+            grid = grid_of(encoding)
         else:
-            assert tensor.encoding is not None
-            grid = grid_of(tensor.encoding)
+            weight = self._weight(tensor)
+            grid = weight.grid
         for slab in grid.slabs():
             start = grid.start(slab)
             stop = start + slab.size
@@ -238,12 +233,14 @@ class Production:
                 each = [largest_magnitudes(member, 1, self._workers.map) for member in members]
                 amaxes = self._amaxes[tensor.group] = np.max(each, axis=0)
             tensor_scale = np.asarray(tensor_scales_from(amaxes, spec))
-        return prepared(Weight(source, spec, grid_of(encoding), tensor_scale), self._workers.map)
+        return with_block_scales(
+            Weight(source, spec, grid_of(encoding), tensor_scale), self._workers.map
+        )
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     """Parts that are computed together: small weights that are alike, and follow one another."""
-    for is_small, run in itertools.groupby(parts, lambda part: part.alike):
+    for is_small, run in itertools.groupby(parts, lambda part: part.batch_key):
         size, is_compiled = BATCH if is_small else 1, False
         while batch := [*itertools.islice(run, size)]:
             is_compiled |= len(batch) == size
@@ -253,25 +250,38 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 def _outputs(parts: Sequence[_Part]) -> Iterable[tuple[_Part, QuantizedSlab]]:
     """What becomes of some parts: computed in a thread."""
     slabs = [(p.weight, p.slab) for p in parts if p.weight is not None and p.slab is not None]
-    outputs = quantize_slabs(slabs) if slabs else [_stored(part) for part in parts]
-    return [*zip(parts, map(_packed, parts, outputs), strict=True)]
+    outputs = quantize_slabs(slabs) if slabs else [_output_of(part) for part in parts]
+    return [*zip(parts, map(_pack, parts, outputs), strict=True)]
 
 
-def _stored(part: _Part) -> QuantizedSlab:
-    if part.slab is None or part.values is None:
-        return _copied(part)
-    return _unchanged(part, part.slab, part.values)
+def _output_of(part: _Part) -> QuantizedSlab:
+    encoding = part.tensor.encoding
+    if part.slab is None:
+        return _copy_bytes(part)
+    if part.values is not None:
+        return _copy_codes(part, part.slab, part.values)
+    assert encoding is not None
+    assert encoding.quantizer is not None
+    x = part.tensor.source.read(part.start, part.stop).astype(np.float32)
+    data, values = encoding.quantizer(x)
+    with np.errstate(invalid="ignore"):  # signaling NaNs
+        return QuantizedSlab(data, None, weight_errors(x, values))
 
 
-def _packed(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
+def _pack(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
     encoding = part.tensor.encoding
     if part.slab is None or encoding is None or encoding.packing is None:
         return output
-    codes = packed(output.codes, encoding.packing, encoding.spec.element.bits)
-    return output._replace(codes=codes)
+    codes = pack_rows(output.codes, encoding.packing, encoding.spec.element.bits)
+    if not encoding.scales_first:
+        return output._replace(codes=codes)
+    assert output.scale is not None
+    scales = output.scale.view(np.uint8).reshape(-1, encoding.scales_first)
+    codes = np.concatenate([scales, codes.reshape(len(scales), -1)], axis=1)
+    return output._replace(codes=codes, scale=None)
 
 
-def _unchanged(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
+def _copy_codes(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
     """The stored codes of a slab, and with the first one all scales."""
     codes = values.codes_between(part.start, part.stop).view(np.uint8)
     scale, _ = values.scales()
@@ -283,7 +293,7 @@ def _unchanged(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
     return QuantizedSlab(shaped, scale if part.start == 0 else None, errors)
 
 
-def _copied(part: _Part) -> QuantizedSlab:
+def _copy_bytes(part: _Part) -> QuantizedSlab:
     source, encoding = part.tensor.source, part.tensor.encoding
     data = np.empty(part.stop - part.start, np.uint8)
     if data.size:
@@ -300,31 +310,23 @@ def _copied(part: _Part) -> QuantizedSlab:
     return QuantizedSlab(data, scale, WeightErrors(nonfinite=nonfinite))
 
 
-def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[str, np.ndarray]]:
-    """What is written for a part: (name of an entry, bytes)."""
-    encoding = part.tensor.encoding
+def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[Entry, np.ndarray]]:
+    """The entries of which a part has bytes, with these."""
+    encoding, scale, zero_point = part.tensor.encoding, output.scale, output.zero_point
     if encoding is None:
-        yield part.tensor.name, output.codes
+        yield part.tensor.entries[0], output.codes
         return
+    tensor_scale = None
     if part.start == 0:
-        for entry, data in encoding.constants:
-            yield entry.name, np.frombuffer(data, np.uint8)
-        if encoding.tensor_scale is not None and part.weight is not None:
-            assert part.weight.tensor_scale is not None
-            yield encoding.tensor_scale.name, part.weight.tensor_scale
-    yield encoding.codes.name, output.codes
-    scale = output.scale
-    if encoding.scale is not None and scale is not None and len(scale):
+        yield from encoding.constant_pairs
+        tensor_scale = None if part.weight is None else part.weight.tensor_scale
+    if encoding.scale is not None and scale is not None:
         dtype = NUMPY_DTYPES[encoding.scale.dtype]
         is_byte = scale.itemsize == dtype.itemsize == 1  # E8M0, which some layouts call U8
-        yield encoding.scale.name, scale.view(dtype) if is_byte else scale.astype(dtype, copy=False)
-
-
-def _zero_points(encoding: Encoding | None, zeros: np.ndarray) -> tuple[str, np.ndarray]:
-    """The entry of the zero points of a matrix: its name, its bytes."""
-    assert encoding is not None
-    assert encoding.zero_point is not None
-    assert encoding.zero_packing is not None
-    matrix = zeros.reshape(encoding.matrix_shape[0], -1)
-    words = packed_zero_points(matrix, encoding.zero_packing, encoding.spec.element.bits)
-    return encoding.zero_point.name, np.ascontiguousarray(words)
+        scale = scale.view(dtype) if is_byte else scale.astype(dtype, copy=False)
+        scale = scale if len(scale) else None
+    if zero_point is not None:
+        assert encoding.zero_packing is not None
+        zeros, bits = zero_point.reshape(encoding.matrix_shape[0], -1), encoding.spec.element.bits
+        zero_point = np.ascontiguousarray(pack_zero_points(zeros, encoding.zero_packing, bits))
+    yield from encoding.pairs(output.codes, scale, zero_point, tensor_scale)

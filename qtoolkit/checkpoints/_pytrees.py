@@ -45,14 +45,16 @@ def _children(path: Path, tree: Any, keys: tuple[str, ...]) -> list[tuple[str, A
     return None
 
 
-def filled(
+def fill_tree(
     path: Path, tree: Any, readers: Mapping[str, Callable[[], Any]], keys: tuple[str, ...] = ()
 ) -> Any:
     """A tree with the structure of `tree`; its arrays are read one after the other."""
     children = _children(path, tree, keys)
     if children is None:
-        return None if tree is None else _checked(path, ".".join(keys), tree, readers)
-    new = [filled(path, child, readers, (*keys, key) if key else keys) for key, child in children]
+        return None if tree is None else _read_leaf(path, ".".join(keys), tree, readers)
+    new = [
+        fill_tree(path, child, readers, (*keys, key) if key else keys) for key, child in children
+    ]
     if isinstance(tree, dict):
         copied = copy.copy(tree)  # keeps the default_factory of a defaultdict
         copied.update(zip(tree, new, strict=True))
@@ -66,7 +68,7 @@ def filled(
     return type(tree).from_metadata(new[0], tree.get_metadata())
 
 
-def _checked(path: Path, name: str, wanted: Any, readers: Mapping[str, Callable[[], Any]]) -> Any:
+def _read_leaf(path: Path, name: str, wanted: Any, readers: Mapping[str, Callable[[], Any]]) -> Any:
     if not hasattr(wanted, "shape"):
         what = shown(name) or "`like`"
         raise CheckpointError(
@@ -74,7 +76,7 @@ def _checked(path: Path, name: str, wanted: Any, readers: Mapping[str, Callable[
             "model of nnx write load(path, like=nnx.state(model))"
         )
     if name not in readers:
-        raise differs(path, [name], "which the file has not; save them with the others")
+        raise structure_error(path, [name], "which the file has not; save them with the others")
     import jax.numpy as jnp
 
     array, problem = readers[name](), ""
@@ -97,10 +99,10 @@ def _checked(path: Path, name: str, wanted: Any, readers: Mapping[str, Callable[
         raise CheckpointError(f"{path}: tensor {shown(name)}: {problem}")
     if isinstance(wanted, np.ndarray) or array.dtype.itemsize == 8:
         return array  # JAX would narrow 64 bits
-    return _placed(array, wanted)
+    return _place(array, wanted)
 
 
-def _placed(array: Any, wanted: Any) -> Any:
+def _place(array: Any, wanted: Any) -> Any:
     """An array, or the arrays of a `QArray`, on the devices of `wanted`."""
     import jax
     import jax.numpy as jnp
@@ -121,9 +123,9 @@ def _placed(array: Any, wanted: Any) -> Any:
     return jax.tree.map(put, array)
 
 
-def differs(path: Path, names: Collection[str], what: str) -> CheckpointError:
+def structure_error(path: Path, names: Collection[str], problem: str) -> CheckpointError:
     some = listed(map(shown, names), 3)
-    return CheckpointError(f"{path}: tensor{'s'[: len(names) > 1]} {some}, {what}")
+    return CheckpointError(f"{path}: tensor{'s'[: len(names) > 1]} {some}, {problem}")
 
 
 def is_qarray(x: Any) -> bool:

@@ -71,7 +71,7 @@ class Weight:
         """The elements of a slab, padded with zeros to the shape that programs take."""
         start = self.grid.start(slab)
         x = self.tensor.read(start, start + slab.size).reshape(slab.rows, slab.columns)
-        return padded(x, self.grid.padded(slab))
+        return pad_matrix(x, self.grid.program_shape(slab))
 
 
 class QuantizedSlab(NamedTuple):
@@ -102,7 +102,7 @@ def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
     down, across = grid.blocks(slab)
     counts = spec.scale_shape(x.shape[1:])
     known = (
-        None if a is None else padded(a[down, across], counts, 1)[None]
+        None if a is None else pad_matrix(a[down, across], counts, 1)[None]
         for a in (weight.scale, weight.nonzero)
     )
     arguments = x, *known, tensor_scale
@@ -145,7 +145,7 @@ def _of_blocks(a: np.ndarray, counts: tuple[int, ...], shape: tuple[int, int]) -
     return a.reshape(-1, *counts)[:, : shape[0], : shape[1]]
 
 
-def padded(x: np.ndarray, shape: tuple[int, ...], value: Any = 0) -> np.ndarray:
+def pad_matrix(x: np.ndarray, shape: tuple[int, ...], value: Any = 0) -> np.ndarray:
     """A matrix with rows and columns of `value` at its ends, so that it has this shape."""
     if x.shape == shape:
         return x
@@ -232,7 +232,7 @@ def largest_magnitudes(tensor: Tensor, count: int = 1, map_: Map = map) -> np.nd
     return weight_amaxes(weight, map_, nan_wins=False).reshape(-1)
 
 
-def prepared(weight: Weight, map_: Map = map) -> Weight:
+def with_block_scales(weight: Weight, map_: Map = map) -> Weight:
     """The weight with the scales of its blocks, if its slabs do not hold whole blocks."""
     if weight.spec.scale is None or weight.grid.has_whole_blocks:
         return weight

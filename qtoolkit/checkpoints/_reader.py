@@ -16,7 +16,7 @@ from qtoolkit.checkpoints._quantize import (
     may_be_subnormal,
     multipliers,
     numbers_of,
-    padded,
+    pad_matrix,
     slab_spec,
 )
 from qtoolkit.checkpoints._slabs import Grid, Slab
@@ -24,8 +24,8 @@ from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, 
 from qtoolkit.checkpoints.layouts._encoding import (
     Encoding,
     ReadEntry,
-    unpacked,
-    unpacked_entry,
+    unpack_entry,
+    unpack_rows,
     zero_points,
 )
 from qtoolkit.formats import BlockFormat
@@ -115,7 +115,7 @@ class WeightReader:
         data = np.empty((slab.rows, end - first), np.uint8)
         self._stored[encoding.codes.name].read_into(slab.row * width + first, data.reshape(-1).data)
         if encoding.packing is not None:
-            return unpacked(data, encoding.packing, bits, slab.columns)
+            return unpack_rows(data, encoding.packing, bits, slab.columns)
         _check_range(data, encoding)
         return data
 
@@ -228,7 +228,7 @@ def qarray_of(
     """
     spec, shape = encoding.spec_as_stored, encoding.matrix_shape
     bits = spec.element.bits
-    codes = unpacked_entry(encoding.codes, read, encoding.packing, bits, shape)
+    codes = unpack_entry(encoding.codes, read, encoding.packing, bits, shape)
     if encoding.packing is None:
         _check_range(codes, encoding)
     if order is not None:
@@ -301,7 +301,7 @@ def slab_values(
 
     `scale` and `tensor_scale` are those of all blocks and matrices of the weight, flat, as stored.
     """
-    lengths, shape = grid.lengths(slab), grid.padded(slab)
+    lengths, shape = grid.lengths(slab), grid.program_shape(slab)
     second = matrix_scale(tensor_scale, grid, slab)
     spec_of_slab = slab_spec(spec, lengths)
     if scale is not None:
@@ -309,6 +309,6 @@ def slab_values(
         rates = multipliers(scale, second, spec)
         if codes.size <= _FEW or may_be_subnormal(rates, spec):
             return exact_values(codes, rates, lengths, spec)
-        scale = padded(scale, spec_of_slab.scale_shape(shape), 1)
-    values = numbers_of(padded(codes, shape), scale, second, spec_of_slab)
+        scale = pad_matrix(scale, spec_of_slab.scale_shape(shape), 1)
+    values = numbers_of(pad_matrix(codes, shape), scale, second, spec_of_slab)
     return np.asarray(values)[: slab.rows, : slab.columns]

@@ -1,4 +1,4 @@
-"""`Plan`: what a conversion will do. `Report`: what it did. `Comparison`: the error. No JAX."""
+"""What a conversion will do, what it did, and how two checkpoints differ, as data. No JAX."""
 
 import dataclasses
 import functools
@@ -29,6 +29,7 @@ class TensorPlan:
       encoding: How it is stored; None if it is not quantized or has no scale.
       scheme: The scheme of the layout; None in the same cases.
       group: A key that tensors with a common tensor scale share; "" if it has its own scale.
+      target: Its name in the target, if that is another one and `encoding` does not say it.
     """
 
     source: Tensor
@@ -39,6 +40,7 @@ class TensorPlan:
     encoding: Encoding | None = None
     scheme: Scheme | None = None
     group: str = ""
+    target: str = ""
 
     @classmethod
     def quantized(
@@ -75,6 +77,8 @@ class TensorPlan:
     @property
     def format_name(self) -> str:
         """The name of the format to which it is quantized; "" if it is not."""
+        if self.scheme is not None and self.scheme.is_named:
+            return self.scheme.format
         return self.format.name if self.action == "quantize" and self.format else ""
 
     @functools.cached_property
@@ -82,7 +86,11 @@ class TensorPlan:
         """The tensors of the target that are written for it: name, dtype and shape of each."""
         if self.encoding is not None:
             return self.encoding.entries
-        return (Entry(self.name, self.dtype, self.source.shape),)
+        return (Entry(self.target or self.name, self.dtype, self.source.shape),)
+
+    @property
+    def has_scales(self) -> bool:
+        return self.encoding is not None and self.encoding.quantizer is None
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -119,6 +127,8 @@ class Plan:
       dequantizes: The layout of a quantized source; "" if the source is not quantized.
       caution: What a loader of the layout is known to misread, and what of the source belongs to a
         weight by its name and is read as no part of it; "" if nothing.
+      header: The gguf package's writer of a GGUF file, which knows what is in it besides
+        numbers; None for safetensors.
     """
 
     layout: str
@@ -130,6 +140,7 @@ class Plan:
     files: Mapping[str, Any]
     dequantizes: str = ""
     caution: str = ""
+    header: Any = None
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
@@ -163,7 +174,8 @@ class Plan:
     @property
     def loads_nowhere(self) -> bool:
         """Whether no loader of models can read the weights: codes that no config describes."""
-        return not self.quantization_config and any(t.encoding is not None for t in self.tensors)
+        is_told = self.header is not None or self.quantization_config
+        return not is_told and any(tensor.encoding is not None for tensor in self.tensors)
 
     @property
     def format_names(self) -> str:
@@ -186,7 +198,7 @@ class Plan:
 Progress = Callable[[str, int, int], None]
 
 
-def followed(tensors: Iterable[Tensor], progress: Progress | None) -> Iterator[Tensor]:
+def with_progress(tensors: Iterable[Tensor], progress: Progress | None) -> Iterator[Tensor]:
     """Yields tensors, and reports after each that it is done."""
     tensors = list(tensors)
     done, total = 0, sum(tensor.nbytes for tensor in tensors)
@@ -236,7 +248,7 @@ class Report:
 
     Attributes:
       source, target: The two files or folders.
-      layout: The layout of the target: a name in `LAYOUTS`.
+      layout: The layout of the target, as `qtoolkit layouts` lists it; "GGUF" of such a file.
       format: The format to which tensors were quantized; with rules, several names with commas
         between them, or "nothing".
       scaling: The word for the scales; "none" if there are no scales or the format implies them; of
@@ -353,7 +365,7 @@ class TensorComparison:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CheckpointComparison:
     """How a checkpoint b differs from a.
 
     Attributes:

@@ -175,9 +175,9 @@ class Roles:
         if last is None:
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: cannot tell which axis holds the "
-                "outputs, which a scale per channel needs; say it with --channel-axis first (as "
-                "PyTorch's Linear) or last (as Flax and GPT-2), use --scaling tensor, or keep the "
-                "tensor as it is with --skip"
+                'outputs, which a scale per channel needs; say it with channel_axis="first" (as in '
+                'PyTorch) or channel_axis="last" (as in Flax and GPT-2), use scaling="tensor", or '
+                "keep the tensor as it is with skip="
             )
         rank, stack = len(info.shape), self._stack_axis(info)
         of_all = _EXPERTS.search(info.name) or _PARALLEL_EXPERTS.search(info.name)

@@ -27,13 +27,7 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     shown,
 )
-from qtoolkit.checkpoints._writing import (
-    PARTIAL,
-    Writer,
-    check_target,
-    clear_partial,
-    temporary_file,
-)
+from qtoolkit.checkpoints._writing import check_target, new_file, write_chunks
 
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation refuses more
 _METADATA = "__metadata__"
@@ -57,11 +51,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     stop: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +93,7 @@ def open_safetensors(path: Path) -> Checkpoint:
             info.name: Tensor(info.name, info.dtype, info.shape, functools.partial(read, info))
             for info in infos
         }
-        return Checkpoint(path, tensors, metadata, opened=opening.pop_all())
+        return Checkpoint(path, tensors, metadata, resources=opening.pop_all())
 
 
 def _parsed(
@@ -192,28 +181,12 @@ def _brief(value: Any) -> str:
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
     """Place (name, dtype, shape) triples in a file as the reference does: aligned, without holes.
 
-    Args:
-      tensors: In any order; dtypes as safetensors spells them, "F8_E4M3".
-
-    Returns:
-      One `TensorInfo` for each, in the order of the data: large elements first, then by name.
-
-    Raises:
-      CheckpointError: A dtype is none of safetensors', or a tensor ends within a byte.
-
-    Examples:
-      >>> placed = qt.checkpoints.layout([("bias", "F32", (3,)), ("kernel", "F8_E4M3", (4, 3))])
-      >>> [(info.name, info.start, info.stop) for info in placed]
-      [('bias', 0, 12), ('kernel', 12, 24)]
+    The result is in the order of the data: large elements first, then by name.
     """
     placed: list[TensorInfo] = []
     start = 0
     tensors = list(tensors)
     for name, dtype, shape in tensors:
-        if dtype not in DTYPE_BITS:
-            raise CheckpointError(
-                f"tensor {name!a}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
-            )
         if math.prod(shape) * DTYPE_BITS[dtype] % 8:
             raise CheckpointError(
                 f"tensor {name!a}: {dtype} of shape {shape} ends within a byte, expected a "
@@ -241,41 +214,21 @@ def write_safetensors(
     killed, the next run does. Of two runs with the same target the one that began first fails. For
     a URL the data is first written to a local temporary file.
 
-    Args:
-      path: Where to; a file or a URL.
-      tensors: What the file will hold, as `layout` places it.
-      chunks: (name, bytes or array) pairs: the next bytes of tensor `name`. Tensors may come in any
-        order and interleaved. They are written while the next ones are made: a buffer that was
-        handed over must not be used again.
-      metadata: Strings for `__metadata__`.
-      overwrite: Whether a file of that name may be replaced.
-
-    Raises:
-      CheckpointError: The target exists, another process has begun to write it, or the chunks are
-        not what `tensors` announces.
-      OSError: The file cannot be written; it names the file.
-
-    Examples:
-      >>> tensors = qt.checkpoints.layout([("kernel", "F32", (4, 2))])
-      >>> halves = (("kernel", np.full((2, 2), half, np.float32)) for half in (0, 1))
-      >>> qt.checkpoints.write_safetensors("model.safetensors", tensors, halves)
-      >>> qt.checkpoints.load("model.safetensors")["kernel"].tolist()
-      [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+    `chunks` are (name, bytes or array) pairs, the next bytes of a tensor; tensors may come in any
+    order and interleaved. They are written while the next ones are made: a buffer that was handed
+    over must not be used again.
     """
-    target = check_target(path, overwrite)
-    if is_url(path):
-        # A file without a name: nothing is left of it if the process is killed.
-        with tempfile.TemporaryFile() as scratch:
-            with storage.naming(tempfile.gettempdir()):
-                _write_all(scratch.fileno(), path, tensors, chunks, metadata)
-            check_target(path, overwrite)
-            storage.upload(scratch, path)
-        return
-    with storage.naming(path, PARTIAL):
-        clear_partial(target, path, overwrite)
-        with temporary_file(target, path) as file:
+    if not is_url(path):
+        with new_file(path, overwrite) as file:
             _write_all(file, path, tensors, chunks, metadata)
-            check_target(path, overwrite)  # somebody else may have written it meanwhile
+        return
+    check_target(path, overwrite)
+    # A file without a name: nothing is left of it if the process is killed.
+    with tempfile.TemporaryFile() as scratch:
+        with storage.naming(tempfile.gettempdir()):
+            _write_all(scratch.fileno(), path, tensors, chunks, metadata)
+        check_target(path, overwrite)
+        storage.upload(scratch, path)
 
 
 def write_arrays(
@@ -305,25 +258,9 @@ def _write_all(
     metadata: Mapping[str, str] | None,
 ) -> None:
     header = _header_bytes(tensors, metadata)
-    left = {tensor.name: tensor.nbytes for tensor in tensors}
-    stop = {tensor.name: len(header) + tensor.stop for tensor in tensors}
-    with Writer(descriptor) as writer:
-        writer.write(0, header)
-        for name, chunk in chunks:
-            data = _as_bytes(chunk)
-            if len(data) > left.get(name, -1):
-                raise CheckpointError(
-                    f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
-                    f"{left.get(name, 'no such tensor')}; nothing was written"
-                )
-            writer.write(stop[name] - left[name], data)
-            left[name] -= len(data)
-        for name, missing in left.items():
-            if missing:
-                raise CheckpointError(
-                    f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
-                    "nothing was written"
-                )
+    start = len(header)
+    places = {tensor.name: (start + tensor.start, start + tensor.stop) for tensor in tensors}
+    write_chunks(descriptor, path, header, places, chunks)
 
 
 def _header_bytes(tensors: Iterable[TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
@@ -355,9 +292,3 @@ def _header_bytes(tensors: Iterable[TensorInfo], metadata: Mapping[str, str] | N
             "readers accept; split the checkpoint into several files"
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def _as_bytes(chunk: Any) -> memoryview:
-    if isinstance(chunk, np.ndarray):  # arrays of ml_dtypes' dtypes have no buffer protocol
-        chunk = chunk.reshape(-1).view(np.uint8)
-    return memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")

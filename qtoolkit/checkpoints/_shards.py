@@ -3,7 +3,7 @@
 1. The files are written into a folder next to the target, `partial`, under their final names. The
    plan is in `plan.json` there. Plan and (index, count) say which files a process writes.
 2. When a file is complete, it gets a record, `NAME.json`, with the fingerprint of the plan
-   (`_target.shared_plan`): of the version, the options, and samples of the source, and with a
+   (`_target.manifest_of`): of the version, the options, and samples of the source, and with a
    checksum of each tensor. A rerun keeps each file whose record has the fingerprint of its own
    plan, if the file has these checksums: a disk may lose bytes when a machine fails.
 3. When all files are complete, the index and config.json are written, and the folder with the files
@@ -36,8 +36,8 @@ from qtoolkit.checkpoints._target import (
     cut_into_files,
     difference,
     file_limit,
+    manifest_of,
     modified_at,
-    shared_plan,
 )
 from qtoolkit.checkpoints._tensors import CheckpointError, listed
 from qtoolkit.checkpoints._writing import (
@@ -46,12 +46,12 @@ from qtoolkit.checkpoints._writing import (
     OvertakenError,
     clear_partial,
     json_in,
+    noting_complete,
     partial_name,
     plan_in,
     removal,
     rename_folder,
     restore,
-    whole,
 )
 
 if TYPE_CHECKING:  # its file loads JAX
@@ -63,7 +63,7 @@ NonfiniteError = Callable[[Sequence[TensorReport]], CheckpointError | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unfinished:
+class _PartialFolder:
     """The paths of a folder that is being written.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Unfinished:
     content: str
 
     @classmethod
-    def of(cls, path: Path) -> "_Unfinished":
+    def of(cls, path: Path) -> "_PartialFolder":
         if is_url(path):
             target = str(path).rstrip("/")
             return cls(path, target, join(target, UNDER_WAY), target)
@@ -119,10 +119,10 @@ class _Unfinished:
         # \udcXX, which is how JSON escapes them, too.
         storage.write_file(join(folder, name), text.encode(errors="backslashreplace"))
 
-    def remove(self, shared: Mapping[str, Any]) -> None:
+    def remove(self, manifest: Mapping[str, Any]) -> None:
         """Removes all files that an incomplete conversion has written."""
         if is_url(self.path):  # there the files are in the target itself
-            for name in (*shared["files"], *shared["copied"], *shared["json"]):
+            for name in (*manifest["files"], *manifest["copied"], *manifest["json"]):
                 storage.remove(self.inside(name))
         storage.remove_folder(self.partial)
 
@@ -168,25 +168,25 @@ def write_folder(
     path, overwrite, shard = destination.dst, destination.overwrite, destination.shard
     index, count = shard or (0, 1)
     files = cut_into_files(plan.tensors, file_limit(destination.max_shard_size))
-    shared = shared_plan(source, plan, files, report) | {"shards": 0 if shard is None else count}
-    mine = dict([*zip(shared["files"], files, strict=True)][index::count])
-    unfinished = _Unfinished.of(path)
+    manifest = manifest_of(source, plan, files, report) | {"shards": 0 if shard is None else count}
+    own_files = dict([*zip(manifest["files"], files, strict=True)][index::count])
+    folder = _PartialFolder.of(path)
     if not is_url(path):
-        restore(unfinished.target)
-    check_folder(path, overwrite, _own_names(shared))
-    with storage.naming(path, unfinished.partial):
-        is_new = _begin(unfinished, shared, overwrite)
+        restore(folder.target)
+    check_folder(path, overwrite, _own_names(manifest))
+    with storage.naming(path, folder.partial):
+        is_new = _begin(folder, manifest, overwrite)
         try:
-            resumed = _write(unfinished, source, plan, shared, mine, production, nonfinite_error)
+            resumed = _write(folder, source, plan, manifest, own_files, production, nonfinite_error)
             if shard is None:
-                done = _finalized(unfinished, shared, overwrite)
+                done = _complete(folder, manifest, overwrite)
                 return dataclasses.replace(done, resumed=resumed)
         except OvertakenError:
             raise
         except BaseException as error:
-            complete = [n for n in shared["files"] if unfinished.reports(n, shared["fingerprint"])]
+            complete = [n for n in manifest["files"] if folder.reports(n, manifest["fingerprint"])]
             if is_new and shard is None and (isinstance(error, CheckpointError) or not complete):
-                unfinished.remove(shared)
+                folder.remove(manifest)
             elif complete and not isinstance(error, CheckpointError):
                 error.add_note(
                     f"{len(complete)} of {len(files)} files {'are' if len(complete) > 1 else 'is'}"
@@ -196,107 +196,109 @@ def write_folder(
             raise
     return dataclasses.replace(
         report,
-        files=tuple(mine),
+        files=tuple(own_files),
         shard=f"{index}/{count}",
         resumed=resumed,
         tensors=tuple(production.reports),
     )
 
 
-def _own_names(shared: Mapping[str, Any]) -> set[str]:
+def _own_names(manifest: Mapping[str, Any]) -> set[str]:
     """The names of the files and folders that the new checkpoint will have."""
-    names = (*shared["files"], *shared["copied"], *shared["json"])
+    names = (*manifest["files"], *manifest["copied"], *manifest["json"])
     return {name.partition("/")[0] for name in names}
 
 
-def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) -> bool:
+def _begin(folder: _PartialFolder, manifest: Mapping[str, Any], overwrite: bool) -> bool:
     """Writes plan.json and returns True; returns False if there is one with this fingerprint."""
     # Files of another plan are removed. But a shard removes none, and without `overwrite` nobody
     # removes files that shards have written.
-    path, there = unfinished.path, plan_in(unfinished.partial)
-    if there is not None and there["fingerprint"] == shared["fingerprint"]:
+    path, there = folder.path, plan_in(folder.partial)
+    if there is not None and there["fingerprint"] == manifest["fingerprint"]:
         return False
-    if there is not None and (shared["shards"] or (there["shards"] and not overwrite)):
+    if there is not None and (manifest["shards"] or (there["shards"] and not overwrite)):
         raise CheckpointError(
-            f"{path}: files of another conversion are there: {difference(there, shared)}; finalize "
-            f"it, give the same options and source, or {removal(path)}"
+            f"{path}: files of another conversion are there: {difference(there, manifest)}; "
+            f"finalize it, give the same options and source, or {removal(path)}"
         )
     if not is_url(path):
         # A shard does not clear the folder: another shard may have made it a moment ago.
-        if not shared["shards"] or storage.kind_at(unfinished.partial) == "file":
-            clear_partial(unfinished.target, path, overwrite)
-        os.makedirs(unfinished.content, exist_ok=True)
-    elif shared["shards"]:
-        existing = storage.entries(unfinished.target)
+        if not manifest["shards"] or storage.kind_at(folder.partial) == "file":
+            clear_partial(folder.target, path, overwrite)
+        os.makedirs(folder.content, exist_ok=True)
+    elif manifest["shards"]:
+        existing = storage.entries(folder.target)
         if existing and not is_under_way(path, existing):
             raise CheckpointError(
                 f"{path}: exists already, and shards cannot replace what lies behind a URL; "
                 "remove it, or choose another name"
             )
     elif there is not None:
-        unfinished.remove(there)
+        folder.remove(there)
     elif overwrite:  # the old checkpoint goes first: no rename can replace it later
-        storage.remove_folder(unfinished.target)
-    unfinished.write_json(unfinished.partial, PLAN, shared)
+        storage.remove_folder(folder.target)
+    folder.write_json(folder.partial, PLAN, manifest)
     return True
 
 
 def _write(
-    unfinished: _Unfinished,
+    folder: _PartialFolder,
     source: Checkpoint,
     plan: Plan,
-    shared: Mapping[str, Any],
-    mine: Mapping[str, Sequence[TensorPlan]],
+    manifest: Mapping[str, Any],
+    own_files: Mapping[str, Sequence[TensorPlan]],
     production: "Production",
     nonfinite_error: NonfiniteError,
 ) -> tuple[str, ...]:
-    """Writes the files `mine`; returns the names of those that a former run has completed."""
+    """Writes `own_files`; returns the names of those that a former run has completed."""
     # A file is written again if the source is newer, but only in a run without shards: the clocks
     # of several machines may differ.
-    newest = 0 if shared["shards"] or is_url(unfinished.path) else modified_at(source)
+    newest = 0 if manifest["shards"] or is_url(folder.path) else modified_at(source)
     resumed = {}
-    for name in mine:
-        reports = unfinished.reports(name, shared["fingerprint"])
+    for name in own_files:
+        reports = folder.reports(name, manifest["fingerprint"])
         if reports is not None and not nonfinite_error(reports):
-            where = join(unfinished.partial, f"{name}.json")
+            where = join(folder.partial, f"{name}.json")
             is_current = not newest or os.stat(where).st_mtime_ns >= newest
-            if is_current and unfinished.has_checksums(name):
+            if is_current and folder.has_checksums(name):
                 resumed[name] = reports
-    production.total = sum(t.nbytes for name in mine if name not in resumed for t in mine[name])
+    production.total = sum(
+        t.nbytes for name in own_files if name not in resumed for t in own_files[name]
+    )
     assert source.folder is not None
-    first = shared["files"][0]
+    first = manifest["files"][0]
     # Copied files are written by the process that writes the first file of weights.
-    for name in source.folder.copied if first in mine else ():
-        if first not in resumed or storage.kind_at(unfinished.inside(name)) != "file":
-            storage.copy(join(source.path, *name.split("/")), unfinished.inside(name))
-    for name, tensors in mine.items():
+    for name in source.folder.copied if first in own_files else ():
+        if first not in resumed or storage.kind_at(folder.inside(name)) != "file":
+            storage.copy(join(source.path, *name.split("/")), folder.inside(name))
+    for name, tensors in own_files.items():
         done = len(production.reports)
         if name in resumed:
             production.reports += resumed[name]
             continue
         # The old record goes first, so that no record describes a file that is half-written.
-        storage.remove(join(unfinished.partial, f"{name}.json"))
+        storage.remove(join(folder.partial, f"{name}.json"))
         outputs = safetensors_layout(entry for tensor in tensors for entry in tensor.entries)
-        file = unfinished.inside(name)
+        file = folder.inside(name)
         checksums = {output.name: 0 for output in outputs}
         chunks = _summed(production.chunks(tensors), checksums)
         write_safetensors(file, outputs, chunks, plan.metadata, overwrite=True)
         reports = production.reports[done:]
-        if (plan_in(unfinished.partial) or {}).get("fingerprint") != shared["fingerprint"]:
+        if (plan_in(folder.partial) or {}).get("fingerprint") != manifest["fingerprint"]:
             raise OvertakenError(
-                f"{unfinished.path}: finalized, removed or begun anew by another process "
+                f"{folder.path}: finalized, removed or begun anew by another process "
                 "meanwhile; nothing more was written"
             )
         if nonfinite_error(reports):  # raised at the end, when it can name all such tensors
             storage.remove(file)
             continue
         record = {
-            "fingerprint": shared["fingerprint"],
+            "fingerprint": manifest["fingerprint"],
             "bytes": storage.file_size(file),
             "checksums": checksums,
             "tensors": [dataclasses.asdict(report) for report in reports],
         }
-        unfinished.write_json(unfinished.partial, f"{name}.json", record)
+        folder.write_json(folder.partial, f"{name}.json", record)
     if error := nonfinite_error(production.reports):
         raise error
     return tuple(resumed)
@@ -330,83 +332,83 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       >>> qt.checkpoints.finalize("fp8").files
       ('model.safetensors',)
     """
-    unfinished, shared = _begun_by_shards(dst)
-    with storage.naming(dst, unfinished.partial):
-        return _finalized(unfinished, shared, overwrite)
+    folder, manifest = _open_partial(dst)
+    with storage.naming(dst, folder.partial):
+        return _complete(folder, manifest, overwrite)
 
 
-def _begun_by_shards(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
+def _open_partial(dst: Path) -> tuple[_PartialFolder, dict[str, Any]]:
     """A folder that shards have begun, and its plan."""
     storage.check_path(dst, "dst")
     storage.check_writable(dst)
-    unfinished = _Unfinished.of(dst)
-    shared = plan_in(unfinished.partial)
-    if shared is not None and storage.kind_at(unfinished.content) == "folder":
-        return unfinished, shared
-    there = storage.kind_at(unfinished.target) == "folder"
+    folder = _PartialFolder.of(dst)
+    manifest = plan_in(folder.partial)
+    if manifest is not None and storage.kind_at(folder.content) == "folder":
+        return folder, manifest
+    there = storage.kind_at(folder.target) == "folder"
     raise CheckpointError(
         f"{dst}: no parts of a conversion"
         + (", but the folder itself: it is finalized already" if there else "")
-        + "; expected what `qtoolkit convert SRC DST --shard I/N` writes, with this DST"
+        + "; expected what `convert` writes with shard=, with this DST"
     )
 
 
-def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) -> Report:
+def _complete(folder: _PartialFolder, manifest: Mapping[str, Any], overwrite: bool) -> Report:
     """Checks that all files are there; writes the index and config.json; renames the folder."""
-    path, own = unfinished.path, _own_names(shared)
+    path, own = folder.path, _own_names(manifest)
     check_folder(path, overwrite, own)
-    reports = _all_reports(unfinished, shared)
+    reports = _all_reports(folder, manifest)
     weight_map: dict[str, str] = {}
     total = 0
-    for name in shared["files"]:
-        with open_safetensors(unfinished.inside(name)) as file:
+    for name in manifest["files"]:
+        with open_safetensors(folder.inside(name)) as file:
             weight_map |= dict.fromkeys(file.tensors, name)
             total += sum(tensor.nbytes for tensor in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     # Index and config.json come last: no loader opens a folder without them, so that behind a URL,
     # where nothing is renamed, what can be opened is whole.
-    for name, value in shared["json"].items():
-        unfinished.write_json(unfinished.content, name, index if value is None else value)
+    for name, value in manifest["json"].items():
+        folder.write_json(folder.content, name, index if value is None else value)
     if is_url(path):
-        with whole(str(path)):
-            storage.remove_folder(unfinished.partial)
+        with noting_complete(str(path)):
+            storage.remove_folder(folder.partial)
     else:
-        for name, is_folder in storage.entries(unfinished.content).items():
+        for name, is_folder in storage.entries(folder.content).items():
             if name not in own:  # a process was killed while it wrote this
-                stray = unfinished.inside(name)
+                stray = folder.inside(name)
                 shutil.rmtree(stray) if is_folder else storage.remove(stray)
         check_folder(path, overwrite, own)  # again: somebody may have written to it meanwhile
-        rename_folder(unfinished.target, path)
-    files = sorted((*shared["files"], *shared["copied"], *shared["json"]))
-    report: dict[str, Any] = dict(shared["report"])
+        rename_folder(folder.target, path)
+    files = sorted((*manifest["files"], *manifest["copied"], *manifest["json"]))
+    report: dict[str, Any] = dict(manifest["report"])
     report |= {key: tuple(value) for key, value in report.items() if isinstance(value, list)}
     report |= {"target": str(path), "files": tuple(files), "tensors": tuple(reports)}
     return Report(**report)
 
 
-def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[TensorReport]:
+def _all_reports(folder: _PartialFolder, manifest: Mapping[str, Any]) -> list[TensorReport]:
     """The reports of all files; raises if one is missing or belongs to another plan."""
-    by_name = {name: unfinished.record(name) for name in shared["files"]}
+    by_name = {name: folder.record(name) for name in manifest["files"]}
     records = {name: record for name, record in by_name.items() if record is not None}
     missing = [name for name in by_name if name not in records]
-    if not all(storage.kind_at(unfinished.inside(name)) == "file" for name in shared["copied"]):
+    if not all(storage.kind_at(folder.inside(name)) == "file" for name in manifest["copied"]):
         # The process that writes the first file copies them, too: see `_write`.
-        missing = [*dict.fromkeys((shared["files"][0], *missing))]
+        missing = [*dict.fromkeys((manifest["files"][0], *missing))]
     if missing:
-        count = shared["shards"] or 1
-        numbers = sorted({shared["files"].index(name) % count for name in missing})
-        again = listed(f"--shard {number}/{count}" for number in numbers)
+        count = manifest["shards"] or 1
+        numbers = sorted({manifest["files"].index(name) % count for name in missing})
+        again = listed(f"shard={(number, count)}" for number in numbers)
         raise CheckpointError(
-            f"{unfinished.path}: {len(missing)} of {len(by_name)} files "
+            f"{folder.path}: {len(missing)} of {len(by_name)} files "
             f"{'is' if len(missing) == 1 else 'are'} missing: {listed(missing, 3)}; wait for them, "
             f"or run what writes them again: {again}"
         )
     reports = []
     for name, record in records.items():
-        if record["fingerprint"] != shared["fingerprint"]:
+        if record["fingerprint"] != manifest["fingerprint"]:
             raise CheckpointError(
-                f"{unfinished.path}: {name} is of another conversion than the others: "
-                f"{difference(record, shared)}; run its shard again with the options and the "
+                f"{folder.path}: {name} is of another conversion than the others: "
+                f"{difference(record, manifest)}; run its shard again with the options and the "
                 "source of the others"
             )
         reports += [TensorReport(**report) for report in record["tensors"]]

@@ -132,7 +132,7 @@ class Grid:
             None if self.width >= slab.columns else self.width,
         )
 
-    def padded(self, slab: Slab) -> tuple[int, int]:
+    def program_shape(self, slab: Slab) -> tuple[int, int]:
         """Rows and columns for which a program is compiled that takes the slab."""
         is_row = self.rows == 1 and (self.by_matrix or self.count == 1)
         if self.columns > SLAB or is_row:

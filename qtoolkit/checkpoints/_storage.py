@@ -206,15 +206,15 @@ def remove_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path, ours: str = "") -> Iterator[None]:
+def naming(path: Path, temporary: str = "") -> Iterator[None]:
     """Gives an OSError the path that the user knows, if it has none or one of our own.
 
-    Paths that contain `ours`, such as those of temporary files, are our own.
+    Paths that contain `temporary`, such as those of temporary files, are our own.
     """
     try:
         yield
     except OSError as error:
-        is_ours = bool(ours) and ours in str(error.filename)
+        is_ours = bool(temporary) and temporary in str(error.filename)
         # Any other path stays: a source that is read in this context may have failed.
         if error.errno is not None and (error.filename is None or is_ours):
             error.filename = str(path)

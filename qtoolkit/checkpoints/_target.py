@@ -1,6 +1,6 @@
 """The target of a conversion: which files it gets, and whether it may be written.
 
-`Destination.check` refuses a target if writing it would remove other files. `shared_plan` says what
+`Destination.check` refuses a target if writing it would remove other files. `manifest_of` says what
 all files contain; by the fingerprint in it a rerun recognizes files of the same conversion. Imports
 no JAX.
 """
@@ -100,11 +100,11 @@ class Destination:
             check_folder(self.dst, self.overwrite, visible)
 
     def _check_unsharded(self, why: str) -> None:
-        options = {"--shard": self.shard, "--max-shard-size": self.max_shard_size}
-        for option, value in options.items():
-            if value is not None:
+        for argument in ("shard", "max_shard_size"):
+            if getattr(self, argument) is not None:
                 raise MisuseError(
-                    f"{why}, and {option} is for the safetensors files of a folder; omit {option}"
+                    f"{why}, and {argument}= is for the safetensors files of a folder; omit "
+                    f"{argument}="
                 )
 
 
@@ -143,14 +143,14 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
             if name not in weights and name not in own and name not in _CONFIG_FILES
             if is_folder or not name.endswith(".safetensors.index.json")
         ]
-        reason = f"--overwrite would delete {listed(map(shown, others))}" if others else ""
+        reason = f"overwrite=True would delete {listed(map(shown, others))}" if others else ""
     except CheckpointError as error:  # without its path and its advice, which are not for a target
         weights, reason = [], str(error).partition("; ")[0].removeprefix(f"{target}: ")
     if reason or not weights:
         raise CheckpointError(
-            f"{path}: {reason or 'no weights'}; --overwrite replaces weights in safetensors, their "
-            "config, and files that SRC has, too; remove the folder yourself, or choose another "
-            "name"
+            f"{path}: {reason or 'no weights'}; overwrite=True replaces weights in safetensors, "
+            "their config, and files that SRC has, too; remove the folder yourself, or choose "
+            "another name"
         )
 
 
@@ -234,7 +234,7 @@ def files_of_shard(
     return names[shard[0] :: shard[1]], len(names)
 
 
-def shared_plan(
+def manifest_of(
     source: Checkpoint, plan: Plan, files: Sequence[Sequence[TensorPlan]], report: Report
 ) -> dict[str, Any]:
     """What all processes of a conversion must agree on, as JSON: "plan.json".

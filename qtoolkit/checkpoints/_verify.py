@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._arguments import recalled
+from qtoolkit.checkpoints._arguments import arguments_from_json
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import dequantized, own_metadata
+from qtoolkit.checkpoints._decode import decode_weights, own_metadata
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._folder import CONFIG, read_json
 from qtoolkit.checkpoints._plan import make_plan
@@ -92,7 +92,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     storage.check_path(src, "src")
     storage.check_path(converted, "converted")
     with open_source(src) as opened, open_source(converted) as target:
-        source = dequantized(opened)
+        source = decode_weights(opened)
         record = own_metadata(target).get("arguments")
         if record is None:
             check_explained(source)
@@ -117,7 +117,7 @@ def _by_arguments(
 ) -> tuple[int, int, list[str]]:
     """How many tensors were compared, how many of them are quantized, and what differs."""
     try:
-        plan = make_plan(source, **recalled(record))
+        plan = make_plan(source, **arguments_from_json(record))
     except CheckpointError as error:
         return 0, 0, [f"planned again as it was converted: {error}"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -190,13 +190,13 @@ def _by_codes(
     source: Checkpoint, target: Checkpoint, progress: Progress | None
 ) -> tuple[int, int, list[str]]:
     """As `_by_arguments`; the plan is what the codes that are there say."""
-    target = dequantized(target)
+    target = decode_weights(target)
     check_explained(target)
     source, target = split_alike(source, target)
     plans = {tensor.name: _plan_by_codes(tensor, target) for tensor in source.tensors.values()}
     planned = [plan for plan in plans.values() if isinstance(plan, TensorPlan)]
     stored = {
-        entry.name: (target.everything if plan.encoding is None else target.stored)[entry.name]
+        entry.name: (target.all_tensors if plan.encoding is None else target.stored)[entry.name]
         for plan in planned
         for entry in plan.entries
     }
@@ -211,13 +211,13 @@ def _by_codes(
         first, second = shown(str(source.path)), shown(str(target.path))
         hint = "expected the source first: verify SOURCE CONVERTED"
         problems.insert(0, f"{first} is quantized, {second} is not, {hint}")
-    present = [name for name in source.tensors if name in target.everything]
+    present = [name for name in source.tensors if name in target.all_tensors]
     return len(present), sum(name in source.tensors for name in target.encodings), problems
 
 
 def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
     """What the conversion did with a tensor; or what is wrong if it did no such thing."""
-    converted = target.everything.get(tensor.name)
+    converted = target.all_tensors.get(tensor.name)
     if converted is None or converted.shape != tensor.shape:
         got = "is missing" if converted is None else f"shape {list(converted.shape)}"
         return f"{got}, expected shape {list(tensor.shape)}"
@@ -227,7 +227,7 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
                 f"in layout {target.layout} as {converted.encoding.spec.name}, which is read, not "
                 "written, expected codes that can be made again; measure it with `qtoolkit compare`"
             )
-        encoding = _computed(converted.encoding, target)
+        encoding = _with_scale_rules(converted.encoding, target)
         entry, group = encoding.tensor_scale, ""
         if entry is not None and entry.nbytes == 4:  # weights with an equal one may share it
             group = target.stored[entry.name].read().tobytes().hex()
@@ -247,11 +247,11 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
     return TensorPlan.unquantized(tensor, converted.dtype)
 
 
-def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
+def _with_scale_rules(encoding: Encoding, target: Checkpoint) -> Encoding:
     """The encoding, with the rules of scales of its layout."""
     spec = encoding.spec
     if target.layout in LAYOUTS:
-        spec = LAYOUTS[target.layout].computed(spec)
+        spec = LAYOUTS[target.layout].with_scale_rules(spec)
     encoding = dataclasses.replace(encoding, spec=spec)
     # No file says whether DeepSeek's least amax of 1e-4 was used. If the least scale is exactly
     # 1e-4 / 448, it was: blocks with a smaller amax have that scale then.

@@ -13,18 +13,20 @@ import hashlib
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
+
+import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._storage import Path, is_url, join
-from qtoolkit.checkpoints._tensors import CheckpointError, json_object
+from qtoolkit.checkpoints._tensors import CheckpointError, json_object, shown
 
 CONTENT = "checkpoint"
 OLD = "old"
 PLAN = "plan.json"
 PARTIAL = ".qtoolkit-partial"
-WHOLE = "is written and whole"
+COMPLETE = "is written and whole"
 _PLAN_KEYS = {"fingerprint", "shards", "files", "copied", "json", "report"}
 _MAX_JSON = 2**30
 GGUF = ".gguf"
@@ -73,8 +75,7 @@ def check_target(path: Path, overwrite: bool, endings: Sequence[str] = ()) -> st
 
 def exists_already(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path}: exists already; pass --overwrite (in Python overwrite=True) to replace it, "
-        "or choose another name"
+        f"{path}: exists already; pass overwrite=True to replace it, or choose another name"
     )
 
 
@@ -121,7 +122,7 @@ def rename_folder(target: str, path: Path) -> None:
     except BaseException:
         restore(target)
         raise
-    with whole(str(path)):
+    with noting_complete(str(path)):
         shutil.rmtree(partial)
 
 
@@ -155,12 +156,12 @@ def clear_partial(target: str, path: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def whole(what: str) -> Iterator[None]:
-    """Adds a note to exceptions raised in this context, such as Ctrl-C: `what` is complete."""
+def noting_complete(target: str) -> Iterator[None]:
+    """Adds a note to exceptions raised in this context, such as Ctrl-C: `target` is complete."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"{what} {WHOLE}")
+        error.add_note(f"{target} {COMPLETE}")
         raise
 
 
@@ -195,6 +196,55 @@ def _is_at(file: int, name: str) -> bool:
         return os.path.samestat(os.fstat(file), os.stat(name, follow_symlinks=False))
     except FileNotFoundError:
         return False
+
+
+@contextlib.contextmanager
+def new_file(path: Path, overwrite: bool, endings: Sequence[str] = ()) -> Iterator[int]:
+    """A file to write, as its descriptor; it has its name when the block ends well."""
+    target = check_target(path, overwrite, endings)
+    with storage.naming(path, PARTIAL):
+        clear_partial(target, path, overwrite)
+        with temporary_file(target, path) as file:
+            yield file
+            check_target(path, overwrite, endings)  # somebody may have written it meanwhile
+
+
+def write_chunks(
+    descriptor: int,
+    path: Path,
+    header: bytes,
+    places: Mapping[str, tuple[int, int]],
+    chunks: Iterable[tuple[str, Any]],
+) -> None:
+    """Writes a header, and chunks, (name, bytes or array), as they are produced.
+
+    `places` says by name where the bytes of a tensor begin and end in the file.
+    """
+    starts = {name: start for name, (start, _) in places.items()}
+    with Writer(descriptor) as writer:
+        writer.write(0, header)
+        for name, chunk in chunks:
+            data = _as_bytes(chunk)
+            left = places[name][1] - starts[name] if name in places else -1
+            if len(data) > left:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
+                    f"{left if name in places else 'no such tensor'}; nothing was written"
+                )
+            writer.write(starts[name], data)
+            starts[name] += len(data)
+        for name, (_, stop) in places.items():
+            if missing := stop - starts[name]:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
+                    "nothing was written"
+                )
+
+
+def _as_bytes(chunk: Any) -> memoryview:
+    if isinstance(chunk, np.ndarray):  # arrays of ml_dtypes' dtypes have no buffer protocol
+        chunk = chunk.reshape(-1).view(np.uint8)
+    return memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
 
 
 class Writer:

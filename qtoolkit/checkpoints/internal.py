@@ -4,13 +4,21 @@
 
 from qtoolkit.checkpoints._cautions import ASK_FOR_WEIGHTS, CAUTIONS, PACKED_OPTION, TRIED
 from qtoolkit.checkpoints._checkpoint import Checkpoint
-from qtoolkit.checkpoints._checks import compiled
-from qtoolkit.checkpoints._codes import check_explained, check_quantized
-from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._checks import compile_pattern
+from qtoolkit.checkpoints._codes import check_explained, decode_quantized
+from qtoolkit.checkpoints._containers import open_source
+from qtoolkit.checkpoints._decode import decode_weights
 from qtoolkit.checkpoints._folder import read_json
-from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
+from qtoolkit.checkpoints._formats import (
+    resolve_target,
+    safetensors_dtype,
+    scheme_named,
+    target_names,
+)
 from qtoolkit.checkpoints._gguf_write import OWN_TYPES, check_container, plan_for
+from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._roles import AxisChoice
+from qtoolkit.checkpoints._safetensors import layout, write_safetensors
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._target import (
     Destination,
@@ -20,5 +28,5 @@ from qtoolkit.checkpoints._target import (
     worker_count,
 )
 from qtoolkit.checkpoints._tensors import MisuseError, listed, shown
-from qtoolkit.checkpoints._writing import WHOLE, whole
-from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding
+from qtoolkit.checkpoints._writing import COMPLETE, noting_complete
+from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding, Layout

@@ -37,15 +37,15 @@ def main() -> None:
         sys.exit(os_failure(error).exit_code)
 
 
-def _resolved(name: str) -> Format:
+def _parse_format(name: str) -> Format:
     try:
         return resolve(name)
     except ValueError as error:
         raise failure(str(error).removeprefix("format: "), 2) from error
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"qtoolkit {__version__}")
         raise typer.Exit
 
@@ -125,7 +125,7 @@ def formats(
             return
         block = next((fmt for fmt in BLOCK_FORMATS if fmt.name == name.lower()), None)
         width = page_width()
-        for line in block_page(block, width) if block else format_page(_resolved(name), width):
+        for line in block_page(block, width) if block else format_page(_parse_format(name), width):
             typer.echo(line)
 
 

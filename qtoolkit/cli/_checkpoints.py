@@ -15,24 +15,24 @@ from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
     Destination,
     check_container,
-    check_quantized,
-    dequantized,
+    decode_quantized,
+    decode_weights,
     file_limit,
     files_of_shard,
+    noting_complete,
+    open_source,
     plan_for,
     read_json,
     resolve_target,
     shown,
-    whole,
 )
 from qtoolkit.cli import _options as options
 from qtoolkit.cli._errors import failure, one_line_errors, printing
 from qtoolkit.cli._summaries import (
-    counted,
+    count_text,
     loading_lines,
     plan_table,
     report_summary,
-    report_table,
 )
 from qtoolkit.cli._tables import progress, table
 from qtoolkit.formats import Rules
@@ -152,14 +152,14 @@ def _write(
 def _print_report(report: checkpoints.Report, style: str) -> None:
     if style == "nothing":
         return
-    with whole(f"shard {report.shard} of {report.target}" if report.shard else report.target):
+    with noting_complete(
+        f"shard {report.shard} of {report.target}" if report.shard else report.target
+    ):
         summary = [*report_summary(report), *loading_lines(report)]
         with printing():
             if style == "json":
                 typer.echo(report.to_json())
             else:
-                if style == "table":
-                    table(*report_table(report))
                 for line in summary:
                     typer.echo(line)
 
@@ -170,20 +170,20 @@ def _dry_run(destination: Destination, arguments: dict[str, Any], style: str) ->
     destination.check()
     dst, shard = str(destination.dst), destination.shard
     files = []
-    with checkpoints.open_source(destination.src) as opened:
-        source = dequantized(opened) if arguments["format"] else check_quantized(opened)
+    with open_source(destination.src) as opened:
+        source = decode_weights(opened) if arguments["format"] else decode_quantized(opened)
         plan = plan_for(destination.dst, source, **arguments)
         if shard is not None and opened.folder is not None:
             limit = file_limit(destination.max_shard_size)
             names, count = files_of_shard(plan, opened, limit, shard)
             listed = f": {', '.join(map(shown, names))}" if names else ""
-            of_all = f"{len(names)} of {counted(count, 'file')}"
+            of_all = f"{len(names)} of {count_text(count, 'file')}"
             files = [f"  shard      {shard[0]}/{shard[1]} writes {of_all}{listed}"]
     report = plan.report(destination.src, dst)
     if style == "json":
         data = json.loads(report.to_json())
-        for tensor, about in zip(plan.tensors, data["tensors"], strict=True):
-            about["entries"] = [entry._asdict() for entry in tensor.entries]
+        for tensor, entry in zip(plan.tensors, data["tensors"], strict=True):
+            entry["entries"] = [part._asdict() for part in tensor.entries]
         typer.echo(json.dumps(data, indent=2))
     elif style != "nothing":
         table(*plan_table(plan.tensors))

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import Comparison, TensorComparison
+from qtoolkit.checkpoints import CheckpointComparison, TensorComparison
 from qtoolkit.checkpoints.internal import listed, shown
-from qtoolkit.cli._errors import one_line_errors
+from qtoolkit.cli._errors import as_options, one_line_errors
 from qtoolkit.cli._options import JSON
-from qtoolkit.cli._summaries import counted
+from qtoolkit.cli._summaries import count_text
 from qtoolkit.cli._tables import progress, table
 
 _HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "underflowed", "NaN, Inf")
@@ -61,12 +61,12 @@ def verify(
             typer.echo(json.dumps(dataclasses.asdict(verification), indent=2))
         else:
             for problem in problems:
-                typer.echo(problem)
-            verdict = counted(len(problems), "problem") if problems else "as expected"
+                typer.echo(as_options(problem))
+            verdict = count_text(len(problems), "problem") if problems else "as expected"
             if verification.codes_only:
                 verdict += "; of another program, so that its config is not compared"
             typer.echo(
-                f"{shown(converted)}: {counted(verification.tensors, 'tensor')}, "
+                f"{shown(converted)}: {count_text(verification.tensors, 'tensor')}, "
                 f"{verification.quantized or 'none'} of them quantized: {verdict}"
             )
         if problems:
@@ -86,21 +86,21 @@ def _row(tensor: TensorComparison) -> list[str]:
     ]
 
 
-def _summary(comparison: Comparison) -> list[str]:
+def _summary(comparison: CheckpointComparison) -> list[str]:
     equal = sum(tensor.equal for tensor in comparison.tensors)
-    lines = [f"{counted(len(comparison.tensors), 'tensor')} compared, {equal:,} equal"]
+    lines = [f"{count_text(len(comparison.tensors), 'tensor')} compared, {equal:,} equal"]
     if known := _lossy(comparison):
         lowest = min(known, key=known.__getitem__)
         lines.append(f"  mean SQNR  {sum(known.values()) / len(known):.2f} dB")
         lines.append(f"  min SQNR   {known[lowest]:.2f} dB, {shown(lowest)}")
     for path, names in ((comparison.a, comparison.only_a), (comparison.b, comparison.only_b)):
         if names:
-            some = f"{counted(len(names), 'tensor')}: {listed(map(shown, names), 3)}"
+            some = f"{count_text(len(names), 'tensor')}: {listed(map(shown, names), 3)}"
             lines.append(f"  only in {shown(path)}: {some}")
     return lines
 
 
-def _lossy(comparison: Comparison) -> dict[str, float]:
+def _lossy(comparison: CheckpointComparison) -> dict[str, float]:
     return {
         tensor.name: tensor.sqnr_db
         for tensor in comparison.tensors

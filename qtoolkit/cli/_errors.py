@@ -1,8 +1,11 @@
 """How a failure reaches the user: one line and an exit code."""
 
+import ast
 import contextlib
 import errno
 import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,8 +15,14 @@ from typing import NoReturn, TextIO
 import typer
 
 from qtoolkit.checkpoints import CheckpointError
-from qtoolkit.checkpoints.internal import WHOLE, MisuseError
+from qtoolkit.checkpoints.internal import COMPLETE, MisuseError
 
+# An argument of Python as messages have it, with or without a value: skip=, layout="plain".
+_ARGUMENT = re.compile(
+    r"\b(skip|layout|scaling|keep_dtype|channel_axis|input_scales|allow_split|keep_unfitting"
+    r"|allow_nonfinite|allow_codes|max_shard_size|overwrite|shard)="
+    r"""(True\b|\(\d+, \d+\)|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')?"""
+)
 _HINTS = {
     errno.ENOSPC: "make room or choose another disk",
     errno.EROFS: "choose a folder that can be written to",
@@ -65,6 +74,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def as_options(message: str) -> str:
+    """A message of the Python functions with options for arguments: --skip lm_head."""
+
+    def option(match: re.Match[str]) -> str:
+        name = f"--{match[1].replace('_', '-')}"
+        if match[2] in (None, "True"):
+            return name
+        value = ast.literal_eval(match[2])
+        text = shlex.quote(value) if isinstance(value, str) else "/".join(map(str, value))
+        return f"{name} {text}"
+
+    return _ARGUMENT.sub(option, message)
+
+
 def note(message: str) -> None:
     """Print a line on stderr. Where that is full, nothing more is printed, and nothing fails."""
     try:
@@ -75,7 +98,7 @@ def note(message: str) -> None:
 
 def failure(message: str, code: int) -> typer.Exit:
     """Print `message` in one line and return an exception to raise, which exits with `code`."""
-    note(f"qtoolkit: {' '.join(message.splitlines())}")
+    note(f"qtoolkit: {' '.join(as_options(message).splitlines())}")
     return typer.Exit(code)
 
 
@@ -126,7 +149,7 @@ def _signals_raise() -> Iterator[None]:
 
 def _leave(error: _Signal, outcome: str) -> NoReturn:
     is_interrupt = error.args[0] == signal.SIGINT
-    is_whole = any(note.endswith(WHOLE) for note in _notes(error))
+    is_whole = any(note.endswith(COMPLETE) for note in _notes(error))
     parts = ["interrupted" if is_interrupt else "terminated", *([] if is_whole else [outcome])]
     # Exit without Python's clean-up. A compilation that was interrupted goes on in a thread of XLA;
     # at a normal exit XLA's client would be destroyed meanwhile: a segmentation fault (jax 0.10).

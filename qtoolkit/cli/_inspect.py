@@ -1,24 +1,27 @@
 """The commands that show what there is: inspect, layouts. No JAX here."""
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from qtoolkit import checkpoints
-from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout
+from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
+    LAYOUTS,
     Checkpoint,
     Encoding,
+    Layout,
     check_explained,
-    dequantized,
+    decode_weights,
+    open_source,
     shown,
 )
-from qtoolkit.cli._errors import one_line_errors, printable
+from qtoolkit.cli._errors import as_options, one_line_errors, printable
 from qtoolkit.cli._options import JSON, SRC, one_of
-from qtoolkit.cli._summaries import Table, counted
+from qtoolkit.cli._summaries import Table, count_text
 from qtoolkit.cli._tables import table
 
 
@@ -27,7 +30,7 @@ def inspect(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """List the tensors of a checkpoint, and their scales."""
-    with one_line_errors("nothing was changed"), checkpoints.open_source(src) as source:
+    with one_line_errors("nothing was changed"), open_source(src) as source:
         if as_json:
             typer.echo(json.dumps(_data(source), indent=2))
             return
@@ -46,7 +49,7 @@ def layouts(
     """List the layouts of quantized checkpoints, or show one."""
     with one_line_errors("nothing was changed"):
         if as_json:
-            keys = ("format", "scaling", "name", "about", "needs_input_scale")
+            keys = ("format", "scaling", "name", "note", "needs_input_scale")
             data = {
                 layout.name: {
                     "title": layout.title,
@@ -86,7 +89,7 @@ def _tensors_table(source: Checkpoint) -> Table:
 def _encodings(source: Checkpoint) -> Mapping[str, Encoding]:
     """How quantized weights are stored, by name; empty if in a layout that is not read."""
     try:
-        return dequantized(source).encodings
+        return decode_weights(source).encodings
     except CheckpointError:
         return {}
 
@@ -109,18 +112,18 @@ def _scales(encoding: Encoding | None) -> str:
 def _summary(source: Checkpoint) -> list[str]:
     tensors = source.tensors.values()
     lines = [
-        f"{counted(len(tensors), 'tensor')}, {sum(t.size for t in tensors):,} elements, "
+        f"{count_text(len(tensors), 'tensor')}, {sum(t.size for t in tensors):,} elements, "
         f"{sum(t.stored_nbytes for t in tensors):,} bytes"
     ]
     try:
-        opened = dequantized(source)
+        opened = decode_weights(source)
         check_explained(opened, lambda name: False)
     except CheckpointError as error:
-        lines.append(f"not readable as quantized: {printable(str(error))}")
+        lines.append(f"not readable as quantized: {printable(as_options(str(error)))}")
     else:
         if count := sum(tensor.is_dequantized for tensor in opened.tensors.values()):
             lines.append(
-                f"layout {opened.layout}: {counted(count, 'tensor')} quantized; "
+                f"layout {opened.layout}: {count_text(count, 'tensor')} quantized; "
                 "`qtoolkit dequantize` writes unquantized weights"
             )
     return lines + [f"metadata {shown(k)}: {shown(v)}" for k, v in source.metadata.items()]
@@ -152,14 +155,14 @@ def _data(source: Checkpoint) -> dict[str, Any]:
 
 
 def _layout_page(layout: Layout) -> list[str]:
-    texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
+    texts = [re.sub("[()]", "", as_options(text)) for text in layout.spellings()]
     width = max(map(len, texts), default=0)
     lines = [f"{layout.name}: {layout.title}", f"loaders: {layout.loaders}"]
     lines += [*textwrap.wrap(layout.note, 100), ""]
     for scheme, text in zip(layout.schemes, texts, strict=True):
         needs = "needs --input-scales" if scheme.needs_input_scale else ""
-        about = "; ".join(filter(None, (scheme.name, scheme.about, needs)))
-        lines.append(f"  --format {text:<{width}}  {about}")
+        remarks = "; ".join(filter(None, (scheme.name, scheme.note, needs)))
+        lines.append(f"  --format {text:<{width}}  {remarks}")
     if not layout.schemes:
         return [*lines, "is only read: convert and dequantize take it as SRC"]
     return [*lines, "", f"qtoolkit convert SRC DST --layout {layout.name}"]

@@ -21,7 +21,7 @@ from qtoolkit.checkpoints.internal import (
     WRITTEN,
     AxisChoice,
     byte_count,
-    compiled,
+    compile_pattern,
     resolve_target,
     scheme_named,
     shown,
@@ -100,7 +100,7 @@ def _shard(text: str) -> tuple[int, int]:
 def _regexes(patterns: list[str] | None) -> list[str] | None:
     for pattern in patterns or ():
         try:
-            compiled(pattern)
+            compile_pattern(pattern)
         except CheckpointError as error:
             raise failure(str(error), 2) from error
     return patterns
@@ -213,7 +213,6 @@ MAX_MEMORY = typer.Option(
 DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write nothing.")
 JSON = typer.Option("--json", help="Print one JSON object instead of text.")
 QUIET = typer.Option("--quiet", "-q", help="Print nothing but errors.")
-VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -222,20 +221,11 @@ class Printing:
 
     as_json: Annotated[bool, JSON] = False
     quiet: Annotated[bool, QUIET] = False
-    verbose: Annotated[bool, VERBOSE] = False
-
-    def __post_init__(self) -> None:
-        if self.quiet and self.verbose:
-            raise failure("--quiet and --verbose exclude each other; give one of them", 2)
-        if self.verbose and self.as_json:
-            raise failure("--verbose: --json names every tensor already; omit it", 2)
 
     @property
     def style(self) -> str:
-        """How to print a report: "json", "nothing", "table" or "text"."""
-        if self.as_json:
-            return "json"
-        return "nothing" if self.quiet else "table" if self.verbose else "text"
+        """How to print a report: "json", "nothing" or "text"."""
+        return "json" if self.as_json else "nothing" if self.quiet else "text"
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -6,15 +6,17 @@ import operator
 import shlex
 from collections.abc import Sequence
 
-from qtoolkit.checkpoints import LAYOUTS, Report, TensorPlan
+from qtoolkit.checkpoints import Report, TensorPlan
 from qtoolkit.checkpoints.internal import (
     ASK_FOR_WEIGHTS,
+    LAYOUTS,
     PACKED_OPTION,
     join,
     listed,
     read_json,
     shown,
 )
+from qtoolkit.cli._errors import as_options
 
 # Header, rows and right-aligned columns: the arguments of `table`.
 Table = tuple[Sequence[str], list[list[str]], Sequence[str]]
@@ -27,25 +29,10 @@ def plan_table(tensors: Sequence[TensorPlan]) -> Table:
     for tensor in tensors:
         scale = tensor.encoding.scale if tensor.encoding is not None else None
         row = [shown(tensor.name), tensor.source.stored_dtype, tensor.dtype]
-        row += ["" if scale is None else str([*scale.shape]), f"{tensor.nbytes:,}", tensor.reason]
+        row += ["" if scale is None else str([*scale.shape]), f"{tensor.nbytes:,}"]
+        row.append(as_options(tensor.reason))
         rows.append(row)
     return header, rows, ("bytes",)
-
-
-def report_table(report: Report) -> Table:
-    header = ("tensor", "became", "bytes", "SQNR", "largest scale", "not quantized because")
-    rows = [
-        [
-            shown(tensor.name),
-            tensor.dtype,
-            f"{tensor.bytes_after:,}",
-            "" if tensor.sqnr_db is None else _decibels(tensor.sqnr_db),
-            "" if tensor.max_scale is None else f"{tensor.max_scale:.3g}",
-            tensor.reason,
-        ]
-        for tensor in report.tensors
-    ]
-    return header, rows, ("bytes", "SQNR", "largest scale")
 
 
 def report_summary(report: Report, after_title: str = "") -> list[str]:
@@ -56,11 +43,11 @@ def report_summary(report: Report, after_title: str = "") -> list[str]:
             "files; a smaller --max-shard-size makes more of these"
         ]
     if report.shard:
-        where += f" shard {report.shard}, {counted(len(report.files), 'file')}:"
+        where += f" shard {report.shard}, {count_text(len(report.files), 'file')}:"
     title, *lines = _outcome(report)
     lines = [f"{where} {title}{after_title}", *lines, *_errors(report), *_notes(report)]
     if report.resumed:
-        lines.append(f"  resumed    {counted(len(report.resumed), 'file')} of an earlier run")
+        lines.append(f"  resumed    {count_text(len(report.resumed), 'file')} of an earlier run")
     if report.left and not report.shard:
         lines.append(f"  not copied {listed(map(shown, report.left))}")
     return lines
@@ -70,19 +57,19 @@ def _outcome(report: Report) -> list[str]:
     """A title, and the lines that count tensors and bytes."""
     before, after = report.bytes_before, report.bytes_after
     size = f"  bytes      {before:,} -> {after:,} ({100 * after / max(before, 1):.1f} %)"
-    excluded = counted(len(report.kept), "tensor")
+    excluded = count_text(len(report.kept), "tensor")
     if report.format == "nothing" and report.dequantized:
         return [f"{excluded}, dequantized from layout {report.dequantized}", size]
     words = [word for word in report.scaling.split(", ") if word != "none"]
     own = ", or the format's own" if words and "none" in report.scaling else ""
     scales = f", a scale per {' or '.join(words)}{own}" if words else ""
     source = f"  source     quantized (layout {report.dequantized}), dequantized first"
-    reasons = [tensor.reason for tensor in report.kept]
+    reasons = [as_options(tensor.reason) for tensor in report.kept]
     why = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
     return [
         report.format + scales + ("" if report.layout == "plain" else f", layout {report.layout}"),
         *([source] if report.dequantized else []),
-        f"  quantized  {counted(len(report.quantized), 'tensor')}",
+        f"  quantized  {count_text(len(report.quantized), 'tensor')}",
         f"  excluded   {excluded}"
         + (f" ({why}), {100 * report.kept_share:.1f} % of the bytes" if why else ""),
         size,
@@ -103,7 +90,7 @@ def _errors(report: Report) -> list[str]:
 
 def _notes(report: Report) -> list[str]:
     """Warnings: what loaders misread, NaNs and infinities, overflow."""
-    notes = [report.caution] if report.caution else []
+    notes = [as_options(report.caution)] if report.caution else []
     copied = [t for t in report.tensors if t.nonfinite and t.action == "keep"]
     if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
         notes.append(f"{changed:,} elements were NaN or infinite")
@@ -188,7 +175,7 @@ def _call(report: Report, literal: str) -> str:
     return f"{name}.from_pretrained({literal})"
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """1 tensor, 2,000 tensors."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 

@@ -9,7 +9,8 @@ from each import each
 from refused import refused
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import CheckpointError, convert, open_source, save
+from qtoolkit.checkpoints import CheckpointError, convert, save
+from qtoolkit.checkpoints.internal import open_source
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ FUNCTIONS = {
     "a": [lambda path, good, new: checkpoints.compare(path, good)],
     "b": [lambda path, good, new: checkpoints.compare(good, path)],
     "path": [
-        lambda path, good, new: checkpoints.open_source(path),
+        lambda path, good, new: open_source(path),
         lambda path, good, new: checkpoints.load(path),
         lambda path, good, new: save(path, {}),
         lambda path, good, new: save(path, "tensors and path in the wrong order"),
@@ -77,3 +78,16 @@ def test_input_scales_are_numbers_that_float32_has(src, tmp_path, scale):
 def test_input_scales_are_any_number(src, tmp_path, scale):
     convert(src, tmp_path / "dst", layout="modelopt", scaling="tensor", input_scales=scale)
     assert checkpoints.load(tmp_path / "dst")["a.input_scale"] == np.float32(scale)
+
+
+def test_messages_name_arguments(src, tmp_path):
+    """As a caller writes them; `cli/test_errors.py` has options of the command."""
+    tree = {"layer": {"weight": np.ones((64, 32), np.float32)}}
+    save(tmp_path / "model", tree)
+    with refused(CheckpointError, r"^skip='a\(': invalid"):
+        checkpoints.load(tmp_path / "model", like=tree, skip="a(")
+    with refused(CheckpointError, r"^only='a\(': invalid"):
+        checkpoints.export(tree, only="a(")
+    with refused(CheckpointError, r"skip= or allow_codes=True$"):
+        save(tmp_path / "codes", {"a.weight": np.ones((4, 4), np.int8)})
+        convert(tmp_path / "codes", tmp_path / "dst")

@@ -322,7 +322,7 @@ def test_what_is_copied_is_looked_at(tmp_path, dtype):
 
 def test_what_is_cast_is_refused_as_what_is_quantized(tmp_path):
     save(tmp_path / SRC, {"bias": np.array([1, np.nan], np.float32)})
-    message = r"weights: bias \(1\); .* with --skip and without --keep-dtype, or pass --allow-nonf"
+    message = r"weights: bias \(1\); .* with skip= and without keep_dtype=, or pass allow_nonf"
     with refused(CheckpointError, message):
         convert(tmp_path / SRC, tmp_path / DST, keep_dtype="bfloat16")
     assert os.listdir(tmp_path) == [SRC]

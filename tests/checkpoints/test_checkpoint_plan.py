@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 from refused import refused
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    make_plan,
-    open_source,
-    safetensors_dtype,
-    save,
-)
+from qtoolkit.checkpoints import CheckpointError, save
+from qtoolkit.checkpoints.internal import make_plan, open_source, safetensors_dtype
 from qtoolkit.formats import E4M3FN, Rules, format
 
 
@@ -47,7 +42,7 @@ def test_vectors_integers_and_quantized_tensors_are_copied(tmp_path):
         "ids": "dtype I64",
         "codes": "dtype F8_E4M3",
         "other": "dtype F8_E5M2",
-        "mine": "--skip",
+        "mine": "skip=",
     }
     half = {"a": MATRIX.astype("bfloat16"), "b": MATRIX.astype("float16")}
     assert actions(plan_of(tmp_path, half, format="bfloat16")) == {
@@ -92,10 +87,10 @@ def test_formats_of_16_bits_get_no_scale(tmp_path):
     plan = plan_of(tmp_path, {"w": MATRIX}, format="float16")
     assert [(output.name, output.dtype) for output in plan.outputs] == [("w", "F16")]
     assert plan.scaling == "none"
-    with refused(CheckpointError, r"^--scaling channel: float16 has no .*omit it$"):
+    with refused(CheckpointError, r"^scaling='channel': float16 has no .*omit it$"):
         plan_of(tmp_path, {"w": MATRIX}, format="float16", scaling="channel")
     rules = Rules({"w": "bfloat16"})
-    with refused(CheckpointError, r"^--scaling tensor: bfloat16 has no scales"):
+    with refused(CheckpointError, r"^scaling='tensor': bfloat16 has no scales"):
         plan_of(tmp_path, {"w": MATRIX}, format=rules, scaling="tensor")
 
 
@@ -103,13 +98,13 @@ def test_errors_say_where_what_and_what_to_do(tmp_path):
     wide = {"layers/3/kernel": MATRIX.astype(np.float64)}
     message = (
         r"model\.safetensors: tensor layers/3/kernel: dtype F64, expected F32, F16 or BF16; "
-        "exclude it with --skip"
+        "exclude it with skip="
     )
     refused(CheckpointError, message, plan_of, tmp_path, wide)
-    assert actions(plan_of(tmp_path, wide, skip=("kernel",))) == {"layers/3/kernel": "--skip"}
+    assert actions(plan_of(tmp_path, wide, skip=("kernel",))) == {"layers/3/kernel": "skip="}
     with refused(CheckpointError, "tensor w: its scale would be named w_scale"):
         plan_of(tmp_path, {"w": MATRIX, "w_scale": np.zeros(1, np.float32)})
-    with refused(CheckpointError, r"--skip \(: invalid regular expression"):
+    with refused(CheckpointError, r"skip='\(': invalid regular expression"):
         plan_of(tmp_path, {}, skip=["("])
     refused(ValueError, "scaling='row'", plan_of, tmp_path, {}, scaling="row")
     refused(ValueError, "unknown format 'e4m4'", plan_of, tmp_path, {}, format="e4m4")
@@ -117,7 +112,7 @@ def test_errors_say_where_what_and_what_to_do(tmp_path):
 
 def test_a_format_of_other_layouts_names_them(tmp_path):
     """int4 for a Flax model: "expected one of e4m3fn" did not say where int4 is."""
-    message = "plain: cannot hold int4; use --layout compressed-tensors .*nnx.quantize"
+    message = "plain: cannot hold int4; use layout='compressed-tensors' .*nnx.quantize"
     refused(CheckpointError, message, plan_of, tmp_path, {"w": MATRIX}, format="int4")
 
 
@@ -186,7 +181,7 @@ def test_rules_without_a_default_copy_the_rest(tmp_path):
         "head.weight": "e4m3fn",
         "mlp.down.weight": "e4m3fn",
         "mlp.up.weight": "e4m3fn",
-        "norm.weight": "--skip",
+        "norm.weight": "skip=",
         "mlp.up.bias": "no rule",
         "scale": "no rule",
         "ids": "rule 'ids'",
@@ -229,7 +224,8 @@ def test_reading_and_planning_do_not_load_jax(tmp_path):
     """Converting does: the test sees what it looks for."""
     save(tmp_path / "src.safetensors", {"w": np.ones((64, 32), np.float32)})
     code = (
-        "import sys, qtoolkit.checkpoints as c; c.make_plan; c.dequantize; c.load;"
+        "import sys, qtoolkit.checkpoints as c; from qtoolkit.checkpoints import internal;"
+        "c.dequantize; c.load;"
         "assert 'jax' not in sys.modules;"
         "c.convert('src.safetensors', 'dst.safetensors', scaling='tensor');"
         "assert 'jax' in sys.modules"

@@ -64,7 +64,7 @@ def test_convert_refuses_codes_of_layouts_that_are_not_read(tmp_path, program):
     message = str(caught.value)
     name = max(tensors, key=lambda name: tensors[name].nbytes)
     assert f"tensor {name}" in message
-    assert "--skip PATTERN or --allow-codes" in message
+    assert "skip= or allow_codes=True" in message
     assert "fetch" not in message  # all bytes are there
     if program[:1].isupper():
         assert f"by the names of its entries it is of {program}, which is not read" in message

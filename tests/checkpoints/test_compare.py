@@ -11,16 +11,8 @@ from command import run
 from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    compare,
-    convert,
-    dequantize,
-    load,
-    open_source,
-    save,
-    verify,
-)
+from qtoolkit.checkpoints import CheckpointError, compare, convert, dequantize, load, save, verify
+from qtoolkit.checkpoints.internal import open_source
 
 LAYOUTS = [
     ("plain", "e4m3fn", "tensor"),

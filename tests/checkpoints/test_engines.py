@@ -3,16 +3,17 @@
 The oracle of joined layers is a table written from vLLM's `packed_modules_mapping`.
 """
 
+import ast
 import json
 import re
-import shlex
 
 import numpy as np
 import pytest
 from command import run
 from refused import refused
 
-from qtoolkit.checkpoints import CheckpointError, convert, make_plan, open_source, save, verify
+from qtoolkit.checkpoints import CheckpointError, convert, save, verify
+from qtoolkit.checkpoints.internal import make_plan, open_source
 from qtoolkit.formats import Rules
 
 RNG = np.random.default_rng(0)
@@ -63,11 +64,11 @@ def test_parts_of_a_joined_layer_are_quantized_alike(tmp_path, parts, others, la
     options = {"layout": layout}
     for part in parts:
         skip = rf"{re.escape(part)}\."
-        with pytest.raises(CheckpointError, match=r"parts in several schemes.*--skip") as error:
+        with pytest.raises(CheckpointError, match=r"parts in several schemes.*skip=") as error:
             plan(src, skip=[skip], **options)
-        words = shlex.split(re.search(r"Write (--skip \S+)", str(error.value))[1])
+        pattern = ast.literal_eval(re.search(r"Write skip=(\S+)", str(error.value))[1])
         if others:  # else nothing is left to quantize
-            made = plan(src, skip=[skip, words[1]], **options)
+            made = plan(src, skip=[skip, pattern], **options)
             assert kept(made) == {*of_layers(*parts)}
         made = plan(src, skip=[skip], allow_split=True, **options)
         assert kept(made) == {*of_layers(part)}
@@ -79,10 +80,10 @@ def test_the_line_to_write_is_of_one_layer(tmp_path):
     """Of Whisper's decoder: the other attention of a layer has projections of the same names."""
     names = [f"{a}.{x}_proj" for a in ("self_attn", "encoder_attn") for x in "qkv"]
     src = folder(tmp_path / "src", of_layers(*names))
-    with pytest.raises(CheckpointError, match=r"Write --skip") as error:
+    with pytest.raises(CheckpointError, match=r"Write skip=") as error:
         plan(src, skip=[r"encoder_attn\.k_proj"])
-    words = shlex.split(re.search(r"Write (--skip \S+)", str(error.value))[1])
-    assert kept(plan(src, skip=[words[1]])) == {*of_layers(names[4], names[5])}
+    pattern = ast.literal_eval(re.search(r"Write skip=(\S+)", str(error.value))[1])
+    assert kept(plan(src, skip=[pattern])) == {*of_layers(names[4], names[5])}
 
 
 def test_all_parts_of_some_layers_may_be_skipped(tmp_path):
@@ -184,7 +185,7 @@ def test_formats_by_the_names_of_their_publishers(tmp_path, name, fmt, scaling):
 
 def test_a_name_with_another_scaling_is_refused(tmp_path):
     src = folder(tmp_path / "src", {"model.layers.0.mlp.down_proj.weight": (128, 128)})
-    with refused(CheckpointError, r"--scaling tensor: FP8_DYNAMIC is e4m3fn"):
+    with refused(CheckpointError, r"scaling='tensor': FP8_DYNAMIC is e4m3fn"):
         plan(src, format="FP8_DYNAMIC", scaling="tensor")
 
 

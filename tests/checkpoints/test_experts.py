@@ -15,10 +15,10 @@ from qtoolkit.checkpoints import (
     convert,
     dequantize_checkpoint,
     load,
-    open_source,
     save,
     verify,
 )
+from qtoolkit.checkpoints.internal import open_source
 
 LAYER = "model.layers.0"
 EXPERTS = f"{LAYER}.mlp.experts"

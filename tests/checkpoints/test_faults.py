@@ -15,7 +15,8 @@ import pytest
 from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import CheckpointError, convert, layout, save, write_safetensors
+from qtoolkit.checkpoints import CheckpointError, convert, save
+from qtoolkit.checkpoints.internal import layout, write_safetensors
 
 TARGET = "dst.safetensors"
 CONVERT = [sys.executable, "-m", "qtoolkit", "convert"]

@@ -213,15 +213,15 @@ def awq():
     zeros = rng().integers(0, 16, (inputs // group, outputs), np.uint8)
     scales = rng().uniform(0.01, 0.1, zeros.shape).astype(np.float16)
 
-    def packed(values):
+    def pack_rows(values):
         words = np.zeros((len(values), outputs // 8), np.uint32)
         for place, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
             words |= values[:, output::8].astype(np.uint32) << np.uint32(4 * place)
         return words.view(np.int32)
 
     entries = {
-        f"{MODULE}.qweight": packed(codes),
-        f"{MODULE}.qzeros": packed(zeros),
+        f"{MODULE}.qweight": pack_rows(codes),
+        f"{MODULE}.qzeros": pack_rows(zeros),
         f"{MODULE}.scales": scales,
     }
     groups = np.arange(inputs) // group

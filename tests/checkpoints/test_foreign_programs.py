@@ -17,10 +17,10 @@ from qtoolkit.checkpoints import (
     dequantize,
     dequantize_checkpoint,
     load,
-    open_source,
     save,
     verify,
 )
+from qtoolkit.checkpoints.internal import open_source
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 MODULE = "model.layers.0.mlp.up_proj"

@@ -12,17 +12,9 @@ import pytest
 from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import (
-    LAYOUTS,
-    CheckpointError,
-    convert,
-    dequantize_checkpoint,
-    load,
-    open_source,
-    save,
-    verify,
-)
-from qtoolkit.checkpoints import layout as place
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save, verify
+from qtoolkit.checkpoints.internal import LAYOUTS, open_source
+from qtoolkit.checkpoints.internal import layout as place
 from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
@@ -138,7 +130,7 @@ def compressed_nvfp4(x):
     }
 
 
-def packed(x, columns, bits):
+def pack_rows(x, columns, bits):
     codes, scale = integers(x, columns, bits)
     codes = (codes.astype(int) + 2 ** (bits - 1)).astype(np.uint32)
     count = 32 // bits
@@ -203,9 +195,9 @@ CASES = {
     (COMPRESSED, "nvfp4", None): compressed_nvfp4,
     (COMPRESSED, "W8A8_ASYM", None): compressed_int8,
     (COMPRESSED, "W4A16_ASYM", None): packed_asymmetric,
-    (COMPRESSED, "int4_group128", None): lambda x: packed(x, 128, 4),
-    (COMPRESSED, "int4_group32", None): lambda x: packed(x, 32, 4),
-    (COMPRESSED, "int8_group128", None): lambda x: packed(x, 128, 8),
+    (COMPRESSED, "int4_group128", None): lambda x: pack_rows(x, 128, 4),
+    (COMPRESSED, "int4_group32", None): lambda x: pack_rows(x, 32, 4),
+    (COMPRESSED, "int8_group128", None): lambda x: pack_rows(x, 128, 8),
     ("finegrained-fp8", "e4m3fn", None): finegrained,
     ("modelopt", "e4m3fn", "channel"): lambda x: modelopt_fp8(x, 1, (SHAPE[0],)),
     ("modelopt", "e4m3fn", "tensor"): lambda x: modelopt_fp8(x, SHAPE[0], ()),
@@ -312,8 +304,8 @@ def test_every_scheme_has_a_case():
         if layout.name in ("plain", "gpt-oss"):
             continue  # `test_checkpoint_convert`, `test_experts`
         for text in layout.spellings():
-            fmt, _, word = text.partition(" (--scaling ")
-            wanted = {(layout.name, fmt, word.removesuffix(")") or None), (layout.name, fmt, None)}
+            fmt, _, word = text.partition(" (scaling='")
+            wanted = {(layout.name, fmt, word.removesuffix("')") or None), (layout.name, fmt, None)}
             # `test_zero_points_written` has the other one.
             elsewhere = ("deepseek_128x128", "W8A8_ASYM", "W4A16_ASYM")
             assert wanted & cases or fmt in elsewhere, (layout.name, text)
@@ -397,11 +389,11 @@ def test_rules_make_groups_of_compressed_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        ("plain", {"format": "mxfp4"}, "plain: cannot hold mxfp4; use --layout compressed-tensors"),
-        (COMPRESSED, {"format": "e5m2"}, "cannot hold e5m2; use --layout plain, or one of e4m3fn"),
+        ("plain", {"format": "mxfp4"}, "plain: cannot hold mxfp4; use layout='compressed-tensors'"),
+        (COMPRESSED, {"format": "e5m2"}, "cannot hold e5m2; use layout='plain', or one of e4m3fn"),
         (COMPRESSED, {"format": "mxfp4", "scaling": "channel"}, "mxfp4 is a block format, whose"),
-        ("finegrained-fp8", {"scaling": "tensor"}, "cannot hold e4m3fn with --scaling tensor"),
-        ("modelopt", {"format": "nvfp4"}, r"NVFP4 .* static activation scales.*--input-scales"),
+        ("finegrained-fp8", {"scaling": "tensor"}, "cannot hold e4m3fn with scaling='tensor'"),
+        ("modelopt", {"format": "nvfp4"}, r"NVFP4 .* static activation scales.*input_scales="),
         ("modelopt", {"format": "nvfp4", "input_scales": -1.0}, "input scale -1.0, expected"),
         ("modelopt", {"format": "nf4"}, "cannot hold nf4"),
     ],
@@ -419,9 +411,9 @@ def test_what_a_layout_cannot_hold(tmp_path, layout, options, message):
         ("a.weight", (4, 100), COMPRESSED, "mxfp4", "axis -1 has 100 elements, expected a multi"),
         ("a/kernel", (128, 128), COMPRESSED, "e4m3fn", "expected a matrix named NAME.weight"),
         # "b.weight_packed" was written, from which "b.weight" came back.
-        ("b.c/d/weight", (128, 128), COMPRESSED, "mxfp4", "NAME.weight, .* use --layout plain"),
+        ("b.c/d/weight", (128, 128), COMPRESSED, "mxfp4", "NAME.weight, .* use layout=.plain"),
         ("blk.0.attn_q.weight", (128, 128), COMPRESSED, "e4m3fn", "named as in GGUF, .* no loader"),
-        ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* exclude it with --skip"),
+        ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* exclude it with skip="),
         (
             "a.weight",
             (8, 8, 8),

@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from qtoolkit.checkpoints import CheckpointError, convert, finalize, open_source, save
+from qtoolkit.checkpoints import CheckpointError, convert, finalize, save
+from qtoolkit.checkpoints.internal import open_source
 
 SIZE = "40KB"  # two matrices of codes to a file
 KINDS = ("file", "folder", "shard")
@@ -97,7 +98,7 @@ def contents(path):
     with open_source(path) as source:
         for name, tensor in source.tensors.items():
             data = bytearray(tensor.nbytes)
-            source.read_into(name, 0, data)
+            source.tensors[name].read_into(0, memoryview(data))
             found[name] = (tensor.dtype, tensor.shape, data)
     return found
 

@@ -218,4 +218,4 @@ def test_partial_blocks_that_transformers_misreads_are_named(tmp_path, shape, fa
     report = convert(tmp_path / "in", tmp_path / "out", layout="finegrained-fp8")
     assert fault in report.caution
     assert bool(report.caution) == bool(fault)
-    assert not fault or ": a.weight; for it, use --layout compressed-tensors" in report.caution
+    assert not fault or ": a.weight; for it, use layout=" in report.caution

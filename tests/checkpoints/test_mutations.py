@@ -14,10 +14,10 @@ from qtoolkit.checkpoints import (
     compare,
     convert,
     dequantize_checkpoint,
-    open_source,
     save,
     verify,
 )
+from qtoolkit.checkpoints.internal import open_source
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 JUNK = (None, True, 0, -1, 3, 2**70, 1e300, "", "x", [], [0], ["a"], [128, 128], {}, {"a": 1})

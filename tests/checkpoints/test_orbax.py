@@ -13,7 +13,8 @@ from refused import refused
 from stored import stored
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import CheckpointError, convert, load, open_source, save
+from qtoolkit.checkpoints import CheckpointError, convert, load, save
+from qtoolkit.checkpoints.internal import open_source
 
 TREE = {
     "params": {
@@ -56,7 +57,7 @@ def test_a_tree_is_read_by_its_paths(folder, where):
             "step": np.int64(3),
         }.items():
             data = bytearray(source.tensors[name].nbytes)
-            source.read_into(name, 0, data)
+            source.tensors[name].read_into(0, memoryview(data))
             assert bytes(data) == np.asarray(expected).tobytes()
 
 
@@ -118,7 +119,7 @@ def test_a_leaf_called_value_among_others_has_its_name(tmp_path):
             *("model.value", "model.kernel"),
         }
         data = bytearray(64)
-        source.read_into("attn.value", 0, data)
+        source.tensors["attn.value"].read_into(0, memoryview(data))
     assert bytes(data) == np.asarray(attention["value"]).tobytes()
 
 

@@ -9,7 +9,6 @@ from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import (
-    LAYOUTS,
     CheckpointError,
     compare,
     convert,
@@ -19,7 +18,8 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints import layout as place
+from qtoolkit.checkpoints.internal import LAYOUTS
+from qtoolkit.checkpoints.internal import layout as place
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"

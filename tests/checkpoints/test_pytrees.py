@@ -28,6 +28,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
+from qtoolkit.checkpoints.internal import layout, open_source, write_safetensors
 from qtoolkit.scaling import QArray
 
 X = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
@@ -117,7 +118,7 @@ def test_the_file_is_one_that_others_read(tmp_path):
     with safe_open(path, "numpy") as file:
         assert set(file.keys()) == {"layer.kernel", "layer.kernel_scale"}
         scale = file.get_tensor("layer.kernel_scale")
-    with qt.checkpoints.open_source(path) as file:
+    with open_source(path) as file:
         raw = {name: file.read(name) for name in file.tensors}
     np.testing.assert_array_equal(scale, raw["layer.kernel_scale"])
     expected = load(path)["layer.kernel"].dequantize()
@@ -209,10 +210,10 @@ def test_bad_files(tmp_path):
 
 
 def written(path, arrays, text):
-    infos = qt.checkpoints.layout((name, "I8", a.shape) for name, a in arrays.items())
+    infos = layout((name, "I8", a.shape) for name, a in arrays.items())
     metadata = {"qtoolkit_arrays": text}
     chunks = arrays.items()
-    qt.checkpoints.write_safetensors(path, infos, chunks, metadata, overwrite=True)
+    write_safetensors(path, infos, chunks, metadata, overwrite=True)
 
 
 @pytest.mark.parametrize("step", ["convert", "dequantize"])
@@ -234,7 +235,7 @@ def test_a_requantized_qarray_is_no_longer_described(tmp_path, step):
         dequantize_checkpoint(a, b)
         np.testing.assert_array_equal(load(b)["w"], value)
         np.testing.assert_array_equal(load(b)["packed"], kept.dequantize())
-    with qt.checkpoints.open_source(b) as source:
+    with open_source(b) as source:
         assert "qtoolkit_arrays" not in source.metadata
 
 

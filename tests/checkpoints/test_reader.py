@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from test_foreign_layouts import CASES, folder
 
-from qtoolkit.checkpoints import open_source
 from qtoolkit.checkpoints._reader import WeightReader
-from qtoolkit.checkpoints.internal import dequantized
+from qtoolkit.checkpoints.internal import decode_weights, open_source
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "modelopt_fused_llama4"])
@@ -25,7 +24,7 @@ def test_experts_in_one_tensor_are_read_one_by_one(tmp_path, case):
         return dataclasses.replace(tensor, read_into=read_into)
 
     with open_source(folder(tmp_path / "source", config, entries)) as source:
-        encoding = dequantized(source).encodings[name]
+        encoding = decode_weights(source).encodings[name]
         weight = WeightReader(
             encoding, {n: recorded(tensor) for n, tensor in source.tensors.items()}
         )

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from stored import stored
 
-from qtoolkit.checkpoints import CheckpointError, convert, make_plan, open_source, save
+from qtoolkit.checkpoints import CheckpointError, convert, save
+from qtoolkit.checkpoints.internal import make_plan, open_source
 from qtoolkit.formats import Rules
 
 # Of each model with one layer the weights of linear layers and experts, and the other matrices,
@@ -203,7 +204,7 @@ def scale_shapes(tmp_path, shapes, config=None, **options):
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     save(tmp_path / "src" / "model.safetensors", tensors)
     (tmp_path / "src" / "config.json").write_text(json.dumps(config or {}))
-    from qtoolkit.checkpoints import open_source
+    from qtoolkit.checkpoints.internal import open_source
 
     source = open_source(tmp_path / "src")
     try:
@@ -272,7 +273,7 @@ def test_scales_by_channel_are_those_of_the_outputs(tmp_path, shapes, config, ex
 )
 def test_an_unknown_axis_of_outputs_is_asked_for(tmp_path, shapes, config):
     name = next(iter(shapes)) if UP not in shapes else r".*experts\."
-    with pytest.raises(CheckpointError, match=rf"tensor {name}.*--channel-axis first .* or last"):
+    with pytest.raises(CheckpointError, match=rf"tensor {name}.*channel_axis=.first. .* or .*last"):
         scale_shapes(tmp_path, shapes, config)
     (tmp_path / "src" / "model.safetensors").unlink()
     (tmp_path / "src" / "config.json").unlink()

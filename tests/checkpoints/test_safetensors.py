@@ -12,13 +12,9 @@ import safetensors
 import safetensors.numpy
 from stored import stored
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    layout,
-    save,
-    write_safetensors,
-)
+from qtoolkit.checkpoints import CheckpointError, save
 from qtoolkit.checkpoints._safetensors import open_safetensors
+from qtoolkit.checkpoints.internal import layout, write_safetensors
 
 DTYPES = {
     "BOOL": np.bool_,
@@ -151,7 +147,7 @@ def test_tensors_of_4_bits_are_read_and_those_of_6_listed(tmp_path):
     with open_safetensors(tmp_path / TARGET) as file:
         assert file.tensors["a"].shape == (2, 4)
         data = bytearray(3)
-        file.read_into("b", 0, data)
+        file.tensors["b"].read_into(0, memoryview(data))
         assert data == b"567"
         # "1234" is 31 32 33 34: 1, 3, 2, 3, 3, 3, 4, 3 are 0.5, 1.5, 1, 1.5 and so on.
         numbers = np.array([[0.5, 1.5, 1, 1.5], [1.5, 1.5, 2, 1.5]])
@@ -300,7 +296,7 @@ def test_an_empty_tensor_of_a_rank_that_numpy_lacks_is_refused(tmp_path):
 def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
     save(tmp_path / TARGET, {"x": np.ones(2, np.float32)})
     before = (tmp_path / TARGET).read_bytes()
-    with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
+    with pytest.raises(CheckpointError, match="exists already; pass overwrite=True"):
         save(tmp_path / TARGET, {})
     assert (tmp_path / TARGET).read_bytes() == before
     save(tmp_path / TARGET, {}, overwrite=True)
@@ -309,8 +305,6 @@ def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
 
 
 def test_layouts_of_what_safetensors_cannot_hold():
-    with pytest.raises(CheckpointError, match=r"'a': got dtype 'F33', expected one of .*F32"):
-        layout([("a", "F33", (3,))])
     with pytest.raises(CheckpointError, match=r"'a': F4 of shape \(3,\) ends within a byte.*pad"):
         layout([("a", "F4", (3,))])
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from stored import stored
 
-from qtoolkit.checkpoints import compare, convert, open_source, save, verify
+from qtoolkit.checkpoints import compare, convert, save, verify
+from qtoolkit.checkpoints.internal import open_source
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.self_attn.o_proj.weight"

@@ -139,7 +139,9 @@ def test_a_missing_part_is_named_with_its_shard(source, tmp_path):
     refused(CheckpointError, r"dst: no parts of a conversion", finalize, tmp_path / "dst")
     shard(source, tmp_path / "dst", 0, 3)
     before = contents(tmp_path)
-    message = rf"dst: 2 of 3 files are missing: {FILES[1]}, {FILES[2]}; .*--shard 1/3, --shard 2/3$"
+    message = (
+        rf"dst: 2 of 3 files are missing: {FILES[1]}, {FILES[2]}; .*shard=\(1, 3\), shard=\(2, 3\)$"
+    )
     refused(CheckpointError, message, finalize, tmp_path / "dst")
     assert contents(tmp_path) == before
     shard(source, tmp_path / "dst", 1, 3)
@@ -259,10 +261,10 @@ def test_weights_with_nan_are_no_part(tmp_path):
 def test_an_existing_target(source, tmp_path):
     convert(source, tmp_path / "dst")
     before = contents(tmp_path / "dst")
-    with refused(CheckpointError, "exists already; pass --overwrite"):
+    with refused(CheckpointError, "exists already; pass overwrite=True"):
         shard(source, tmp_path / "dst", 0, 1)
     shard(source, tmp_path / "dst", 0, 1, overwrite=True)
-    refused(CheckpointError, "exists already; pass --overwrite", finalize, tmp_path / "dst")
+    refused(CheckpointError, "exists already; pass overwrite=True", finalize, tmp_path / "dst")
     assert contents(tmp_path / "dst") == before
     finalize(tmp_path / "dst", overwrite=True)
     assert sorted(os.listdir(tmp_path / "dst")) == [
@@ -397,7 +399,9 @@ def test_a_file_that_the_shard_of_the_first_copies_is_missing(source, tmp_path):
     for index in (0, 1):
         shard(source, dst, index)
     (tmp_path / PARTS / "checkpoint" / "tokenizer.json").unlink()
-    refused(CheckpointError, rf"1 of 3 files is missing: {FILES[0]};.*0/2$", finalize, dst)
+    refused(
+        CheckpointError, rf"1 of 3 files is missing: {FILES[0]}; .*shard=\(0, 2\)$", finalize, dst
+    )
     assert len(shard(source, dst, 0).resumed) == 2
     finalize(dst)
     assert (dst / "tokenizer.json").is_file()

@@ -10,7 +10,8 @@ import pytest
 from refused import refused
 from stored import stored
 
-from qtoolkit.checkpoints import CheckpointError, convert, open_source, save, verify
+from qtoolkit.checkpoints import CheckpointError, convert, save, verify
+from qtoolkit.checkpoints.internal import open_source
 from qtoolkit.formats import BlockFormat, Rules
 
 WEIGHTS = {f"model.layers.0.self_attn.{x}_proj.weight": (256, 128) for x in "qkvo"}
@@ -143,7 +144,7 @@ def test_a_source_of_which_no_such_plan_can_be_made(source, tmp_path):
     convert(source, tmp_path / "dst", skip=["gate"])
     save(tmp_path / "other.safetensors", {"a.weight": np.ones((128, 128), np.float32)})
     (line,) = verify(tmp_path / "other.safetensors", tmp_path / "dst").problems
-    assert line.startswith("planned again as it was converted: --skip gate matches nothing")
+    assert line.startswith("planned again as it was converted: skip='gate' matches nothing")
 
 
 def test_a_config_that_calls_static_scales_dynamic(problems):

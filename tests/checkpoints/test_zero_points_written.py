@@ -14,7 +14,7 @@ from qtoolkit.checkpoints import CheckpointError, convert
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
-def unpacked(words, count):
+def unpack_rows(words, count):
     """Codes of 4 bits along the last axis of words, the first one in the lowest bits, less 8."""
     words = np.asarray(words).view(np.uint32)
     codes = (words[..., None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
@@ -45,9 +45,9 @@ def test_codes_scales_and_zero_points(tmp_path, shape, dtype):
         q = np.clip(np.rint(np.nan_to_num(groups / scale[..., None])) + zero[..., None], -8, 7)
     is_used, stored = scale > 0, found[f"{prefix}weight_scale"]
     np.testing.assert_allclose(stored[is_used], scale[is_used], rtol=2e-7)
-    zeros = unpacked(found[f"{prefix}weight_zero_point"].T, rows).T
+    zeros = unpack_rows(found[f"{prefix}weight_zero_point"].T, rows).T
     np.testing.assert_array_equal(zeros[is_used], zero[is_used])
-    codes = unpacked(found[f"{prefix}weight_packed"], columns).reshape(q.shape)
+    codes = unpack_rows(found[f"{prefix}weight_packed"], columns).reshape(q.shape)
     assert (codes != q)[is_used].mean() < 1e-5  # a quotient in the middle of two codes
     np.testing.assert_array_equal(found[f"{prefix}weight_shape"], shape)
     assert found[f"{prefix}weight_zero_point"].shape == (-(-rows // 8), columns // 128)

@@ -104,7 +104,7 @@ def test_errors_are_one_line_that_names_the_file(source, tmp_path):
     message = fails("convert", source, out, "--input-scales", binary)
     assert re.fullmatch(rf"{binary}: 'utf-8' .*, expected a JSON object", message)
     assert fails("convert", source, out, "--skip", "norm", "--skip", "a(", code=2).startswith(
-        "--skip a(: invalid regular expression (missing ), unterminated subpattern at position 1)"
+        "--skip 'a(': invalid regular expression (missing ), unterminated subpattern at position 1)"
     )
     assert sorted(os.listdir(tmp_path)) == ["empty", "model.safetensors"]
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from qtoolkit.cli._errors import as_options
+
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_skips_the_end_of_the_interpreter(start, sent):
@@ -29,3 +31,14 @@ with one_line_errors("nothing was changed"):
     assert process.returncode == 128 + sent
     assert stdout == "said before, cleaned up"
     assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
+
+
+def test_messages_of_python_name_options_at_the_command():
+    for message, printed in {
+        "use layout='plain', or skip=": "use --layout plain, or --skip",
+        r"write skip='(^|\\.)(q|k)\\.'; or": r"write --skip '(^|\.)(q|k)\.'; or",
+        "again: shard=(1, 3)": "again: --shard 1/3",
+        "pass overwrite=True to replace it": "pass --overwrite to replace it",
+        "with tie_word_embeddings=false": "with tie_word_embeddings=false",
+    }.items():
+        assert as_options(message) == printed

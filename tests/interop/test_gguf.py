@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 from command import run as run_command
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    convert,
-    dequantize_checkpoint,
-    load,
-    open_source,
-    save,
-)
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save
+from qtoolkit.checkpoints.internal import open_source
 
 NAMES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
 

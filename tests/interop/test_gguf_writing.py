@@ -5,6 +5,7 @@ transformers, which loads GGUF by code of its own; and the formats' formulas.
 """
 
 import json
+import shutil
 import struct
 
 import gguf
@@ -15,7 +16,8 @@ import transformers
 from command import run
 
 from qtoolkit import quantize
-from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, open_source
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, save
+from qtoolkit.checkpoints.internal import open_source
 
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -207,7 +209,7 @@ def test_blocks_are_those_of_the_reference_quantizers(tmp_path, folders, kind):
     assert embeddings == (stored if kind in ("q8_0", "float16", "bfloat16") else "Q8_0")
     assert tensors["blk.0.attn_norm.weight"].tensor_type.name == "F32"
     assert report.layout == "GGUF"
-    assert report.format == kind
+    assert report.format.split(", ")[-1] == kind  # "q8_0, q4_0" with its embeddings
     assert min(t.sqnr_db for t in report.tensors if t.dtype == stored) > 15
 
 
@@ -281,6 +283,21 @@ def test_byte_pairs_and_frequencies_of_llama_3(tmp_path, folders):
     np.testing.assert_allclose(tensors["rope_freqs.weight"].data, expected, 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["q4_0", "nvfp4", "bfloat16"])
+def test_nan_and_inf_are_refused_all_at_once(tmp_path, folders, kind):
+    source = shutil.copytree(folders("qwen3"), tmp_path / "m") / "model.safetensors"
+    with open_source(source) as opened:
+        tensors = {name: tensor.read_all() for name, tensor in opened.tensors.items()}
+    for layer, number in enumerate((np.nan, np.inf)):
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][3, 5] = number
+    save(source, tensors, overwrite=True)
+    with pytest.raises(CheckpointError, match=r"layers\.0.* \(1\), .*layers\.1.* \(1\);"):
+        convert(tmp_path / "m", tmp_path / "m.gguf", format=kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    report = convert(tmp_path / "m", tmp_path / "m.gguf", format=kind, allow_nonfinite=True)
+    assert report.nonfinite == 2
+
+
 def test_a_quantized_source_is_dequantized_first(tmp_path, folders):
     convert(folders("qwen3"), tmp_path / "fp8")
     dequantize_checkpoint(tmp_path / "fp8", tmp_path / "values", dtype="float32")
@@ -323,7 +340,7 @@ def changed(folder, **changes):
         ("llama", {"num_attention_heads": 5}, {}, "128 rows, expected those of the 5 heads"),
         ("llama", {"num_key_value_heads": 4}, {}, "rows, expected those of the 4 heads of"),
         ("llama", {}, {"format": "q4_k"}, "q4_k for GGUF, expected one of q8_0"),
-        ("llama", {}, {"format": "q8_0", "layout": "plain"}, "--layout has no effect"),
+        ("llama", {}, {"format": "q8_0", "layout": "plain"}, "layout= has no effect"),
         (
             "qwen2",
             {"architectures": ["Gemma2ForCausalLM"]},
@@ -333,8 +350,6 @@ def changed(folder, **changes):
     ],
 )
 def test_what_is_not_written_is_refused_by_name(tmp_path, folders, name, changes, options, message):
-    import shutil
-
     shutil.copytree(folders(name), tmp_path / "m")
     changed(tmp_path / "m", **changes)
     with pytest.raises(CheckpointError, match=message):
@@ -343,8 +358,6 @@ def test_what_is_not_written_is_refused_by_name(tmp_path, folders, name, changes
 
 
 def test_a_tokenizer_that_llama_cpp_has_no_name_for_is_refused(tmp_path, folders):
-    import shutil
-
     shutil.copytree(folders("qwen2"), tmp_path / "m")
     byte_pairs(tmp_path / "m", r"\w+")
     with pytest.raises(CheckpointError, match=r"expected one of the regular .*llama-bpe, qwen2"):
@@ -392,5 +405,5 @@ def test_a_dry_run_says_what_is_written(tmp_path, folders):
         for key in ("name", "action", "reason", "dtype", "format", "bytes_before", "bytes_after"):
             assert tensor[key] == report[key]
         is_skipped = "o_proj" in tensor["name"]
-        assert (tensor["dtype"], tensor["reason"]) == ("F32", "--skip") or not is_skipped
+        assert (tensor["dtype"], tensor["reason"]) == ("F32", "skip=") or not is_skipped
     assert not sizes

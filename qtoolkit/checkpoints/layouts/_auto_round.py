@@ -11,8 +11,8 @@ from typing import Any
 
 from qtoolkit.checkpoints.layouts import _awq, _gptq
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import Layout, unread_config
+from qtoolkit.checkpoints.layouts._headers import Headers, config_error
+from qtoolkit.checkpoints.layouts._layout import Layout
 
 METHOD = "auto-round"
 # The version of GPTQ, or "" of AutoAWQ, by packing format.
@@ -36,7 +36,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     if packing not in _VERSIONS or not data_type.startswith("int"):
         key = "packing_format" if packing not in _VERSIONS else "data_type"
         known = ", ".join(_VERSIONS) if packing not in _VERSIONS else "int"
-        raise unread_config(where, key, packing if key != "data_type" else data_type, known)
+        raise config_error(where, key, packing if key != "data_type" else data_type, known)
     others = config.get("extra_config")
     plain = {"sym": config.get("sym"), "group_size": config.get("group_size")}
     if version := _VERSIONS[packing]:

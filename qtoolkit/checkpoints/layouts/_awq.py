@@ -11,17 +11,14 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    HIGH_PRECISION,
-    Layout,
-    block_format,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
     check_entry,
+    config_error,
     entry_beside,
-    unread,
-    unread_config,
+    entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, Layout, block_format
 from qtoolkit.formats import UINT4
 
 _PACKED = Packing(32, order=(0, 4, 1, 5, 2, 6, 3, 7))
@@ -29,12 +26,12 @@ _PACKED = Packing(32, order=(0, 4, 1, 5, 2, 6, 3, 7))
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     if config and str(config.get("version") or "gemm").lower() != "gemm":
-        raise unread_config(where, "version", config["version"], "gemm", "AutoAWQ")
+        raise config_error(where, "version", config["version"], "gemm", "AutoAWQ")
     encodings = {}
     for name, info in headers.items():
         if not f".{name}".endswith(".qweight"):
             continue
-        encoding = _decoded(config, headers, info)
+        encoding = _decode_weight(config, headers, info)
         if encoding is not None:
             encodings[encoding.name] = encoding
         elif config:
@@ -46,11 +43,11 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
                 "expected [inputs, outputs / 8], [groups, outputs] and [groups, outputs / 8] in "
                 "the groups of config.json"
             )
-            raise unread(where, name, what, "AutoAWQ")
+            raise entry_error(where, name, what, "AutoAWQ")
     return encodings
 
 
-def _decoded(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encoding | None:
+def _decode_weight(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encoding | None:
     """How a weight is stored; None where entries have not the shapes of this layout."""
     scale = headers.get(entry_beside(codes.name, "scales"))
     zero = headers.get(entry_beside(codes.name, "qzeros"))

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
-from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, ReadEntry
-from qtoolkit.checkpoints.layouts._headers import Headers, Stored
-from qtoolkit.checkpoints.layouts._layout import (
-    Layout,
-    by_channel,
+from qtoolkit.checkpoints.layouts._encoding import HIGH_NIBBLES, Encoding, ReadEntry
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    OpenHeaders,
     check_entry,
     entry_beside,
-    unread,
+    entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import Layout, by_channel
 from qtoolkit.formats import INT8, NF4, NF4_BLOCK64, UINT4, BlockFormat
 
 METHOD = "bitsandbytes"
@@ -36,14 +36,13 @@ _TABLES = {
     "nf4": np.asarray(NF4.values_by_code, np.float32),
     "fp4": np.asarray([*_FP4, *(-value for value in _FP4)], np.float32) / np.float32(12),
 }
-_PACKED = Packing(8, order=(1, 0))
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     encodings = {}
     for name in headers:
         weight, state, table = name.rpartition(_STATE)
-        if state and isinstance(headers, Stored):
+        if state and isinstance(headers, OpenHeaders):
             encodings[weight] = _of_table(headers, weight, table, where)
         elif name.rpartition(".")[2] == "SCB":
             weight = entry_beside(name, "weight")
@@ -56,10 +55,12 @@ def _of_rows(headers: Headers, name: str, where: str) -> Encoding:
     codes = check_entry(headers, name, ("I8",), where)
     scale = check_entry(headers, entry_beside(name, "SCB"), ("F32",), where)
     if len(codes.shape) != 2 or scale.shape != codes.shape[:1]:
-        raise unread(where, scale.name, f"{scale}, expected one for each row of {codes}", METHOD)
+        raise entry_error(
+            where, scale.name, f"{scale}, expected one for each row of {codes}", METHOD
+        )
     order = headers.get(entry_beside(name, "weight_format"))
-    if order is not None and isinstance(headers, Stored) and headers.read(order.name).any():
-        raise unread(where, order.name, "codes in the order of a GPU, expected row", METHOD)
+    if order is not None and isinstance(headers, OpenHeaders) and headers.read(order.name).any():
+        raise entry_error(where, order.name, "codes in the order of a GPU, expected row", METHOD)
     return Encoding(
         name=name,
         shape=codes.shape,
@@ -72,7 +73,7 @@ def _of_rows(headers: Headers, name: str, where: str) -> Encoding:
     )
 
 
-def _of_table(headers: Stored, name: str, table: str, where: str) -> Encoding:
+def _of_table(headers: OpenHeaders, name: str, table: str, where: str) -> Encoding:
     state_name = f"{name}{_STATE}{table}"
     state = json_object(headers.read(state_name).tobytes())
     shape, length = tuple(state.get("shape") or ()), _length(state, "blocksize")
@@ -84,10 +85,10 @@ def _of_table(headers: Stored, name: str, table: str, where: str) -> Encoding:
     fits = is_whole and codes.nbytes == count // 2 and scale.shape == (-(-count // length),)
     if not fits or table not in _TABLES or (codes.shape[0] == 1 < codes.shape[-1]):
         what = f"{codes} and absmax {scale} of {state}, expected two codes of nf4 or fp4 a byte"
-        raise unread(where, name, f"{what}, in one column, and a scale for each block", METHOD)
+        raise entry_error(where, name, f"{what}, in one column, and a scale for each block", METHOD)
     values = check_entry(headers, f"{name}.quant_map", ("F32",), where)
     if not np.allclose(headers.read(values.name), _TABLES[table], 0, 1e-6):
-        raise unread(where, values.name, f"other values than those of {table}", METHOD)
+        raise entry_error(where, values.name, f"other values than those of {table}", METHOD)
     nested = _nested(headers, name, scale, state, where)
     others = (headers[state_name], values, *nested)
 
@@ -100,7 +101,7 @@ def _of_table(headers: Stored, name: str, table: str, where: str) -> Encoding:
         spec=BlockFormat.tensor(UINT4, scale=None),
         lengths=shape,
         codes=codes,
-        packing=_PACKED,
+        packing=HIGH_NIBBLES,
         others=(*others, scale),
         finish=lambda encoding, q, read: _scaled(
             _TABLES[table][q.astype(np.uint8)], scales(read), length
@@ -140,7 +141,7 @@ def _nested(
         or table.shape != (256,)
     ):
         what = f"{absmax} and {table} of {scale} and {state}"
-        raise unread(where, absmax.name, f"{what}, expected one for each block", METHOD)
+        raise entry_error(where, absmax.name, f"{what}, expected one for each block", METHOD)
     return absmax, table
 
 

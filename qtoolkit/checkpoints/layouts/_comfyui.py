@@ -20,18 +20,15 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
-from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, ReadEntry
-from qtoolkit.checkpoints.layouts._headers import Headers, Stored
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    Layout,
+from qtoolkit.checkpoints.layouts._encoding import HIGH_NIBBLES, NIBBLES, Encoding, ReadEntry
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    OpenHeaders,
     check_entry,
-    decode_bytes,
-    decode_groups,
     entry_beside,
-    scales_in_order,
-    unread,
+    entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout, decode_bytes, decode_tiled
 from qtoolkit.formats import INT4, MXFP8_E4M3, NVFP4
 
 _FOUR_BITS = ("convrot_w4a4", "int4_tensorwise")
@@ -46,7 +43,7 @@ _FOUR = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], n
 
 def marks_of(headers: Headers) -> dict[str, Any]:
     """What ComfyUI says of the modules that it quantized, by their names."""
-    if not isinstance(headers, Stored):
+    if not isinstance(headers, OpenHeaders):
         return {}
     of_all = json_object(headers.metadata.get(METADATA, "{}")).get("layers")
     marks = {
@@ -71,7 +68,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         if is_float and f".{name}".endswith(".weight") and scale_name in headers:
             scale = check_entry(headers, scale_name, FLOAT_SCALES, where)
             if scale.nbytes not in (2, 4):
-                raise unread(where, scale_name, f"{scale}, expected one number", "ComfyUI")
+                raise entry_error(where, scale_name, f"{scale}, expected one number", "ComfyUI")
             one = {name: info, scale_name: scale._replace(shape=())}
             encodings[name] = decode_bytes(one, name, scale_name, where)
     for module, mark in marks_of(headers).items():
@@ -92,18 +89,13 @@ def _tiled(headers: Headers, name: str, kind: str, where: str) -> Encoding:
     scale = check_entry(headers, f"{name}_scale", scales, where)
     second = check_entry(headers, f"{name}_scale_2", ("F32",), where) if is_fp4 else None
     spec = NVFP4 if is_fp4 else MXFP8_E4M3
-    rows, columns = codes.shape if len(codes.shape) == 2 else (0, 0)
-    shape = (rows, columns * (1 + is_fp4))
-    across = -(-shape[1] // (16 if is_fp4 else 32))
-    if not rows or scale.nbytes != -(-rows // 128) * 512 * -(-across // 4):
-        what = f"{scale} of {codes}, expected tiles of 128 rows and 4 scales"
-        raise unread(where, scale.name, what, "ComfyUI")
-    encoding = decode_groups(
-        *(name, shape, spec, codes, scale._replace(shape=(rows, across)), where),
-        packing=Packing(8, order=(1, 0)) if is_fp4 else None,
+    shape = (*codes.shape[:-1], *(n * (1 + is_fp4) for n in codes.shape[-1:]))
+    return decode_tiled(
+        *(name, shape, spec, codes, scale, where),
+        program="ComfyUI",
+        packing=HIGH_NIBBLES if is_fp4 else None,
         tensor_scale=second,
     )
-    return dataclasses.replace(encoding, scale=scale, scale_of=scales_in_order)
 
 
 def _rotated(headers: Headers, name: str, settings: Mapping[str, Any], where: str) -> Encoding:
@@ -123,7 +115,7 @@ def _rotated(headers: Headers, name: str, settings: Mapping[str, Any], where: st
     powers = [4**k for k in range(1, 9)]
     if size not in powers or not is_by_rows or encoding.shape[1] % size:
         what = f"{codes} rotated by {size}, expected a power of 4 that divides rows, and a scale"
-        raise unread(where, name, f"{what} for each row", "ComfyUI")
+        raise entry_error(where, name, f"{what} for each row", "ComfyUI")
 
     def finish(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:
         return (values.reshape(-1, size) @ _hadamard(size)).reshape(values.shape)

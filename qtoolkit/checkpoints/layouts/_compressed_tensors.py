@@ -21,25 +21,27 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    check_block,
+    check_entry,
+    config_error,
+    entry_beside,
+    entry_error,
+)
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     HIGH_PRECISION,
     Layout,
     Scheme,
-    Used,
+    SchemeModules,
     block_counts,
     by_block,
     by_channel,
     by_tensor,
-    check_block,
-    check_entry,
     decode_bytes,
     decode_groups,
-    entry_beside,
     scaling_of,
-    unread,
-    unread_config,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, is_table, patterns_of
 from qtoolkit.checkpoints.layouts._packed_integers import (
@@ -66,29 +68,29 @@ from qtoolkit.formats import (
 METHOD = "compressed-tensors"
 
 FP8_CHANNEL = Scheme(
-    name="FP8_DYNAMIC", spec=by_channel(E4M3FN), about="activations per token, when it runs"
+    name="FP8_DYNAMIC", spec=by_channel(E4M3FN), note="activations per token, when it runs"
 )
 FP8_TENSOR = Scheme(
-    name="FP8", spec=by_tensor(E4M3FN), about="activations per token, or static with input scales"
+    name="FP8", spec=by_tensor(E4M3FN), note="activations per token, or static with input scales"
 )
-FP8_STATIC = dataclasses.replace(FP8_TENSOR, about="static activations", needs_input_scale=True)
-FP8_BLOCK = Scheme(name="FP8_BLOCK", spec=by_block(E4M3FN), about="activations per 128 of a token")
-W8A8 = Scheme(name="W8A8", spec=by_channel(INT8), about="activations per token")
+FP8_STATIC = dataclasses.replace(FP8_TENSOR, note="static activations", needs_input_scale=True)
+FP8_BLOCK = Scheme(name="FP8_BLOCK", spec=by_block(E4M3FN), note="activations per 128 of a token")
+W8A8 = Scheme(name="W8A8", spec=by_channel(INT8), note="activations per token")
 W8A8_ASYM = dataclasses.replace(
-    W8A8, name="W8A8_ASYM", about="activations per token, with zero points", is_named=True
+    W8A8, name="W8A8_ASYM", note="activations per token, with zero points", is_named=True
 )
-MX8 = Scheme(name="MXFP8", spec=MXFP8_E4M3, about="activations in blocks of 32")
-MX4 = Scheme(name="MXFP4A16", spec=MXFP4, about="weights only")
+MX8 = Scheme(name="MXFP8", spec=MXFP8_E4M3, note="activations in blocks of 32")
+MX4 = Scheme(name="MXFP4A16", spec=MXFP4, note="weights only")
 NV4 = Scheme(
-    name="NVFP4A16", spec=NVFP4, about="weights only; one tensor scale for q, k, v and gate, up"
+    name="NVFP4A16", spec=NVFP4, note="weights only; one tensor scale for q, k, v and gate, up"
 )
-W4A16 = Scheme(name="W4A16", spec=INT4_GROUP128, about="weights only, groups of 128")
-W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, about="weights only, groups of 32")
-W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 128")
+W4A16 = Scheme(name="W4A16", spec=INT4_GROUP128, note="weights only, groups of 128")
+W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, note="weights only, groups of 32")
+W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, note="weights only, groups of 128")
 W4A16_ASYM = Scheme(
     name="W4A16_ASYM",
     spec=INT4_GROUP128.with_(zero_point=True),
-    about="weights only, groups of 128 with zero points",
+    note="weights only, groups of 128 with zero points",
 )
 
 PACKED = {W4A16, W4A16_32, W8A16, W4A16_ASYM}
@@ -111,7 +113,7 @@ _DIVIDED = "weight_global_scale"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    (rows, columns), name, spec = info.shape, info.name, computed(scheme.spec)
+    (rows, columns), name, spec = info.shape, info.name, with_scale_rules(scheme.spec)
     element, lengths = spec.element, spec.block_lengths(info.shape)
     packing: Packing | None = None
     codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
@@ -151,7 +153,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     )
 
 
-def computed(spec: BlockFormat) -> BlockFormat:
+def with_scale_rules(spec: BlockFormat) -> BlockFormat:
     """`spec` with the package's own rules of scales."""
     if isinstance(spec.element, IntFormat):
         return spec if spec.zero_point else dataclasses.replace(spec, rule="range")
@@ -179,7 +181,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         elif last == "weight_packed" and info.dtype == "I32" and len(info.shape) == 2:
             encoding = decode_integers(headers, info, where, widths)
         elif last == "weight_packed":
-            raise unread(where, name, f"{info}, expected a matrix of I32 or U8", METHOD)
+            raise entry_error(where, name, f"{info}, expected a matrix of I32 or U8", METHOD)
         elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
             encoding = _decode_bytes(headers, name, where, blocks, are_floats)
         elif (
@@ -189,7 +191,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             and f"{name}_scale" in headers
         ):
             what = f"{info} with a scale, expected codes: it is rounded when the model runs"
-            raise unread(where, name, what, METHOD)
+            raise entry_error(where, name, what, METHOD)
         else:
             continue
         encoding = with_group_index(headers, encoding, where)
@@ -207,7 +209,7 @@ def _decode_bytes(
         of = decode_bytes(headers, name, f"{name}_scale", where, block, are_floats=are_floats)
         if len(shape) == 2 and of.lengths == (shape[0], 1) and block is None and shape[1] > 1:
             what = f"{list(scale.shape)} of {list(shape)}, a scale for each input, expected outputs"
-            raise unread(where, scale.name, what, METHOD)
+            raise entry_error(where, scale.name, what, METHOD)
         return of
     codes = check_entry(headers, name, ("F8_E4M3",), where)
     entry = check_entry(headers, f"{name}_scale", ("U8",), where)
@@ -243,7 +245,7 @@ def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]
     found = [group.get("weights") or {} for group in groups.values()] if known else []
     if not known or not all(isinstance(weights, dict) for weights in found):
         what = 'an object of groups, {"group_0": {"weights": {...}}}'
-        raise unread_config(where, "config_groups", groups, what, METHOD)
+        raise config_error(where, "config_groups", groups, what, METHOD)
     return found
 
 
@@ -254,7 +256,7 @@ def _check_transforms(config: Mapping[str, Any], where: str) -> None:
         transforms = transforms.get("config_groups")
     if transforms:
         what = "none: weights and activations are rotated, which is not read"
-        raise unread_config(where, "transform_config", transforms, what)
+        raise config_error(where, "transform_config", transforms, what)
 
 
 def _check_dense(config: Mapping[str, Any], where: str) -> None:
@@ -263,7 +265,7 @@ def _check_dense(config: Mapping[str, Any], where: str) -> None:
     for part in (config, config.get("sparsity_config"), *groups.values()):
         name = part.get("format") if isinstance(part, Mapping) else None
         if isinstance(name, str) and (name == "marlin-24" or name.startswith("sparse")):
-            raise unread_config(where, "format", name, "one of dense weights", METHOD)
+            raise config_error(where, "format", name, "one of dense weights", METHOD)
 
 
 def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:
@@ -274,7 +276,7 @@ def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[in
     return [*(block for block in found if block is not None), *rows]
 
 
-def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
+def config(used: SchemeModules, unquantized: Sequence[str]) -> dict[str, Any]:
     """One group for each scheme; if there is only one, it targets all Linear layers.
 
     Tables of embeddings are targeted by their class: vLLM's models do not tell all of them their
@@ -349,7 +351,7 @@ LAYOUT = Layout(
     is_mixed=True,
     tables=frozenset(PACKED - {W4A16_ASYM}),
     static={FP8_TENSOR: FP8_STATIC},
-    computed=computed,
+    with_scale_rules=with_scale_rules,
     refused={
         r"feed_forward\.experts\.(gate_up_proj|down_proj)$": "all experts of a Llama 4 layer in "
         "one tensor, expected one by one: loaders of compressed-tensors split the module, and find "

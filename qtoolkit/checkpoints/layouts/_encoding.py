@@ -7,7 +7,7 @@ all layouts: `checkpoints/_reader.py` and `checkpoints/_produce.py`.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,9 @@ class Packing:
     """How codes of less than a byte lie along the last axis of an entry.
 
     Attributes:
-      word: Bits of a word, which is little-endian: 8, 24, 32, 40 or 56. It holds word // bits whole
-        codes, from its lowest bits on; a row ends with a whole word, but for zeros or bytes of
-        padding that are not read.
+      word: Bits of a word, which is little-endian: 8, 24, 32, 40, 56 or 64. It holds word // bits
+        whole codes, from its lowest bits on; a row ends with a whole word, but for zeros or bytes
+        of padding that are not read.
       order: The place in its word of each of the codes, in the order of the weight; () for 0, 1, 2
         and so on. AWQ has (0, 4, 1, 5, 2, 6, 3, 7).
       biased: Whether a signed integer is stored as its value + 2**(bits - 1).
@@ -42,6 +42,7 @@ class Packing:
 
 BYTES = None  # a code to a byte
 NIBBLES = Packing(8)  # two codes of four bits to a byte, the first one low
+HIGH_NIBBLES = Packing(8, order=(1, 0))  # the first one high
 WORDS = Packing(32, biased=True)  # compressed-tensors
 
 
@@ -80,6 +81,10 @@ class Encoding:
       finish: (how it is stored, q * scale as float32, the reader of entries) -> the weight, for
         programs that do more to it than a `QArray` can hold: MLX adds biases. None: nothing is
         done. Of a stack of matrices one after the other is finished, with its part of each entry.
+      scales_first: How many scales lie in `codes` before the codes of their blocks, as in GGUF's
+        NVFP4; 0: none do.
+      quantizer: (float32 elements of whole blocks) -> the bytes of `codes`, and the numbers that
+        they stand for, for blocks that another package rounds; None: `qtoolkit.quantize` does.
     """
 
     name: str
@@ -101,6 +106,8 @@ class Encoding:
     others: tuple[Entry, ...] = ()
     scale_of: "Callable[[Encoding, ReadEntry], np.ndarray] | None" = None
     finish: "Callable[[Encoding, np.ndarray, ReadEntry], np.ndarray] | None" = None
+    scales_first: int = 0
+    quantizer: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
     def parts(self) -> tuple[Entry, ...]:
@@ -116,6 +123,23 @@ class Encoding:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
+
+    def pairs(
+        self, codes: Any, scale: Any = None, zero_point: Any = None, tensor_scale: Any = None
+    ) -> Iterator[tuple[Entry, Any]]:
+        """The entries of these arrays, in the order in which they are made; not of those that are
+        None.
+        """
+        entries = self.tensor_scale, self.codes, self.scale, self.zero_point
+        for entry, array in zip(entries, (tensor_scale, codes, scale, zero_point), strict=True):
+            if entry is not None and array is not None:
+                yield entry, array
+
+    @property
+    def constant_pairs(self) -> Iterator[tuple[Entry, np.ndarray]]:
+        """The entries whose values are known before the weight is read, with these."""
+        for entry, data in self.constants:
+            yield entry, np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     @property
     def spec_as_stored(self) -> BlockFormat:
@@ -208,12 +232,12 @@ def merged_matrices(
     return (math.prod(n for n, _ in axes[:-2]), rows, columns), (height, width)
 
 
-def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.ndarray:
+def unpack_rows(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.ndarray:
     """The codes, uint8 [rows, columns], of bytes [rows, bytes of a row] of whole words."""
     size, count = _word(packing, bits)
-    words = _filled(data, -data.shape[1] % size)
+    words = _pad_last_axis(data, -data.shape[1] % size)
     if size > 1:  # NumPy shifts no integers of 3, 5 or 7 bytes: words are padded to 8
-        words = _filled(words.reshape(len(data), -1, size), 8 - size).view("<u8")[..., 0]
+        words = _pad_last_axis(words.reshape(len(data), -1, size), 8 - size).view("<u8")[..., 0]
     codes = np.empty((*words.shape, count), np.uint8)
     for place, at in enumerate(packing.order or range(count)):
         codes[..., place] = words >> words.dtype.type(at * bits)  # the low byte of the shifted word
@@ -221,7 +245,7 @@ def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.
     return codes ^ np.uint8(1 << (bits - 1)) if packing.biased else codes
 
 
-def unpacked_entry(
+def unpack_entry(
     entry: Entry, read: ReadEntry, packing: Packing | None, bits: int, shape: tuple[int, ...]
 ) -> np.ndarray:
     """The codes of an entry in the shape of the array, a code to a byte."""
@@ -230,15 +254,17 @@ def unpacked_entry(
         return data.reshape(shape)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if packing.axis == 0:
-        words = unpacked(data.reshape(-1, packing.word // 8), packing, bits, packing.word // bits)
+        words = unpack_rows(
+            data.reshape(-1, packing.word // 8), packing, bits, packing.word // bits
+        )
         return np.ascontiguousarray(words.T).reshape(-1)[: math.prod(shape)].reshape(shape)
     if packing.axis == -1:
-        return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
+        return unpack_rows(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
     # Elements of the entry that run along the rows: as rows of the transposed matrix.
     height, size = shape[-2], NUMPY_DTYPES[entry.dtype].itemsize
     words = data.reshape(math.prod(shape[:-2]), -1, columns, size)
     turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
-    codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
+    codes = unpack_rows(turned, packing, bits, height).reshape(-1, columns, height)
     return np.ascontiguousarray(codes.swapaxes(1, 2)).reshape(shape)
 
 
@@ -258,13 +284,13 @@ def zero_points(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     if packing is None:
         return read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
     bits = element.bits
-    codes = unpacked_entry(entry, read, packing, bits, counts).astype(np.int32)
+    codes = unpack_entry(entry, read, packing, bits, counts).astype(np.int32)
     codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
     half = 1 << (bits - 1)  # codes of signed integers are two's complement
     return (codes ^ half) - half if element.signed else codes
 
 
-def untiled(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
+def untile(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
     """Bytes of scales [rows, columns] that lie as tensor cores read them.
 
     A tile has 128 rows and 4 columns; its row 32 i + j is at [j, i]. The last tiles are padded.
@@ -275,13 +301,13 @@ def untiled(data: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return np.ascontiguousarray(tiles.reshape(-1, 4 * across)[:rows, :columns])
 
 
-def packed_zero_points(zeros: Any, packing: Packing, bits: int) -> Any:
+def pack_zero_points(zeros: Any, packing: Packing, bits: int) -> Any:
     """The words of zero points [rows, blocks] of a matrix, which run along its rows."""
     assert packing.axis == -2
     return words_of(zeros.T.astype(np.uint8), packing, bits).T
 
 
-def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
+def pack_rows(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
     """The bytes [rows, bytes of a row] of codes [rows, columns]; the last word has zeros."""
     data = words_of(codes, packing, bits)[..., None].view(np.uint8)[..., : packing.word // 8]
     return np.ascontiguousarray(data).reshape(len(codes), -1)
@@ -300,6 +326,6 @@ def _word(packing: Packing, bits: int) -> tuple[int, int]:
     return word // 8, word // bits
 
 
-def _filled(x: np.ndarray, missing: int) -> np.ndarray:
+def _pad_last_axis(x: np.ndarray, missing: int) -> np.ndarray:
     """Pads the last axis with zeros."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -17,18 +17,16 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import Headers, check_block, entry_beside
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_ELEMENTS,
     Layout,
     Scheme,
-    Used,
+    SchemeModules,
     block_counts,
     by_block,
-    check_block,
     decode_bytes,
-    entry_beside,
     microscaled,
 )
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
@@ -86,7 +84,7 @@ def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, A
     return name + "_scale" if config and name + "_scale" in headers else None
 
 
-def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
+def config(used: SchemeModules, unquantized: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "activation_scheme": "dynamic",

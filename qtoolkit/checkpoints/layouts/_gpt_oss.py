@@ -13,15 +13,8 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import (
-    Layout,
-    Scheme,
-    Used,
-    check_entry,
-    decode_groups,
-    unread,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
+from qtoolkit.checkpoints.layouts._layout import Layout, Scheme, SchemeModules, decode_groups
 from qtoolkit.formats import MXFP4
 
 METHOD = "mxfp4"
@@ -57,7 +50,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         scale = check_entry(headers, scale_name, ("U8",), where)
         if info.shape != (*scale.shape, 16):
             what = f"{list(info.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
-            raise unread(where, info.name, what)
+            raise entry_error(where, info.name, what)
         *rows, blocks = scale.shape
         shape = (*rows, 32 * blocks)
         encoding = decode_groups(name, shape, MXFP4, info, scale, where, packing=NIBBLES)
@@ -68,7 +61,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     return encodings
 
 
-def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
+def config(used: SchemeModules, unquantized: Sequence[str]) -> dict[str, Any]:
     return {"quant_method": METHOD, "modules_to_not_convert": list(unquantized)}
 
 
@@ -76,7 +69,7 @@ LAYOUT = Layout(
     name="gpt-oss",
     title="gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales",
     loaders="transformers; by their documentation (untested): vLLM, SGLang",
-    schemes=(Scheme(name="MXFP4", spec=MXFP4, about="weights of experts only"),),
+    schemes=(Scheme(name="MXFP4", spec=MXFP4, note="weights of experts only"),),
     decode=decode,
     encode=encode,
     config=config,

@@ -19,17 +19,14 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, dense
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    HIGH_PRECISION,
-    Layout,
-    block_format,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
     check_entry,
+    config_error,
     entry_beside,
-    unread,
-    unread_config,
+    entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, Layout, block_format
 from qtoolkit.formats import UINT2, UINT4, UINT8
 from qtoolkit.formats import format as resolve
 
@@ -52,15 +49,17 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     stored_as = str(config.get("checkpoint_format") or "gptq")
     if stored_as not in _OFFSETS:
         known = " or ".join(_OFFSETS)
-        raise unread_config(where, "checkpoint_format", stored_as, known, "GPTQModel")
+        raise config_error(where, "checkpoint_format", stored_as, known, "GPTQModel")
     return {
-        entry_beside(name, "weight"): _decoded(config, headers, info, where, _OFFSETS[stored_as])
+        entry_beside(name, "weight"): _decode_weight(
+            config, headers, info, where, _OFFSETS[stored_as]
+        )
         for name, info in headers.items()
         if f".{name}".endswith(".qweight")
     }
 
 
-def _decoded(
+def _decode_weight(
     config: Mapping[str, Any], headers: Headers, codes: Entry, where: str, offset: int
 ) -> Encoding:
     name = codes.name
@@ -84,7 +83,7 @@ def _decoded(
         length = max(inputs // groups, 1)
     fits = bits and inputs and words == inputs * bits / 32 and scale.shape == (groups, outputs)
     if not fits or -(-inputs // length) != groups:
-        raise unread(
+        raise entry_error(
             where,
             name,
             f"{list(codes.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, expected "

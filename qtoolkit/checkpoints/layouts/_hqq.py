@@ -7,21 +7,28 @@ x = (code - zero) * scale; other entries are numbers and texts in tensors: shape
 Source: github.com/dropbox/hqq, core/quantize.py, Quantizer.dequantize, and core/bitpack.py.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, ReadEntry, floats
-from qtoolkit.checkpoints.layouts._headers import Headers, Stored
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    Layout,
+from qtoolkit.checkpoints.layouts._encoding import (
+    HIGH_NIBBLES,
+    Encoding,
+    Packing,
+    ReadEntry,
+    floats,
+)
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    OpenHeaders,
     check_entry,
     entry_beside,
-    unread,
+    entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout
 from qtoolkit.formats import BlockFormat
 from qtoolkit.formats import format as resolve
 
@@ -29,7 +36,7 @@ METHOD, CODES = "hqq", "W_q"
 # By packing: bits of a code, and how they are packed.
 _PACKINGS: dict[str, tuple[int, Packing | None]] = {
     "8bit_u8": (8, None),
-    "4bit_u8": (4, Packing(8, order=(1, 0), axis=0)),
+    "4bit_u8": (4, dataclasses.replace(HIGH_NIBBLES, axis=0)),
     "3bit_32": (3, Packing(32, order=tuple(range(9, -1, -1)), axis=0)),
     "2bit_u8": (2, Packing(8, order=(3, 2, 1, 0), axis=0)),
     "1bit_u8": (1, Packing(8, order=tuple(range(7, -1, -1)), axis=0)),
@@ -45,12 +52,12 @@ _TEXTS = (
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     names = [name for name in headers if name.rpartition(".")[2] == CODES]
     names = [name for name in names if config or entry_beside(name, "packing") in headers]
-    if not isinstance(headers, Stored):
+    if not isinstance(headers, OpenHeaders):
         return {}
-    return {entry_beside(name, "weight"): _decoded(headers, name, where) for name in names}
+    return {entry_beside(name, "weight"): _decode_weight(headers, name, where) for name in names}
 
 
-def _decoded(headers: Stored, name: str, where: str) -> Encoding:
+def _decode_weight(headers: OpenHeaders, name: str, where: str) -> Encoding:
     codes = headers[name]
     for text in ("shape", "packing"):
         check_entry(headers, entry_beside(name, text), ("I64", "I32", "U8"), where)
@@ -65,11 +72,11 @@ def _decoded(headers: Stored, name: str, where: str) -> Encoding:
     in_rows = scale.shape[-1:] in ((), (1,))
     axis = headers.get(entry_beside(name, "axis"))
     if axis is not None and groups > 1 and bool(headers.read(axis.name).item()) != in_rows:
-        raise unread(where, axis.name, f"other groups than those of scale {scale}", "HQQ")
+        raise entry_error(where, axis.name, f"other groups than those of scale {scale}", "HQQ")
     is_by_group = scale.shape == zero.shape and sorted(scale.shape)[:-1] in ([], [1])
     if not (size and bits and fits and is_by_group) or size % groups:
         what = f"{codes} packed as {words!r}, scale {scale}, zero {zero}, shape {list(shape)}"
-        raise unread(where, name, f"{what}, expected {', '.join(_PACKINGS)} in groups", "HQQ")
+        raise entry_error(where, name, f"{what}, expected {', '.join(_PACKINGS)} in groups", "HQQ")
     texts = (entry_beside(name, text) for text in _TEXTS)
 
     def finish(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:

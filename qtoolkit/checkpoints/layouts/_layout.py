@@ -1,4 +1,4 @@
-"""`Layout` and `Scheme`, and what layouts share: block formats, checks of entries."""
+"""`Layout` and `Scheme`, and what layouts share: block formats, ways to store a weight."""
 
 import dataclasses
 import functools
@@ -15,11 +15,12 @@ from qtoolkit.checkpoints.layouts._encoding import (
     Packing,
     ReadEntry,
     floats,
-    untiled,
+    untile,
 )
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
 from qtoolkit.formats import (
     BFLOAT16,
+    E2M1FN,
     E4M3FN,
     E4M3FNUZ,
     E5M2,
@@ -58,14 +59,14 @@ class Scheme:
     Attributes:
       name: As the layout's publisher calls it.
       spec: The block format of a weight [outputs, inputs].
-      about: What else a reader should know.
+      note: What else a reader should know.
       needs_input_scale: Whether loaders ask for static activation scales.
       is_named: Whether its name alone tells it from another scheme with weights of this format.
     """
 
     name: str
     spec: BlockFormat
-    about: str = ""
+    note: str = ""
     needs_input_scale: bool = False
     is_named: bool = False
 
@@ -75,24 +76,24 @@ class Scheme:
 
     @property
     def format(self) -> str:
-        """The value of `--format` for this scheme."""
+        """The value of `format` for this scheme."""
         if self.is_named or self.spec.zero_point:  # that has no published name
             return self.name
         return self.spec.name if scaling_of(self.spec) is None else self.spec.element.name
 
     @property
     def scaling(self) -> str | None:
-        """The value of `--scaling`; None if the format has no scales or defines its own."""
+        """The value of `scaling`; None if the format has no scales or defines its own."""
         word = scaling_of(self.spec)
         return None if word == "none" else word
 
     @property
     def spelling(self) -> str:
-        """Both: "e4m3fn (--scaling channel)", "mxfp4"."""
-        return self.format + ("" if self.scaling is None else f" (--scaling {self.scaling})")
+        """Both: "e4m3fn (scaling='channel')", "mxfp4"."""
+        return self.format + ("" if self.scaling is None else f" (scaling={self.scaling!r})")
 
 
-Used = Mapping[Scheme, Sequence[str]]  # the schemes in use, with the modules of each
+SchemeModules = Mapping[Scheme, Sequence[str]]  # the schemes in use, with the modules of each
 
 
 def _refuse(*_: Any) -> Any:
@@ -104,7 +105,7 @@ class Layout:
     """A layout: two functions, `decode` to read it and `encode` to write it, and the config.
 
     Attributes:
-      name: As given to `--layout`.
+      name: As given to `layout`.
       title: A description in one line.
       loaders: Who loads it.
       note: What else a reader should know of all schemes.
@@ -115,7 +116,7 @@ class Layout:
       config: (schemes in use with their modules, modules that are not quantized) ->
         quantization_config; {} if none.
       files: (as for `config`) -> further JSON files by name.
-      computed: spec -> the spec with the rules by which the layout's publisher finds scales.
+      with_scale_rules: spec -> the spec with the rules by which its publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
       has_marks: Whether files mark the weights, so that without a config it is asked before layouts
         that know them by names alone.
@@ -130,23 +131,6 @@ class Layout:
         instead if such scales are given.
       refused: Regular expressions for names of tensors that its loaders cannot load, each with the
         reason.
-
-    Examples:
-      >>> for layout in qt.checkpoints.LAYOUTS.values():
-      ...     print(layout.name, "-", layout.title)
-      plain - qtoolkit's own: codes under the weight's name, float32 scales under NAME_scale
-      compressed-tensors - that of llm-compressor: weight or weight_packed, weight_scale
-      finegrained-fp8 - DeepSeek's blocks of 128x128: weight, weight_scale_inv
-      modelopt - that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale
-      gpt-oss - gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales
-      gptq - that of GPTQ: qweight, qzeros, scales, g_idx
-      awq - that of AutoAWQ (GEMM): qweight, qzeros, scales
-      auto-round - that of AutoRound: entries of GPTQ or AutoAWQ
-      mlx - that of MLX: weight in words of 32 bits, scales, biases
-      bitsandbytes - that of bitsandbytes: absmax and quant_state (NF4, FP4), or SCB (int8)
-      hqq - that of HQQ: W_q, scale, zero
-      torchao - torchao's tensor subclasses: _weight_qdata, _weight_scale, classes in the metadata
-      comfyui - that of ComfyUI: scale_weight beside FP8 weights, comfy_quant of rotated int8
     """
 
     name: str
@@ -155,9 +139,9 @@ class Layout:
     decode: Callable[[Mapping[str, Any], Headers, str], dict[str, Encoding]]
     schemes: tuple[Scheme, ...] = ()
     encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
-    config: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
-    files: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
-    computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
+    config: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
+    files: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
+    with_scale_rules: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     methods: tuple[str, ...] = ()
     has_marks: bool = False
     note: str = ""
@@ -169,24 +153,24 @@ class Layout:
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def scheme(self, of: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
-        """The scheme for a format and a value of `--scaling`; None: the first that fits.
+    def scheme(self, fmt: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
+        """The scheme for a format and a value of `scaling`; None: the first that fits.
 
         Raises:
           CheckpointError: The layout has none.
         """
         for scheme in self.schemes:
-            if isinstance(of, Scheme) or scheme.is_named:
-                if scheme == of:
+            if isinstance(fmt, Scheme) or scheme.is_named:
+                if scheme == fmt:
                     return scheme
-            elif isinstance(of, BlockFormat):
-                if scheme.spec == of and scaling is None:
+            elif isinstance(fmt, BlockFormat):
+                if scheme.spec == fmt and scaling is None:
                     return scheme
-            elif scheme.spec.element == of and scaling in (None, scaling_of(scheme.spec)):
+            elif scheme.spec.element == fmt and scaling in (None, scaling_of(scheme.spec)):
                 return scheme
-        word = "" if scaling is None else f" with --scaling {scaling}"
+        word = "" if scaling is None else f" with scaling={scaling!r}"
         raise CheckpointError(
-            f"layout {self.name}: cannot hold {of.name}{word}, expected one of "
+            f"layout {self.name}: cannot hold {fmt.name}{word}, expected one of "
             f"{', '.join(self.spellings())}; `qtoolkit layouts` shows which layout takes what"
         )
 
@@ -205,7 +189,7 @@ class Layout:
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
-    """The value of `--scaling` for a spec: "none" without scales, None for those like "nvfp4" whose
+    """The value of `scaling` for a spec: "none" without scales, None for those like "nvfp4" whose
     own name describes their scales.
     """
     if spec.scale is None:
@@ -222,6 +206,7 @@ def scaling_of(spec: BlockFormat) -> str | None:
 # Cached: checking a format takes longer than quantizing a small tensor by it, and its name is found
 # once if equal formats are one object.
 block_format = functools.cache(BlockFormat)
+NVFP4_ALONE = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)  # without a tensor scale
 
 
 @functools.cache
@@ -240,57 +225,13 @@ def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
     return BlockFormat(element=element, block=block)
 
 
-def entry_beside(name: str, suffix: str) -> str:
-    """The name of an entry of the same module: "a.weight_scale" of "a.weight"."""
-    return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix
-
-
-_MAKER = "the program that made it"
-
-
-def unread(where: str, entry: str, what: str, program: str = _MAKER) -> CheckpointError:
-    """The error for an entry that differs from what its layout says."""
-    about = f"tensor {shown(entry)}: {what}"
-    return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
-
-
-def unread_config(
-    where: str, key: str, value: Any, expected: str, program: str = _MAKER
-) -> CheckpointError:
-    """The error for a value in the quantization config that cannot be read."""
-    about = f"{key} {shown(str(value)[:80])} in config.json, expected {expected}"
-    return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
-
-
-def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str) -> Entry:
-    """The entry `name` of a checkpoint; raises where it is missing or has none of `dtypes`."""
-    entry = headers.get(name)
-    expected = f"expected {' or '.join(dtypes)}"
-    if entry is None:
-        raise CheckpointError(
-            f"{where}: tensor {shown(name)}: no such tensor, {expected}; fetch the checkpoint again"
-        )
-    if entry.dtype not in dtypes:
-        raise unread(where, name, f"dtype {entry.dtype}, {expected}")
-    return entry
-
-
-def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
-    """Check the lengths of a block in a config; None if there are none."""
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        raise unread_config(where, key, block, "two lengths, [128, 128]")
-    return block
-
-
-def scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+def _scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     """The scales of a matrix that lie in tiles, as numbers of their format."""
     assert encoding.scale is not None
     assert encoding.spec.scale is not None
     assert encoding.spec.scale.dtype is not None
     rows, columns = encoding.shape
-    scales = untiled(read(encoding.scale), rows, -(-columns // encoding.lengths[-1]))
+    scales = untile(read(encoding.scale), rows, -(-columns // encoding.lengths[-1]))
     return scales.view(encoding.spec.scale.dtype).reshape(-1)
 
 
@@ -319,16 +260,16 @@ def decode_bytes(
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
     if are_floats and codes.dtype == "I8":
-        raise unread(where, name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
+        raise entry_error(where, name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
     is_named = f".{name}".endswith("weight")  # [outputs, inputs]
     if scale.shape == codes.shape[:1] == codes.shape[1:] != (1,) and not is_named:
         n = scale.shape[0]
         what = f"[{n}] of {list(codes.shape)}, expected [{n}, 1], of rows, or [1, {n}], of columns"
-        raise unread(where, scale_name, what)
+        raise entry_error(where, scale_name, what)
     blocks = _blocks_by_shape(codes.shape, scale.shape, block)
     if blocks is None:
-        raise unread(
+        raise entry_error(
             where,
             name,
             f"{list(codes.shape)} with scales {list(scale.shape)}, expected one in all, one per "
@@ -366,7 +307,7 @@ def decode_groups(
     groups = (*shape[:-1], -(-shape[-1] // length)) if shape else ()
     of = f"{shown(codes.name)}, {list(codes.shape)}"
     if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
-        raise unread(
+        raise entry_error(
             where,
             scale.name,
             f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}",
@@ -375,7 +316,7 @@ def decode_groups(
     if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
         each = f", or one for each of {count}," if count > 1 else ""
         what = f"{list(tensor_scale.shape)}, expected one tensor scale{each} of {of}"
-        raise unread(where, tensor_scale.name, what)
+        raise entry_error(where, tensor_scale.name, what)
     return Encoding(
         name=name,
         shape=shape,
@@ -387,6 +328,35 @@ def decode_groups(
         tensor_scale_divides=tensor_scale_divides,
         packing=packing,
     )
+
+
+def decode_tiled(
+    name: str,
+    shape: tuple[int, ...],
+    spec: BlockFormat,
+    codes: Entry,
+    scale: Entry,
+    where: str,
+    *,
+    program: str,
+    packing: Packing | None = None,
+    tensor_scale: Entry | None = None,
+) -> Encoding:
+    """`decode_groups` of a matrix whose scales lie in tiles: see `untile`."""
+    (length,) = spec.block
+    assert length is not None
+    rows, columns = shape if len(shape) == 2 else (0, 0)
+    counts = (rows, -(-columns // length))
+    tiles = -(-rows // 128) * 512 * -(-counts[1] // 4)
+    if not rows or scale.nbytes != tiles:
+        what = f"{scale} of {codes}, expected {tiles} bytes, tiles of 128 rows and 4 scales"
+        raise entry_error(where, scale.name, what, program)
+    encoding = decode_groups(
+        *(name, shape, spec, codes, scale._replace(shape=counts), where),
+        packing=packing,
+        tensor_scale=tensor_scale,
+    )
+    return dataclasses.replace(encoding, scale=scale, scale_of=_scales_in_order)
 
 
 def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Encoding | None:

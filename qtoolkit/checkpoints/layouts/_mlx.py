@@ -16,25 +16,27 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, configs_in
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, dense
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
+    check_entry,
+    config_error,
+    entry_beside,
+    entry_error,
+)
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     HIGH_PRECISION,
+    NVFP4_ALONE,
     Layout,
     block_format,
-    check_entry,
     decode_groups,
-    entry_beside,
-    unread,
-    unread_config,
 )
-from qtoolkit.formats import E2M1FN, E4M3FN, MXFP4, MXFP8_E4M3
+from qtoolkit.formats import MXFP4, MXFP8_E4M3
 from qtoolkit.formats import format as resolve
 
 METHOD, KEY = "mlx", "quantization"
 _BITS = (1, 2, 3, 4, 5, 6, 8)
-_MODES = {"mxfp4": MXFP4, "mxfp8": MXFP8_E4M3}
-_MODES["nvfp4"] = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)
+_MODES = {"mxfp4": MXFP4, "mxfp8": MXFP8_E4M3, "nvfp4": NVFP4_ALONE}
 # Modules of language models with as many inputs as hidden_size. Entries of 4 bits in groups of 64
 # have the same shapes as those of 8 bits in groups of 32 of half as many inputs.
 _INPUTS = re.compile(
@@ -62,24 +64,24 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     for module, settings in config.items():
         if isinstance(settings, Mapping) and f"{module}.weight" not in names:
             # Loaders rename modules; then another module would be read with wrong bits.
-            raise unread_config(where, module, settings, "the name of a quantized module", "MLX")
+            raise config_error(where, module, settings, "the name of a quantized module", "MLX")
     return {
-        name: _decoded(config, headers, name, where)
+        name: _decode_weight(config, headers, name, where)
         for name in names
         if f".{name}".endswith(".weight")
     }
 
 
-def _decoded(config: Mapping[str, Any], headers: Headers, name: str, where: str) -> Encoding:
+def _decode_weight(config: Mapping[str, Any], headers: Headers, name: str, where: str) -> Encoding:
     codes = check_entry(headers, name, ("U32",), where)
     own = config.get(name.removesuffix(".weight"))
     settings = {**config, **own} if isinstance(own, Mapping) else config
     bits, length, mode = settings["bits"], settings["group_size"], settings.get("mode", "affine")
     if entry_beside(name, "global_scale") in headers:
         what = "a further scale of the mode nvfp4, expected none"
-        raise unread(where, entry_beside(name, "global_scale"), what, "MLX")
+        raise entry_error(where, entry_beside(name, "global_scale"), what, "MLX")
     if mode != "affine" and mode not in _MODES:
-        raise unread_config(where, "mode", mode, ", ".join(("affine", *_MODES)), "MLX")
+        raise config_error(where, "mode", mode, ", ".join(("affine", *_MODES)), "MLX")
     scales = ("U8",) if mode in _MODES else FLOAT_SCALES
     scale = check_entry(headers, entry_beside(name, "scales"), scales, where)
     spec = _MODES.get(mode)
@@ -90,14 +92,14 @@ def _decoded(config: Mapping[str, Any], headers: Headers, name: str, where: str)
         what = (
             f"bits of {', '.join(map(str, _BITS))} and a length, or those of mxfp4 (4, 32), mxfp8"
         )
-        raise unread_config(where, KEY, settings, f"{what} (8, 32), nvfp4 (4, 16)", "MLX")
+        raise config_error(where, KEY, settings, f"{what} (8, 32), nvfp4 (4, 16)", "MLX")
     shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits) if codes.shape else ()
     if mode == "nvfp4":  # its bytes are those of E4M3
         scale = scale._replace(dtype="F8_E4M3")
     hidden = config.get("hidden_size") or 0
     if shape and shape[-1] != hidden and _is_multiple(shape[-1], hidden) and _INPUTS.search(name):
         what = f"{shape[-1]} inputs as {bits} bits in groups of {length}, expected the hidden_size "
-        raise unread(where, name, f"{what}{hidden}, as with other bits and groups", "MLX")
+        raise entry_error(where, name, f"{what}{hidden}, as with other bits and groups", "MLX")
     packing = None if mode == "mxfp8" else NIBBLES if bits == 4 else dense(bits)
     encoding = decode_groups(name, shape, spec, codes, scale, where, packing=packing)
     if mode != "affine":
@@ -105,7 +107,7 @@ def _decoded(config: Mapping[str, Any], headers: Headers, name: str, where: str)
     bias = check_entry(headers, entry_beside(name, "biases"), (scale.dtype,), where)
     if bias.shape != scale.shape or shape[-1] % length:
         what = f"{list(bias.shape)}, expected one for each scale {list(scale.shape)}"
-        raise unread(where, bias.name, f"{what} of whole groups of {length}", "MLX")
+        raise entry_error(where, bias.name, f"{what} of whole groups of {length}", "MLX")
     return dataclasses.replace(encoding, others=(bias,), finish=_biased)
 
 

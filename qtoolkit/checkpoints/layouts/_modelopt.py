@@ -25,22 +25,19 @@ from typing import Any
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, constant
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_beside, entry_error
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
     Layout,
     Scheme,
-    Used,
+    SchemeModules,
     by_channel,
     by_tensor,
-    check_entry,
     decode_bytes,
     decode_groups,
-    entry_beside,
     microscaled,
     times_factors,
-    unread,
 )
 from qtoolkit.formats import E4M3FN, NVFP4
 
@@ -50,15 +47,15 @@ _TENSOR_SCALE = "weight_scale_2"
 CHANNEL = Scheme(
     name="FP8_PER_CHANNEL_PER_TOKEN",
     spec=by_channel(E4M3FN),
-    about="activations per token, when it runs",
+    note="activations per token, when it runs",
 )
 TENSOR = Scheme(
-    name="FP8", spec=by_tensor(E4M3FN), about="static activations", needs_input_scale=True
+    name="FP8", spec=by_tensor(E4M3FN), note="static activations", needs_input_scale=True
 )
 NV4 = Scheme(
     name="NVFP4",
     spec=NVFP4,
-    about="static tensor scale of activations; one tensor scale for q, k, v and gate, up",
+    note="static tensor scale of activations; one tensor scale for q, k, v and gate, up",
     needs_input_scale=True,
 )
 
@@ -132,7 +129,7 @@ def _with_factors(encoding: Encoding | None, factors: Entry, where: str) -> Enco
     is_floats = factors.dtype in FLOAT_SCALES
     if encoding is None or not is_floats or factors.shape != encoding.shape[1:]:
         what = f"{factors}, by which inputs are multiplied (AWQ), expected one for each input of a"
-        raise unread(where, factors.name, f"{what} quantized matrix in the same module")
+        raise entry_error(where, factors.name, f"{what} quantized matrix in the same module")
     return dataclasses.replace(encoding, others=(factors,), finish=times_factors)
 
 
@@ -184,11 +181,11 @@ def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
     if (count == rows) == (count == columns):
         what = f"{list(scale.shape)} of {list(weight.shape)}, expected scales of the rows or of the"
         what += " columns, whose numbers differ"
-        raise unread(where, scale.name, what, METHOD)
+        raise entry_error(where, scale.name, what, METHOD)
     return scale._replace(shape=(experts, rows, 1) if count == rows else (experts, 1, columns))
 
 
-def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
+def config(used: SchemeModules, unquantized: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "quant_algo": _algorithm(used),
@@ -199,7 +196,7 @@ def config(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def files(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
+def files(used: SchemeModules, unquantized: Sequence[str]) -> dict[str, Any]:
     quantization = {
         "quant_algo": _algorithm(used),
         "kv_cache_quant_algo": None,
@@ -210,7 +207,7 @@ def files(used: Used, unquantized: Sequence[str]) -> dict[str, Any]:
     return {"hf_quant_config.json": {"producer": producer, "quantization": quantization}}
 
 
-def _algorithm(used: Used) -> str:
+def _algorithm(used: SchemeModules) -> str:
     (scheme,) = used
     return scheme.name
 

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import WORDS, Encoding, constant, dense
-from qtoolkit.checkpoints.layouts._headers import Headers
-from qtoolkit.checkpoints.layouts._layout import (
-    FLOAT_SCALES,
-    HIGH_PRECISION,
-    block_format,
+from qtoolkit.checkpoints.layouts._headers import (
+    Headers,
     check_entry,
+    config_error,
     entry_beside,
-    unread,
-    unread_config,
+    entry_error,
 )
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, block_format
 from qtoolkit.formats import IntFormat
 from qtoolkit.formats import format as resolve
 
@@ -53,7 +51,7 @@ class Width(NamedTuple):
         return f"{self.bits} bits {groups}"
 
 
-# To try if there is no config. `dequantized` checks the result by weight_shape.
+# To try if there is no config. `decode_weights` checks the result by weight_shape.
 _WIDTHS = (Width(4, 128), Width(4, 32), Width(8, 128))
 
 
@@ -67,14 +65,14 @@ def decode_integers(
     if encoding is None:
         what = f"{codes.shape[1]} words a row and scales {list(scale.shape)}"
         what += f", expected {' or '.join(map(str, widths))}, as config.json says"
-        raise unread(where, codes.name, what, _PACKAGE)
+        raise entry_error(where, codes.name, what, _PACKAGE)
     shape_name = entry_beside(codes.name, SHAPE)
     if shape_name not in headers:
         return encoding
     numbers = check_entry(headers, shape_name, ("I64", "I32"), where)
     if numbers.shape != (2,):
         what = f"{list(numbers.shape)}, expected two numbers, rows and columns"
-        raise unread(where, numbers.name, what, _PACKAGE)
+        raise entry_error(where, numbers.name, what, _PACKAGE)
     expected = constant(numbers.name, numbers.dtype, encoding.shape, (2,))
     return dataclasses.replace(encoding, constants=(expected,))
 
@@ -118,7 +116,7 @@ def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encodi
     index = check_entry(headers, name, ("I32", "I64"), where)
     if index.shape != encoding.shape[1:] or encoding.lengths[0] != 1:
         what = f"{list(index.shape)}, expected the group of each input of {list(encoding.shape)}"
-        raise unread(where, name, what, _PACKAGE)
+        raise entry_error(where, name, what, _PACKAGE)
     return dataclasses.replace(encoding, group_index=index)
 
 
@@ -145,7 +143,7 @@ def with_zero_point(
     is_integer = isinstance(encoding.spec.element, IntFormat)
     if zero.shape != wanted or not is_integer or is_packed != (zero.dtype == "I32"):
         what = f"{zero}, expected a zero point for each scale {list(scale)} of integers, I32 in"
-        raise unread(where, name, f"{what} words or I8", _PACKAGE)
+        raise entry_error(where, name, f"{what} words or I8", _PACKAGE)
     return dataclasses.replace(
         encoding,
         spec=dataclasses.replace(encoding.spec, zero_point=True),
@@ -172,5 +170,5 @@ def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) 
             widths.append(Width(bits, length))
         else:
             what = "a length from 1 up"
-            raise unread_config(where, "group_size", length, what, _PACKAGE)
+            raise config_error(where, "group_size", length, what, _PACKAGE)
     return widths or _WIDTHS

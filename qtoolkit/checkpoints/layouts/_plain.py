@@ -11,7 +11,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_error
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_DTYPES,
@@ -24,7 +24,6 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_tensor,
     decode_bytes,
     scaling_of,
-    unread,
 )
 from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat
 
@@ -72,7 +71,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         for entry in (f"{name}_zero_point", f"{name}_tensor_scale"):
             if entry in headers:
                 what = "layout plain has one scale a block alone, expected no such tensor"
-                raise unread(where, entry, what)
+                raise entry_error(where, entry, what)
         encodings[name] = decode_bytes(headers, name, name + SUFFIX, where)
     return encodings
 
@@ -88,7 +87,7 @@ LAYOUT = Layout(
             for word, make in (("tensor", by_tensor), ("channel", by_channel), ("block", by_block))
         ),
         *(
-            Scheme(name=fmt.name, spec=BlockFormat.tensor(fmt, scale=None), about="rounded")
+            Scheme(name=fmt.name, spec=BlockFormat.tensor(fmt, scale=None), note="rounded")
             for fmt in (BFLOAT16, FLOAT16)
         ),
     ),

@@ -41,11 +41,11 @@ def saved_arrays(
     encodings: dict[str, Encoding] = {}
     names: set[str] = set()
     try:
-        for name, about in json.loads(metadata[ARRAYS_KEY]).items():
-            spec = spec_from_json(about["spec"])
+        for name, description in json.loads(metadata[ARRAYS_KEY]).items():
+            spec = spec_from_json(description["spec"])
             entries = {part: headers.get(f"{name}_{part}") for part in FIELDS}
-            if FACTORS in about or ROTATION in about:
-                what = FACTORS if FACTORS in about else "a rotation"
+            if FACTORS in description or ROTATION in description:
+                what = FACTORS if FACTORS in description else "a rotation"
                 raise CheckpointError(
                     f"{where}: tensor {shown(name)}: a QArray whose matmul applies {what} to its "
                     "inputs, for which no layout has a place, expected none; quantize with "
@@ -55,7 +55,7 @@ def saved_arrays(
             names |= {name, *(info.name for info in entries.values() if info is not None)}
             if spec.element.bits > 8 or (spec.scale is not None and spec.scale.dtype is None):
                 continue
-            size, lengths = about["packed_size"], tuple(about["lengths"])
+            size, lengths = description["packed_size"], tuple(description["lengths"])
             encoding = _encoding(headers[name], size, spec, lengths, entries)
             if encoding is not None:
                 encodings[name] = encoding
@@ -89,10 +89,10 @@ def undecoded_parts(
 
 def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
     """The metadata without the descriptions of arrays of which a tensor has changed."""
-    about = json_object(metadata.get(ARRAYS_KEY, ""))
+    description = json_object(metadata.get(ARRAYS_KEY, ""))
     unchanged = {
         name: one
-        for name, one in about.items()
+        for name, one in description.items()
         if name not in changed and not any(f"{name}_{part}" in changed for part in FIELDS)
     }
     others = {key: text for key, text in metadata.items() if key != ARRAYS_KEY}
@@ -132,8 +132,10 @@ def _encoding(
     lengths = (1,) * (len(shape) - len(lengths)) + lengths  # `vmap` has added axes in front
     tensor_scale = others["tensor_scale"]
     batch = () if tensor_scale is None else tensor_scale.shape  # the first axes
-    apart = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
-    merged = None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, apart)
+    unmerged = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
+    merged = (
+        None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, unmerged)
+    )
     if merged is None or math.prod(batch) not in (1, merged[0][0]):
         return None
     return Encoding(

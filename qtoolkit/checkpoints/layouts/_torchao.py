@@ -9,6 +9,7 @@ dequantize; of Int4Tensor, FBGEMM's quantize_utils.py, int4_row_quantize_zp.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,20 +17,19 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, floats
-from qtoolkit.checkpoints.layouts._headers import Headers, Stored
+from qtoolkit.checkpoints.layouts._headers import Headers, OpenHeaders, check_entry, entry_error
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
+    NVFP4_ALONE,
     Layout,
     block_format,
-    check_entry,
     decode_bytes,
     decode_groups,
-    scales_in_order,
+    decode_tiled,
     times_factors,
-    unread,
 )
-from qtoolkit.formats import E2M1FN, E4M3FN, INT4, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
+from qtoolkit.formats import E2M1FN, INT4, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 
 METHOD, _CODES, NAMES = "torchao", "qdata", "tensor_names"
 _BYTES = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
@@ -41,19 +41,19 @@ _OF_ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_sc
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     encodings: dict[str, Encoding] = {}
-    if not isinstance(headers, Stored):
+    if not isinstance(headers, OpenHeaders):
         return encodings
     for entry in headers.values():
-        name, about = _described(headers, entry.name)
-        if about:
-            encodings[name] = _decoded(headers, name, about, where)
+        name, description = _description_of(headers, entry.name)
+        if description:
+            encodings[name] = _decode_weight(headers, name, description, where)
         elif config and name:
             what = f"no class in the metadata of the file under {shown(name)}, expected one"
-            raise unread(where, entry.name, what, METHOD)
+            raise entry_error(where, entry.name, what, METHOD)
     return encodings
 
 
-def _described(headers: Stored, codes: str) -> tuple[str, dict[str, Any]]:
+def _description_of(headers: OpenHeaders, codes: str) -> tuple[str, dict[str, Any]]:
     """The name of the weight of which an entry has the codes, and what the metadata says of it."""
     module, _, last = codes.rpartition(".")
     if not last.startswith("_") or not last.endswith(f"_{_CODES}"):
@@ -62,14 +62,16 @@ def _described(headers: Stored, codes: str) -> tuple[str, dict[str, Any]]:
     return name, json_object(headers.metadata.get(name, ""))
 
 
-def _decoded(headers: Stored, name: str, about: Mapping[str, Any], where: str) -> Encoding:
+def _decode_weight(
+    headers: OpenHeaders, name: str, description: Mapping[str, Any], where: str
+) -> Encoding:
     module, _, last = name.rpartition(".")
     prefix = f"{module}._{last}_".lstrip(".")
-    kind, settings = str(about.get("_type")), about.get("_data") or {}
+    kind, settings = str(description.get("_type")), description.get("_data") or {}
     codes, scale = headers[prefix + _CODES], headers.get(f"{prefix}scale")
     if kind not in _READ or scale is None:
         what = f"of class {shown(kind)}, expected {', '.join(_READ)} with a scale"
-        raise unread(where, codes.name, what, METHOD)
+        raise entry_error(where, codes.name, what, METHOD)
     lengths = settings.get("block_size")
     if kind in _BYTES:
         encoding = _of_bytes(name, codes, scale, lengths, where)
@@ -84,7 +86,7 @@ def _decoded(headers: Stored, name: str, about: Mapping[str, Any], where: str) -
     if factors is not None:
         if not encoding.is_array or factors.shape != encoding.shape[-1:]:
             what = f"{factors}, expected a factor for each input of {list(encoding.shape)} alone"
-            raise unread(where, factors.name, what, METHOD)
+            raise entry_error(where, factors.name, what, METHOD)
         encoding = dataclasses.replace(
             encoding, others=(*encoding.others, factors), finish=times_factors
         )
@@ -94,7 +96,9 @@ def _decoded(headers: Stored, name: str, about: Mapping[str, Any], where: str) -
 
 def _of_bytes(name: str, codes: Entry, scale: Entry, lengths: Any, where: str) -> Encoding:
     if codes.dtype not in BYTE_ELEMENTS or not isinstance(lengths, list):
-        raise unread(where, codes.name, f"{codes} in blocks of {lengths}, expected bytes", METHOD)
+        raise entry_error(
+            where, codes.name, f"{codes} in blocks of {lengths}, expected bytes", METHOD
+        )
     if len(codes.shape) == 2 and lengths[0] == 1 < lengths[-1] < codes.shape[-1]:
         check_entry({scale.name: scale}, scale.name, FLOAT_SCALES, where)
         element = BYTE_ELEMENTS[codes.dtype]
@@ -106,11 +110,11 @@ def _of_bytes(name: str, codes: Entry, scale: Entry, lengths: Any, where: str) -
     return decode_bytes(pair, name, f"{name}_scale", where, lengths[-2:])
 
 
-def _with_zero_point(headers: Stored, encoding: Encoding, zero: Entry, where: str) -> Encoding:
+def _with_zero_point(headers: OpenHeaders, encoding: Encoding, zero: Entry, where: str) -> Encoding:
     assert encoding.scale is not None
     if zero.dtype not in ("I8", "I16", "I32", "I64") or zero.shape != encoding.scale.shape:
         what = f"{zero}, expected an integer for each scale {encoding.scale}"
-        raise unread(where, zero.name, what, METHOD)
+        raise entry_error(where, zero.name, what, METHOD)
     if not headers.read(zero.name).any():
         return dataclasses.replace(encoding, others=(zero,))
     spec = dataclasses.replace(encoding.spec, zero_point=True)
@@ -118,7 +122,7 @@ def _with_zero_point(headers: Stored, encoding: Encoding, zero: Entry, where: st
 
 
 def _of_groups(
-    headers: Stored,
+    headers: OpenHeaders,
     name: str,
     codes: Entry,
     scale: Entry,
@@ -131,35 +135,22 @@ def _of_groups(
     tensor_scale = headers.get(f"{prefix}per_tensor_scale")
     spec = _MX.get(str(kind.get("_data"))) if isinstance(kind, Mapping) else None
     if kind is None:
-        spec = NVFP4 if tensor_scale is not None else _NVFP4_ALONE
+        spec = NVFP4 if tensor_scale is not None else NVFP4_ALONE
     length = None if spec is None else spec.block[0]
     if spec is None or length is None or settings.get("block_size") != length:
-        raise unread(where, codes.name, f"{settings}, expected NVFP4, MXFP4 or MXFP8", METHOD)
+        raise entry_error(where, codes.name, f"{settings}, expected NVFP4, MXFP4 or MXFP8", METHOD)
     is_packed = spec.element == E2M1FN
     shape = (*codes.shape[:-1], codes.shape[-1] * (1 + is_packed))
-    as_blocks, is_tiled = scale, settings.get("is_swizzled_scales") is True
-    if is_tiled and len(shape) == 2:
-        as_blocks = scale._replace(shape=(shape[0], shape[1] // length))
-        tiles = -(-shape[0] // 128) * 512 * -(-as_blocks.shape[1] // 4)
-        if scale.nbytes != tiles:
-            raise unread(where, scale.name, f"{scale}, expected {tiles} bytes in tiles", METHOD)
-    encoding = decode_groups(
-        *(name, shape, spec, codes, as_blocks, where),
+    is_tiled = settings.get("is_swizzled_scales") is True
+    return (functools.partial(decode_tiled, program=METHOD) if is_tiled else decode_groups)(
+        *(name, shape, spec, codes, scale, where),
         packing=NIBBLES if is_packed else None,
         tensor_scale=tensor_scale,
     )
-    return (
-        dataclasses.replace(encoding, scale=scale, scale_of=scales_in_order)
-        if is_tiled
-        else encoding
-    )
-
-
-_NVFP4_ALONE = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)
 
 
 def _of_int4(
-    headers: Stored, name: str, codes: Entry, scale: Entry, prefix: str, where: str
+    headers: OpenHeaders, name: str, codes: Entry, scale: Entry, prefix: str, where: str
 ) -> Encoding:
     zero = check_entry(headers, f"{prefix}zero_point", FLOAT_SCALES, where)
     *batch, rows, half = codes.shape if len(codes.shape) > 1 else (0, 0)
@@ -167,7 +158,7 @@ def _of_int4(
     is_whole = groups and 2 * half % groups == 0 and scale.shape == (*batch, groups, rows)
     if not is_whole or zero.shape != scale.shape or scale.dtype not in FLOAT_SCALES or batch:
         what = f"{codes}, scale {scale}, zero_point {zero}, expected [outputs, inputs / 2] and "
-        raise unread(where, codes.name, what + "[groups, outputs]", METHOD)
+        raise entry_error(where, codes.name, what + "[groups, outputs]", METHOD)
     return Encoding(
         name=name,
         shape=(rows, 2 * half),
