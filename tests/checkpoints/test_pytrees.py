@@ -195,7 +195,7 @@ def test_bad_files(tmp_path):
     path = tmp_path / "x.safetensors"
     save(path, {"a": X, "b": qt.quantize(X, "int8"), "n": np.arange(3)})
     for like, message in (
-        ({"a": X}, "tensors n, b, which `like` has not; add them to it, or remove"),
+        ({"a": X}, "tensors n, b, which `like` has not; add them to it, or name them in skip="),
         ({"a": X, "b": X, "n": np.arange(3), "z": X}, ": tensor z, which the file has not"),
         ({"a": X[0], "b": X, "n": np.arange(3)}, r"tensor a: shape \(4, 64\), expected \(64,\)"),
         ({"a": X, "b": X, "n": np.ones(3)}, "tensor n: dtype int64, expected float64"),
