@@ -24,7 +24,6 @@ from qtoolkit.checkpoints._load import Names, Place
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._pytrees import is_qarray, named_arrays
 from qtoolkit.checkpoints._quantize import tensor_scales_from
-from qtoolkit.checkpoints._reader import spec_of_rank
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._tensors import (
@@ -272,13 +271,12 @@ def _weight_entries(
         ones = None if encoding.scale is None else jnp.ones(encoding.scale.shape, np.float32)
         yield from ((entry.name, array) for entry, array in encoding.pairs(zeros, ones))
         return
-    spec = spec_of_rank(encoding.spec, encoding.matrix_shape, encoding.lengths)
     if encoding.transposed:
         x = x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
     if is_qarray(x):
         q = _as_stored(x, encoding, tensor_scale)
     else:
-        q = quantize(x, spec, tensor_scale=tensor_scale)
+        q = quantize(x, encoding.array_spec, tensor_scale=tensor_scale)
     entries = encoding.codes, encoding.scale, encoding.zero_point
     dtypes = tuple("" if entry is None else entry.dtype for entry in entries)
     packings = encoding.packing, encoding.zero_packing

@@ -246,7 +246,7 @@ def qarray_of(
     array = QArray(
         jnp.asarray(codes.view(spec.element.code_dtype).reshape(shape)),
         None if scale is None else jnp.asarray(scale.reshape(counts)),
-        spec_of_rank(spec, shape, encoding.lengths),
+        dataclasses.replace(encoding, spec=spec).array_spec,
         tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
         zero_point=zero,
         dtype=dtype,
@@ -272,21 +272,6 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
     if encoding.tensor_scale is not None:
         tensor_scale = read(encoding.tensor_scale).view(np.float32)
     return scale, tensor_scale
-
-
-def spec_of_rank(
-    spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]
-) -> BlockFormat:
-    """The format with blocks that say what `lengths` are, for arrays of any rank."""
-    outputs = [axis for axis, n in enumerate(shape) if lengths[axis] != n]
-    if len(shape) == 2 or spec.scale is None:
-        return spec
-    if not outputs:
-        return dataclasses.replace(spec, block=(), axes=None, other_axes=None)
-    if len(outputs) == 1 and lengths[outputs[0]] == 1:
-        return dataclasses.replace(spec, block=(1,), axes=(outputs[0],), other_axes=None)
-    axes = tuple(range(len(shape)))
-    return dataclasses.replace(spec, block=lengths, axes=axes, other_axes=1)
 
 
 def slab_values(

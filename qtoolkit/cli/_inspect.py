@@ -106,7 +106,7 @@ def _scales(encoding: Encoding | None) -> str:
     # Codes that are packed have another shape than the weight.
     is_same = encoding.shape == encoding.codes.shape
     shape = "" if is_same else f" {[*encoding.shape]}"
-    return f"{encoding.spec.name}{shape}: {', '.join(parts)}"
+    return f"{encoding.array_spec.name}{shape}: {', '.join(parts)}"
 
 
 def _summary(source: Checkpoint) -> list[str]:
@@ -145,7 +145,7 @@ def _data(source: Checkpoint) -> dict[str, Any]:
         ],
         "quantized": {
             name: {
-                "format": encoding.spec.name,
+                "format": encoding.array_spec.name,
                 "shape": list(encoding.shape),
                 "entries": [entry.name for entry in encoding.entries],
             }

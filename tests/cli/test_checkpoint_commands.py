@@ -424,3 +424,16 @@ def test_layouts_in_json_say_what_convert_takes(source, tmp_path):
                 options += ["--input-scales", tmp_path / "scales.json"]
             planned = run("convert", source, tmp_path / "dst", *options, "--dry-run", "--json")
             assert planned.exit_code == 0, planned.output
+
+
+def test_inspect_names_the_axes_of_the_tensor(tmp_path):
+    """Not those of the matrix as which a kernel of a convolution is cut."""
+    save(tmp_path / "src.safetensors", {"conv.kernel": np.ones((3, 3, 8, 16), np.float32)})
+    run(
+        "convert",
+        tmp_path / "src.safetensors",
+        tmp_path / "dst.safetensors",
+        "--scaling",
+        "channel",
+    )
+    assert "e4m3fn by channel@3" in run("inspect", tmp_path / "dst.safetensors").stdout

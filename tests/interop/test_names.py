@@ -91,7 +91,7 @@ def lists(name, folder):
     with safe_open(folder / name / "model.safetensors", "pt") as file:
         ranks = {key: len(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     modules, inside = dict(model.named_modules()), set(model.base_model.modules())
-    found = {"linear": [], "wide": []}
+    found = {"linear": [], "unquantized": []}
     for key, rank in ranks.items():
         module = modules.get(key.rpartition(".")[0])
         is_expert = "experts" in key or "block_sparse_moe" in key
@@ -99,7 +99,7 @@ def lists(name, folder):
         is_wide = not is_linear or (module is not None and module not in inside)
         is_wide = is_wide or any(part in stays for part in key.split(".")) or "bias" in key
         if rank == 2 or (rank == 3 and is_expert):
-            found["wide" if is_wide else "linear"].append(key)
+            found["unquantized" if is_wide else "linear"].append(key)
     return found
 
 

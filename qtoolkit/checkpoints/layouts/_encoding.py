@@ -156,6 +156,20 @@ class Encoding:
         return (*self.shape[:-2], self.shape[-1], self.shape[-2])
 
     @property
+    def array_spec(self) -> BlockFormat:
+        """`spec`, which is that of a matrix, for a `QArray` of `matrix_shape`, of any rank."""
+        spec, shape = self.spec, self.matrix_shape
+        outputs = [axis for axis, n in enumerate(shape) if self.lengths[axis] != n]
+        if len(shape) == 2 or spec.scale is None:
+            return spec
+        if not outputs:
+            return dataclasses.replace(spec, block=(), axes=None, other_axes=None)
+        if len(outputs) == 1 and self.lengths[outputs[0]] == 1:
+            return dataclasses.replace(spec, block=(1,), axes=(outputs[0],), other_axes=None)
+        axes = tuple(range(len(shape)))
+        return dataclasses.replace(spec, block=self.lengths, axes=axes, other_axes=1)
+
+    @property
     def is_array(self) -> bool:
         """Whether a `QArray` can hold the weight."""
         return self.group_index is None and self.finish is None
