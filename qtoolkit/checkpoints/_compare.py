@@ -115,7 +115,7 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
     errors = functools.reduce(operator.add, map(slab_errors, starts)) if starts else WeightErrors()
     return TensorComparison(
         name=name,
-        format=b.dtype if encoding is None else encoding.array_spec.name,
+        format=b.stored_dtype if encoding is None else encoding.array_spec.name,
         size=b.size,
         equal=not errors.differing,
         sqnr_db=errors.known_sqnr_db,

@@ -76,7 +76,12 @@ def _read_leaf(path: Path, name: str, wanted: Any, readers: Mapping[str, Callabl
             "model of nnx write load(path, like=nnx.state(model))"
         )
     if name not in readers:
-        raise structure_error(path, [name], "which the file has not; save them with the others")
+        raise structure_error(
+            path,
+            [name],
+            "which the file has not; save them with the others, or give `like` without them, as "
+            "nnx.state(model, nnx.Param)",
+        )
     import jax.numpy as jnp
 
     array, problem = readers[name](), ""

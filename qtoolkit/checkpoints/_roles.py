@@ -204,7 +204,7 @@ class Roles:
         parts = re.split(r"(?<=[./])", info.name)
         if len(info.shape) < 3 or parts[-1] != "kernel":
             return None
-        for end in range(len(parts) - 1, 0, -1):  # from the layer outwards, to the next norm
+        for end in range(len(parts) - 1, -1, -1):  # from the layer outwards, to the next norm
             around = "".join(parts[:end])
             if scales := self._shapes("scale", around):
                 break

@@ -239,6 +239,11 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
             encoding=dataclasses.replace(encoding, constants=()),
             group=group,
         )
+    if converted.is_dequantized:
+        return (
+            "is a part of a quantized stack of experts, expected experts as the source has them; "
+            "measure it with `qtoolkit compare`"
+        )
     if converted.dtype != tensor.dtype and not HIGH_PRECISION.keys() >= {
         converted.dtype,
         tensor.dtype,

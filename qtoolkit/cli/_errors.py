@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -19,9 +20,9 @@ from qtoolkit.checkpoints.internal import COMPLETE, MisuseError
 
 # An argument of Python as messages have it, with or without a value: skip=, layout="plain".
 _ARGUMENT = re.compile(
-    r"\b(skip|layout|scaling|keep_dtype|channel_axis|input_scales|allow_split|keep_unfitting"
+    r"(?<![\w/.\\-])(skip|layout|scaling|keep_dtype|channel_axis|input_scales|allow_split|keep_unfitting"
     r"|allow_nonfinite|allow_codes|max_shard_size|overwrite|shard)="
-    r"""(True\b|\(\d+, \d+\)|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')?"""
+    r"""(True\b|\(\d+, \d+\)|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?=[\s,;:)]|$))"""
 )
 _HINTS = {
     errno.ENOSPC: "make room or choose another disk",
@@ -79,9 +80,10 @@ def as_options(message: str) -> str:
 
     def option(match: re.Match[str]) -> str:
         name = f"--{match[1].replace('_', '-')}"
-        if match[2] in (None, "True"):
+        if match[2] in ("", "True"):
             return name
-        value = ast.literal_eval(match[2])
+        with warnings.catch_warnings(action="ignore"):  # escapes in names of files
+            value = ast.literal_eval(match[2])
         text = shlex.quote(value) if isinstance(value, str) else "/".join(map(str, value))
         return f"{name} {text}"
 

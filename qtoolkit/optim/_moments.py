@@ -205,20 +205,45 @@ def is_float(value: Any) -> bool:
     return getattr(value, "dtype", None) in FLOATS
 
 
-def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
+def format_by_rule(leaf: Leaf, rules: Rules[Any]) -> BlockFormat | None:
+    """The format of a leaf, whatever its size and shape."""
     rule = rules.lookup(leaf.path)
     is_named = rules.match_index(leaf.path) is not None
-    is_small = leaf.value.ndim == 0 or leaf.value.size < max(min_size, 1)
-    if rule is None or is_small or (leaf.kind == _NOT_A_MOMENT and not is_named):
+    if rule is None or (leaf.kind == _NOT_A_MOMENT and not is_named):
         return None
     if isinstance(rule, SecondMoment):
-        fmt = spec(rule.spec)
-    else:
-        fmt = without_sign(rule) if leaf.kind == _SECOND else rule
+        return spec(rule.spec)
+    return without_sign(rule) if leaf.kind == _SECOND else rule
+
+
+def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
+    fmt = None if _is_small(leaf.value, min_size) else format_by_rule(leaf, rules)
+    if fmt is None:
+        return None
     try:
         return _fit_blocks(fmt, leaf.value.shape)
     except ValueError as error:
         raise ValueError(f"quantize_state: {leaf.path}: {error}") from None
+
+
+def _is_small(x: Any, min_size: int) -> bool:
+    return x.ndim == 0 or x.size < max(min_size, 1)
+
+
+def check_restored(old: list[Leaf], rules: Rules[Any], min_size: int) -> None:
+    """A restored state keeps its formats, so another `spec` would do nothing, silently."""
+    for leaf in old:
+        got = leaf.value.spec if isinstance(leaf.value, QArray) else None
+        if got is None and (not is_float(leaf.value) or _is_small(leaf.value, min_size)):
+            continue
+        wanted = format_by_rule(leaf, rules)
+        names = ["not quantized" if fmt is None else fmt.element.name for fmt in (got, wanted)]
+        if names[0] != names[1]:
+            raise ValueError(
+                f"quantize_state: {leaf.path} of the state is {names[0]}, expected {names[1]}, as "
+                "the spec of this transform says; restore the state with the spec that it was "
+                "saved with, or begin with tx.init(params)"
+            )
 
 
 def _fit_blocks(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:

@@ -13,7 +13,14 @@ from qtoolkit.casts.internal import FLOATS, check_rounding, exact_float32, seria
 from qtoolkit.formats import BlockFormat, Rules, TableFormat
 from qtoolkit.formats.internal import values_of_rules
 from qtoolkit.optim._arguments import check_integer, check_transform, key_words
-from qtoolkit.optim._moments import Leaf, MomentLike, checked_rules, formats, is_float, leaves
+from qtoolkit.optim._moments import (
+    MomentLike,
+    check_restored,
+    checked_rules,
+    formats,
+    is_float,
+    leaves,
+)
 from qtoolkit.scaling import QArray, quantize
 
 
@@ -112,7 +119,7 @@ def quantize_state(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
         old = leaves(state.inner)
-        _check_elements(old, rules)
+        check_restored(old, rules, min_size)
         is_narrow = any(
             isinstance(leaf.value, QArray) and leaf.value.dtype != jnp.float32 for leaf in old
         )
@@ -229,22 +236,6 @@ def _dequantize(value: Any) -> Any:
         return value
     x = value.dequantize(jnp.float32)
     return x if value.spec.element.signed else x * x
-
-
-def _check_elements(old: list[Leaf], rules: Rules[Any]) -> None:
-    """A restored state keeps its formats, so another `spec` would do nothing, silently."""
-
-    def signed_name(value: Any) -> str:
-        return getattr(value, "spec", value).element.name.removesuffix("_unsigned")
-
-    names = sorted({signed_name(value) for value in values_of_rules(rules)})
-    for leaf in old:
-        if isinstance(leaf.value, QArray) and signed_name(leaf.value) not in names:
-            raise ValueError(
-                f"quantize_state: {leaf.path} of the state is {signed_name(leaf.value)}, expected "
-                f"{' or '.join(names)}, the spec of this transform; restore the state with the "
-                "spec that it was saved with, or begin with tx.init(params)"
-            )
 
 
 def _check_tables(rules: Rules[Any], rounding: str | Stochastic) -> None:

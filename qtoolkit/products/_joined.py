@@ -1,14 +1,13 @@
 """One tensor scale for kernels that engines join, such as q, k and v: `Operand.joined`."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qtoolkit.products._lines import warn
 from qtoolkit.products._matmul import Key, Matmul, Planted
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._program import Program
@@ -81,15 +80,3 @@ def with_joined_scales(
         if amax is not None:
             found[matmul.key] = Planted({**own.arrays, JOINED: amax}, own.shared, lead)
     return found
-
-
-def check_joined(recipes: Iterable[Recipe | None], planted: Iterable[Planted]) -> None:
-    """Warn if `join` names kernels, and a whole call has none of them."""
-    operands = (recipe.forward[1] for recipe in recipes if recipe is not None)
-    groups = {group for operand in operands for group in getattr(operand, "joined", ())}
-    if groups and not any(JOINED in one.arrays for one in planted):
-        names = ", ".join(sorted({name for group in groups for name in group}))
-        warn(
-            f"qtoolkit.policies.join: no path of a kernel has a part named {names}, so nothing is "
-            "joined; write names from the column `path` of this report"
-        )

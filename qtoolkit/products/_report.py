@@ -11,7 +11,6 @@ import numpy as np
 
 from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.products._derivative import Cotangent
-from qtoolkit.products._joined import check_joined
 from qtoolkit.products._matmul import MATMULS, Call, Key, Matmul, Planted
 from qtoolkit.products._origins import following_features
 from qtoolkit.products._place import MODEL
@@ -182,7 +181,6 @@ def report_of(
     program, multiply = traced_with_axes(traced, leaves), traced.quantizing()
     native = _native_parts(program, multiply, leaves)
     planted = multiply.replanted(program, leaves, planted)
-    check_joined(map(multiply.recipe_of, program.matmuls), planted.values())
     products = counted(
         product
         for matmul in program.matmuls

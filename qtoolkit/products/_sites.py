@@ -104,7 +104,8 @@ def _sources(code: CodeType) -> tuple[list[Position], dict[Position, str]]:
 
 def _source(lines: list[str], position: Position) -> str:
     first, last, start, end = position
-    if None in position or last > len(lines):  # type: ignore[operator]
+    # Line 0 is no line of the file: the first instruction of a module has it.
+    if None in position or not 0 < first <= last <= len(lines):  # type: ignore[operator]
         return ""
     text = [line.encode() for line in lines[first - 1 : last]]  # type: ignore[operator]
     text[-1] = text[-1][:end]  # columns are those of bytes

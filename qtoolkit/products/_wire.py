@@ -30,6 +30,11 @@ def gathered(parts: Any, shape: tuple[int, ...], axis_name: str, axis: int | Non
       shape: Of the array.
       axis: See `Operand.gather_axis`.
     """
+    if axis is not None and not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"Operand: gather_axis={axis}, and a kernel of shape {shape}, expected an axis of it, "
+            f"from {-len(shape)} to {len(shape) - 1}"
+        )
     mesh = jax.sharding.get_abstract_mesh()
     if axis_name not in mesh.axis_names:
         if jax.device_count() > 1:
@@ -44,11 +49,6 @@ def gathered(parts: Any, shape: tuple[int, ...], axis_name: str, axis: int | Non
     if mesh.axis_types[mesh.axis_names.index(axis_name)] == AxisType.Explicit:
         return jax.tree.map(functools.partial(_resharded, axis_name), parts)
     size = mesh.shape[axis_name]
-    if axis is not None and not -len(shape) <= axis < len(shape):
-        raise ValueError(
-            f"Operand: gather_axis={axis}, and a kernel of shape {shape}, expected an axis of it, "
-            f"from {-len(shape)} to {len(shape) - 1}"
-        )
     axis = sharded_axis(shape, size) if axis is None else axis % len(shape)
     if axis is None:
         return parts

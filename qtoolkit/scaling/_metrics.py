@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -80,10 +81,42 @@ class Metrics:
         return f"Metrics({', '.join(parts)})"
 
 
+@overload
+def metrics(  # type: ignore[overload-overlap]  # a string is a sequence of strings
+    x: ArrayLike,
+    spec: SpecLike,
+    *,
+    scale: ArrayLike | None = ...,
+    tensor_scale: ArrayLike | None = ...,
+    zero_point: ArrayLike | None = ...,
+    rounding: str | Stochastic = ...,
+    saturation: str = ...,
+    key: jax.Array | None = ...,
+    random_bits: ArrayLike | None = ...,
+    index_offset: ArrayLike = ...,
+) -> Metrics: ...
+
+
+@overload
+def metrics(
+    x: ArrayLike,
+    spec: Sequence[SpecLike],
+    *,
+    scale: ArrayLike | None = ...,
+    tensor_scale: ArrayLike | None = ...,
+    zero_point: ArrayLike | None = ...,
+    rounding: str | Stochastic = ...,
+    saturation: str = ...,
+    key: jax.Array | None = ...,
+    random_bits: ArrayLike | None = ...,
+    index_offset: ArrayLike = ...,
+) -> dict[str, Metrics]: ...
+
+
 @hinting
 def metrics(
     x: ArrayLike,
-    spec: SpecLike,
+    spec: SpecLike | Sequence[SpecLike],
     *,
     scale: ArrayLike | None = None,
     tensor_scale: ArrayLike | None = None,
@@ -93,7 +126,7 @@ def metrics(
     key: jax.Array | None = None,
     random_bits: ArrayLike | None = None,
     index_offset: ArrayLike = 0,
-) -> Metrics:
+) -> Metrics | dict[str, Metrics]:
     """Quantize `x` and measure the error.
 
     y is the float32 value of `quantize(x, spec, ...)`, before any rounding to the dtype of `x`.
@@ -102,11 +135,12 @@ def metrics(
 
     Args:
       x, spec, scale, tensor_scale, zero_point, rounding, saturation, key, random_bits,
-        index_offset: As in `quantize`.
+        index_offset: As in `quantize`. A list of specs is measured one after the other.
 
     Returns:
       `Metrics`: SQNR, largest error, cosine, fractions that saturated and became zero, how many
-      elements are not finite, and the histogram of codes.
+      elements are not finite, and the histogram of codes. Of a list a dictionary of these, by the
+      names of the formats.
 
     Raises:
       TypeError, ValueError: As `quantize`.
@@ -121,13 +155,18 @@ def metrics(
       6.0 dB, saturated 0.25, to zero 0.25
       96.4 dB, saturated 0.0, to zero 0.25
     """
-    array, spec, fixed, projection = check_quantize(
-        "metrics", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
-        random_bits, index_offset,
-    )  # fmt: skip
+    options = scale, tensor_scale, zero_point, rounding, saturation, key, random_bits, index_offset
+    if isinstance(spec, list | tuple):
+        named = {one.name if isinstance(one, BlockFormat) else str(one): one for one in spec}
+        return {name: _metrics_of(x, one, *options) for name, one in named.items()}
+    return _metrics_of(x, spec, *options)  # type: ignore[arg-type]
+
+
+def _metrics_of(x: ArrayLike, spec: SpecLike, *options: Any) -> Metrics:
+    array, block_format, fixed, projection = check_quantize("metrics", x, spec, *options)
     array = array if isinstance(array, np.ndarray) else lax.stop_gradient(array)
     with types_of(array):
-        return _metrics(array, lax.stop_gradient(fixed), projection, spec)
+        return _metrics(array, lax.stop_gradient(fixed), projection, block_format)
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:

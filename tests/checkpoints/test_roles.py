@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from stored import stored
 
-from qtoolkit.checkpoints import CheckpointError, convert, save
+from qtoolkit.checkpoints import CheckpointError, compare, convert, load, save
 from qtoolkit.checkpoints.internal import make_plan, open_source
 from qtoolkit.formats import Rules
 
@@ -313,6 +313,11 @@ def test_stacked_layers_of_flax_have_codes_as_if_each_were_alone(tmp_path, axis)
     head = {"output.query.kernel": np.ones((3, 2, 4), np.float32), "norm.scale": np.ones(8)}
     save(tmp_path / "src", stacks | norm | head)
     convert(tmp_path / "src", tmp_path / "dst", format="e4m3fn", scaling="channel")
+    loaded = load(tmp_path / "dst")
+    for name, x in stacks.items():  # it is read as it is written
+        error = np.abs(np.asarray(loaded[name].dequantize()) - x).max()
+        assert error < 0.04 * np.abs(x).max()
+    assert compare(tmp_path / "src", tmp_path / "dst").tensors
     found = stored(tmp_path / "dst")
     assert found["output.query.kernel_scale"].shape == (1, 2, 4)  # it is no stack
     for i, layer in enumerate(layers):

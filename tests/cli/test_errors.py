@@ -42,3 +42,9 @@ def test_messages_of_python_name_options_at_the_command():
         "with tie_word_embeddings=false": "with tie_word_embeddings=false",
     }.items():
         assert as_options(message) == printed
+
+
+def test_names_of_files_are_no_arguments():
+    for text in ("shard=3/model: No such file", "s3://b/shard=3/x", "layout=plain/x.safetensors"):
+        assert as_options(text) == text
+    assert as_options("give skip=, layout='plain'") == "give --skip, --layout plain"

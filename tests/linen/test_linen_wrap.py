@@ -1,6 +1,7 @@
 """linen.wrap: what is quantized, counted in the program, and that nothing else changes."""
 
 import collections
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -718,7 +719,10 @@ def test_gradients_under_jit_grad_scan_remat_and_vmap(name):
     def gradients(module):
         return jax.tree.leaves(jax.jit(graded(module))(params, X))
 
-    for ours, plain in zip(gradients(wrapped), gradients(module), strict=True):
+    with warnings.catch_warnings():  # without the collection "qtoolkit" all scales are current
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = gradients(wrapped)
+    for ours, plain in zip(found, gradients(module), strict=True):
         error = np.linalg.norm(ours - plain) / np.linalg.norm(plain)
         assert 1e-4 < error < 0.2
 

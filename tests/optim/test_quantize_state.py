@@ -740,3 +740,7 @@ def test_a_restored_state_in_another_format_is_refused():
         qt.optim.quantize_state(optax.adam(1e-3), "e5m2").update(params, state, params)
     same = qt.optim.quantize_state(optax.adam(1e-3), "e4m3fn", min_size=1)
     same.update(params, state, params)
+    plain = optax.adam(1e-3).init(params)
+    with refused(ValueError, "mu/kernel of the state is not quantized, expected e4m3fn"):
+        tx = qt.optim.quantize_state(optax.adam(1e-3), "e4m3fn")
+        tx.update(params, state._replace(inner=plain), params)

@@ -148,12 +148,3 @@ def test_what_cannot_be_joined():
         qt.nnx.quantize(Attention(nnx.Rngs(0)), RECIPE, batches, method="gptq")
     assert qt.recipes.from_json(qt.recipes.to_json(RECIPE)) == RECIPE
     assert "one scale for q, k, v" in str(qt.nnx.report(wrapped, jnp.eye(32)))
-
-
-def test_names_that_no_kernel_has_warn():
-    model = qt.nnx.wrap(
-        Attention(nnx.Rngs(0)),
-        qt.policies.join(qt.Recipe((None, WEIGHTS), gradient=None), ["q_proj", "k_proj"]),
-    )
-    with pytest.warns(RuntimeWarning, match="named k_proj, q_proj, so nothing is joined"):
-        qt.nnx.report(model, jnp.eye(32))

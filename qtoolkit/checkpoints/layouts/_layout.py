@@ -15,6 +15,7 @@ from qtoolkit.checkpoints.layouts._encoding import (
     Packing,
     ReadEntry,
     floats,
+    merged_matrices,
     untile,
 )
 from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
@@ -401,8 +402,13 @@ def _blocks_by_shape(
     is_last = outputs == [*range(rank - len(outputs), rank)]
     if is_last and all(scale[axis] == shape[axis] for axis in outputs):
         return tuple(1 if axis in outputs else n for axis, n in enumerate(shape)), by_column
-    if rank < 2 or scale[:-2] != shape[:-2]:
+    if rank < 2:
         return None
+    if scale[:-2] != shape[:-2]:
+        # [l, 1, h, d]: one for each output of each layer of a stack of kernels [l, inputs, h, d].
+        lengths = tuple(1 if s == n else n for s, n in zip(scale, shape, strict=True))
+        is_stack = all(s in (1, n) for s, n in zip(scale, shape, strict=True))
+        return (lengths, by_column) if is_stack and merged_matrices(shape, lengths) else None
     # [..., rows / 128, columns / 128]: one for each block of a matrix, or of those of a stack. Only
     # the config tells the lengths: 2 scales of a row of 192 may be for 128 and 64, or 96 each.
     rows, columns = shape[-2:]
@@ -411,8 +417,8 @@ def _blocks_by_shape(
             cut = min(height, rows), min(width, columns)
             return (*(1,) * (rank - 2), *cut), {"block": cut}
     # [e, 1, o] or [e, o, 1]: one for each output of each expert.
-    if rank == 3 and scale[1:] == (1, columns):
-        return (1, rows, 1), by_column
-    if rank == 3 and scale[1:] == (rows, 1):
-        return (1, 1, columns), by_row
+    if scale[-2:] == (1, columns):
+        return (*(1,) * (rank - 2), rows, 1), by_column
+    if scale[-2:] == (rows, 1):
+        return (*(1,) * (rank - 1), columns), by_row
     return None

@@ -80,7 +80,7 @@ def _decode_weight(config: Mapping[str, Any], headers: Headers, name: str, where
     if entry_beside(name, "global_scale") in headers:
         what = "a further scale of the mode nvfp4, expected none"
         raise entry_error(where, entry_beside(name, "global_scale"), what, "MLX")
-    if mode != "affine" and mode not in _MODES:
+    if mode not in ("affine", *_MODES):
         raise config_error(where, "mode", mode, ", ".join(("affine", *_MODES)), "MLX")
     scales = ("U8",) if mode in _MODES else FLOAT_SCALES
     scale = check_entry(headers, entry_beside(name, "scales"), scales, where)

@@ -162,7 +162,7 @@ def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) 
     widths: list[Width] = []
     for weights in groups:
         bits, length = weights.get("num_bits"), weights.get("group_size")
-        if weights.get("type") != "int" or bits not in _INTEGERS:
+        if weights.get("type") != "int" or type(bits) is not int or bits not in _INTEGERS:
             continue
         if length in (None, -1):
             widths.append(Width(bits, None, is_dense))
