@@ -17,6 +17,7 @@ temporary folder on the disk of the system's, see TMPDIR.
 
 import dataclasses
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -80,8 +81,9 @@ def make(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     def chunks():  # type: ignore[no-untyped-def]
         for tensor in tensors:
-            for start in range(0, tensor.size, len(normal)):
-                yield tensor.name, normal[: min(len(normal), tensor.size - start)]
+            size = math.prod(tensor.shape)
+            for start in range(0, size, len(normal)):
+                yield tensor.name, normal[: min(len(normal), size - start)]
 
     write_safetensors(path, tensors, chunks())
 

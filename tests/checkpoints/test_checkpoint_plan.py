@@ -112,7 +112,7 @@ def test_errors_say_where_what_and_what_to_do(tmp_path):
 
 def test_a_format_of_other_layouts_names_them(tmp_path):
     """int4 for a Flax model: "expected one of e4m3fn" did not say where int4 is."""
-    message = "plain: cannot hold int4; use layout='compressed-tensors' .*nnx.quantize"
+    message = "plain: cannot hold int4; use layout='compressed-tensors' .*quantize of qtoolkit.nnx"
     refused(CheckpointError, message, plan_of, tmp_path, {"w": MATRIX}, format="int4")
 
 
