@@ -138,7 +138,9 @@ class Grid:
         if self.columns > SLAB or is_row:
             return 1, _power(slab.columns, _LEAST_COLUMNS, SLAB)
         columns, height = self.padded_columns, self.lengths(slab)[0] or 1
-        least = max(_LEAST_ROWS // height, 1)
+        # A weight of few rows is padded little; the last rows of another one share a program.
+        few = self.count * self.rows <= _LEAST_ROWS
+        least = max((_LEAST_ROWS if few else 4 * _LEAST_ROWS) // height, 1)
         count = _power(-(-slab.rows // height), least, SLAB // (height * columns))
         return max(count * height, slab.rows), columns
 
