@@ -17,7 +17,7 @@ from qtoolkit.checkpoints.layouts._encoding import merged_matrices
 SLAB = 2**20  # elements of a slab: 4 MiB of float32, enough to keep a few cores busy
 _WHOLE_WORDS = 32  # codes of any number of bits fill whole words
 _LEAST_ROWS, _LEAST_COLUMNS = 16, 2**10  # of a slab, and of a piece of a row
-_SIZES = 8  # of padded rows, between a power of two and the next
+_SIZES = 8  # of padded columns, between a power of two and the next
 
 
 class Slab(NamedTuple):

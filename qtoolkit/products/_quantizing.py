@@ -162,7 +162,7 @@ class Quantizing:
             recipe = dataclasses.replace(recipe, warm_up=0)
             kept = with_first_scales(kept, operands, recipe)
         if matmul.kernel is not None and matmul.origins[matmul.kernel].stored:
-            if recipe.learned[1]:  # training multiplied numbers, not codes: so does serving
+            if recipe.learned[1]:  # as `quantized_product` does it, which no longer sees `learned`
                 side = ("lhs", "rhs")[matmul.kernel]
                 call = call._replace(**{side: getattr(call, side).dequantize()})
             recipe = recipe.with_stored(1)
