@@ -110,7 +110,7 @@ def test_delayed_scales_of_adapters_have_histories():
     assert abs(history / jnp.max(jnp.abs(x)) - 1) < 0.125  # histories know that much
     found = qt.nnx.report(wrapped, x)
     # Nine kernels with two matmuls of an adapter each, and two products of attention.
-    assert sum(p.count for p in found.quantized) == 3 * (3 * 9 + 2)
+    assert sum(p.count for p in found.quantized) == 3 * (3 * 9 + 2) - 2  # no dgrad by x
     assert not found.left
     assert not found.unreached
 
@@ -164,7 +164,7 @@ def test_qwix_adapters_of_linen_train_as_before_wrap(recipe, bound):
 
     delayed = qt.linen.wrap(module, qt.recipes.te_delayed_hybrid)
     found = qt.linen.report(delayed, delayed.init(jax.random.key(0), x), x)
-    assert sum(p.count for p in found.quantized) == 3 * (3 * 7 + 2)
+    assert sum(p.count for p in found.quantized) == 3 * (3 * 7 + 2) - 2  # no dgrad by x
     assert not found.left
 
 
@@ -199,11 +199,11 @@ def test_a_function_put_in_place_of_jaxs_is_called(monkeypatch):
 
     wrapped = qt.nnx.wrap(layer, WIDE)
     plain = layer(x)
-    np.testing.assert_array_equal(wrapped(x), plain)
+    # Before the first call: an eager call is compiled and cached, as under `nnx.jit`.
     monkeypatch.setattr(jax.lax, "dot_general", adapting)
     assert np.any(layer(x) != plain)
     np.testing.assert_allclose(wrapped(x), layer(x), rtol=1e-6, atol=1e-6)
-    assert len(qt.nnx.report(wrapped, x).left) == 3  # all wide: forward, dgrad, wgrad
+    assert len(qt.nnx.report(wrapped, x).left) == 2  # unquantized: forward, wgrad
 
 
 PRODUCTS = {
