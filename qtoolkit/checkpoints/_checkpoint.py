@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from qtoolkit.checkpoints._tensors import (
 )
 from qtoolkit.checkpoints.layouts._encoding import Encoding
 
+if TYPE_CHECKING:  # its file loads JAX
+    from qtoolkit.checkpoints._reader import WeightReader
+
 _CHUNK = 2**20  # elements that are read at a time
 
 
@@ -36,6 +39,7 @@ class Tensor:
       shape: Elements along each axis; () for a scalar.
       read_into: Fills a buffer with its bytes.
       encoding: How the checkpoint holds it, if `read_into` dequantizes it; else None.
+      reader: With `encoding`, a function that gives the reader of its codes and scales.
       stored_dtype, stored_nbytes: The dtype of its codes, and the bytes of all its entries; of what
         is not quantized, those of the tensor.
     """
@@ -47,6 +51,7 @@ class Tensor:
     encoding: Encoding | None = None
     stored_dtype: str = ""
     stored_nbytes: int = -1
+    reader: "Callable[[], WeightReader] | None" = None
 
     def __post_init__(self) -> None:
         if not self.stored_dtype:
@@ -75,6 +80,12 @@ class Tensor:
 
     def read_all(self) -> np.ndarray:
         return self.read().reshape(self.shape)
+
+    @property
+    def weight(self) -> "WeightReader":
+        """What reads its codes and scales; of a tensor with `encoding` only."""
+        assert self.reader is not None
+        return self.reader()
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

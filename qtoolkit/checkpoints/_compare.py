@@ -13,7 +13,6 @@ from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import decode_weights
 from qtoolkit.checkpoints._experts import split_alike
-from qtoolkit.checkpoints._reader import WeightReader
 from qtoolkit.checkpoints._report import (
     CheckpointComparison,
     Progress,
@@ -94,9 +93,9 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
     if a.dtype not in FLOATS or b.dtype not in FLOATS:
         equal = same_bytes(a, b)
         return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
-    encoding, values = b.encoding, None
+    encoding, weight = b.encoding, None
     if encoding is not None:
-        values = WeightReader(encoding, second.stored)
+        weight = b.weight
         is_limit, excess = _limits(encoding.spec.element, encoding.spec.narrow_range)
     dtype = np.float64 if "F64" in (a.dtype, b.dtype) else np.float32
 
@@ -105,8 +104,8 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
         with np.errstate(invalid="ignore"):  # signaling NaNs; |y| * excess of 0 and infinity
             x, y = (t.read(start, stop).astype(dtype, copy=False) for t in (a, b))
             clamped = None
-            if values is not None:
-                clamped = is_limit[values.codes_between(start, stop)]
+            if weight is not None:
+                clamped = is_limit[weight.codes_between(start, stop)]
                 at = np.flatnonzero(clamped)
                 clamped[at] = np.abs(x[at].astype(np.float64)) > np.abs(y[at]) * excess
         return weight_errors(x, y, clamped)
@@ -115,13 +114,13 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
     errors = functools.reduce(operator.add, map(slab_errors, starts)) if starts else WeightErrors()
     return TensorComparison(
         name=name,
-        format=b.stored_dtype if encoding is None else encoding.array_spec.name,
+        format=b.stored_dtype if encoding is None else encoding.format_name,
         size=b.size,
         equal=not errors.differing,
         sqnr_db=errors.known_sqnr_db,
         max_error=errors.max_error,
-        saturated=None if values is None else errors.saturated_fraction,
-        flushed=None if values is None else errors.flushed_fraction,
+        saturated=None if weight is None else errors.saturated_fraction,
+        flushed=None if weight is None else errors.flushed_fraction,
         nonfinite=errors.elements - errors.compared,
     )
 

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qtoolkit.checkpoints._arguments import InputScales, PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._codes import decode_quantized
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import decode_weights
-from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._gguf_write import check_container, plan_for, write_gguf
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport
@@ -152,9 +152,7 @@ def convert(
     )
     with _start(destination, workers, max_memory, progress) as (opened, threads):
         source = decode_weights(opened)
-        plan = plan_for(
-            dst,
-            source,
+        options = PlanOptions(
             format=format,
             scaling=scaling,
             layout=layout,
@@ -166,6 +164,7 @@ def convert(
             allow_split=allow_split,
             keep_unfitting=keep_unfitting,
         )
+        plan = plan_for(dst, source, options)
         return _write(destination, source, plan, allow_nonfinite, progress, threads)
 
 
@@ -210,8 +209,8 @@ def dequantize_checkpoint(
     )
     with _start(destination, workers, max_memory, progress) as (opened, threads):
         source = decode_quantized(opened)
-        arguments: dict[str, Any] = {"keep_dtype": dtype, "allow_codes": allow_codes}
-        plan = plan_for(dst, source, format=None, **arguments)
+        options = PlanOptions(format=None, keep_dtype=dtype, allow_codes=allow_codes)
+        plan = plan_for(dst, source, options)
         return _write(destination, source, plan, True, progress, threads)
 
 
@@ -245,7 +244,7 @@ def _write(
     threads: Workers,
 ) -> Report:
     report = plan.report(source.path, destination.dst, (), _not_written(source, plan))
-    production = Production(plan.tensors, threads, progress, source.stored)
+    production = Production(plan.tensors, threads, progress)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
     if source.folder is not None and plan.header is None:
         return write_folder(destination, source, plan, production, report, error_of)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Container, Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,19 +32,18 @@ from qtoolkit.checkpoints._tensors import (
     json_object,
     shown,
 )
-from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, _comfyui, _mlx, _torchao
+from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._encoding import zero_points
 from qtoolkit.checkpoints.layouts._headers import OpenHeaders, entry_error
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
+
+if TYPE_CHECKING:  # its file loads JAX
+    from qtoolkit.checkpoints._reader import WeightReader
 
 LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
 # also writes a config without `quant_method`, but with none of these keys.
 _COMPRESSED_TENSORS_KEYS = ("config_groups", "sparsity_config", "format")
-# The formats of ComfyUI in which a value is a code multiplied by its scale, so that it is the same
-# in another program's layout, and keys of its JSON that do not change this.
-_COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
-_COMFY_KEYS = _comfyui.KEYS - {"convrot", "convrot_groupsize"}
 
 
 def decode_weights(checkpoint: Checkpoint) -> Checkpoint:
@@ -54,9 +53,7 @@ def decode_weights(checkpoint: Checkpoint) -> Checkpoint:
     unknown, or if the tensors contradict the config.
     """
     config = quantization_config(checkpoint)
-    entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
-    headers = OpenHeaders(entries, checkpoint.metadata, checkpoint.read)
-    where = str(checkpoint.path)
+    headers, where = _headers_of(checkpoint), str(checkpoint.path)
     if config:
         method = str(config.get("quant_method", "compressed-tensors"))
         if method not in LAYOUT_OF:
@@ -79,7 +76,7 @@ def decode_weights(checkpoint: Checkpoint) -> Checkpoint:
             )
     _check_stated_shapes(checkpoint, encodings)
     _check_symmetry(checkpoint, encodings)
-    unread_names = comfy_marks(checkpoint, encodings)
+    unread_names = check_marks(checkpoint, encodings)
     unread_names |= _zero_offsets(checkpoint, encodings, unread_names)
     return _opened_as_float32(checkpoint, layout, encodings, unread_names)
 
@@ -110,23 +107,29 @@ def _opened_as_float32(
     checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding], unread_names: set[str]
 ) -> Checkpoint:
     """The checkpoint with a float32 tensor for each encoding; `unread_names` become auxiliary."""
-    read = _reader_of(encodings, checkpoint.tensors)
+    open_reader = _readers(encodings, checkpoint.tensors)
     stored_in = {entry.name for encoding in encodings.values() for entry in encoding.entries}
     encoding_of_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
     for_loaders = unread_names | (set() if layout == "plain" else auxiliary_names(encodings))
-    described = {_comfyui.METADATA}
-    if layout == "torchao":
-        described |= {_torchao.NAMES, *encodings, *checkpoint.tensors}
+    described = {
+        key
+        for one in LAYOUTS.values()
+        if one.has_marks or one.name == layout
+        for key in one.metadata_keys({*encodings, *checkpoint.tensors})
+    }
     metadata = {k: v for k, v in checkpoint.metadata.items() if k not in described}
     tensors: dict[str, Tensor] = {}
     auxiliary: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
         if name in encoding_of_codes:
             encoding = encoding_of_codes[name]
-            read_into = functools.partial(read, encoding.name)
-            stored = (encoding, encoding.codes.dtype, encoding.nbytes)
+            reader = functools.partial(open_reader, encoding.name)
             tensors[encoding.name] = Tensor(
-                encoding.name, "F32", encoding.shape, read_into, *stored
+                *(encoding.name, "F32", encoding.shape, functools.partial(_read_into, reader)),
+                encoding=encoding,
+                reader=reader,
+                stored_dtype=encoding.codes.dtype,
+                stored_nbytes=encoding.nbytes,
             )
         elif name not in stored_in:
             is_cache = layout != "plain" and is_cache_scale(name, checkpoint.tensors)
@@ -135,30 +138,30 @@ def _opened_as_float32(
     return dataclasses.replace(checkpoint, layout=layout, metadata=metadata, **changes)
 
 
-def _reader_of(
+def _readers(
     encodings: Mapping[str, Encoding], stored: Mapping[str, Tensor]
-) -> Callable[[str, int, memoryview], None]:
-    """A function that reads float32 values of the weight with a name into a buffer.
+) -> Callable[[str], "WeightReader"]:
+    """A function that gives the reader of the weight with a name. The first call loads JAX."""
 
-    It imports JAX when it reads the first weight.
-    """
-
-    # Two weights are cached, because one thread may start with the next weight while another thread
-    # still reads the last values of this one.
+    # Two are cached, because one thread may start with the next weight while another still reads
+    # the last values of this one.
     @functools.lru_cache(maxsize=2)
-    def values(name: str) -> Any:
+    def reader(name: str) -> "WeightReader":
         from qtoolkit.checkpoints._reader import WeightReader
 
         return WeightReader(encodings[name], stored)
 
     lock = threading.Lock()
 
-    def read(name: str, start: int, buffer: memoryview) -> None:
+    def open_reader(name: str) -> "WeightReader":
         with lock:  # or two threads could prepare the same weight at the same time
-            weight = values(name)
-        weight.read_into(start, buffer)
+            return reader(name)
 
-    return read
+    return open_reader
+
+
+def _read_into(reader: "Callable[[], WeightReader]", start: int, buffer: memoryview) -> None:
+    reader().read_into(start, buffer)
 
 
 def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -170,8 +173,8 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
     folder = checkpoint.folder
     if folder is None:
         return {}
-    if own := _mlx.config_of(checkpoint.config):
-        return own
+    if own := [*filter(None, (one.own_config(checkpoint.config) for one in LAYOUTS.values()))]:
+        return own[0]
     keys = {"quant_method", *_COMPRESSED_TENSORS_KEYS}
     for part in configs_in(checkpoint.config):
         for key in ("quantization_config", "compression_config"):
@@ -277,27 +280,19 @@ def unused_entries(checkpoint: Checkpoint) -> list[str]:
     return sorted({*beside_weights(names, weights), *scales, *added})
 
 
-def comfy_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
-    """The names of the tensors in which ComfyUI describes how it quantized layers.
+def check_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
+    """The names of the tensors in which programs describe how they quantized `weights`.
 
-    Raises if ComfyUI stored one of `weights` in a way that is not read, or that looks like that of
-    the layout in the config, but has other values: ComfyUI can rotate weights, and its NVFP4 has
-    scales in tiles and the first code of each byte in the high bits.
+    Raises if one of these is stored in a way that is not read, or not as the config says.
     """
+    headers, by_config = _headers_of(checkpoint), bool(quantization_config(checkpoint))
+    where, checks = str(checkpoint.path), [layout.check_marks for layout in LAYOUTS.values()]
+    return {name for check in checks for name in check(headers, weights, by_config, where)}
+
+
+def _headers_of(checkpoint: Checkpoint) -> OpenHeaders:
     entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
-    layers = _comfyui.marks_of(OpenHeaders(entries, checkpoint.metadata, checkpoint.read))
-    # Without a config its own layout has read the marks.
-    is_other = bool(quantization_config(checkpoint))
-    formats = _COMFY_FORMATS if is_other else _comfyui.FORMATS
-    known = _COMFY_KEYS if is_other else _comfyui.KEYS
-    for module, layer in layers.items():
-        weight, settings = f"{module}.weight", layer if isinstance(layer, dict) else {}
-        others = {key for key, value in settings.items() if value} - known
-        if weight in weights and (others or settings.get("format") not in formats):
-            what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only "
-            what += ", ".join(formats)
-            raise entry_error(str(checkpoint.path), weight, what, "ComfyUI")
-    return {name for name, entry in entries.items() if _comfyui.is_mark(entry)}
+    return OpenHeaders(entries, checkpoint.metadata, checkpoint.read)
 
 
 def own_layout(checkpoint: Checkpoint) -> str:

@@ -11,12 +11,13 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path as LocalPath
 from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoint
 from qtoolkit.checkpoints._checks import skip_patterns
 from qtoolkit.checkpoints._codes import check_explained
@@ -81,23 +82,16 @@ def check_container(format: Any, dst: Path) -> None:
         )
 
 
-def plan_for(dst: Path, source: Checkpoint, **arguments: Any) -> Plan:
-    """The plan of a conversion to `dst`, with the arguments of `make_plan`."""
-    return (plan_gguf if is_gguf(dst) else make_plan)(source, **arguments)
+def plan_for(dst: Path, source: Checkpoint, options: PlanOptions) -> Plan:
+    """The plan of a conversion to `dst`."""
+    return (plan_gguf if is_gguf(dst) else make_plan)(source, options)
 
 
-def plan_gguf(
-    source: Checkpoint,
-    *,
-    format: Any,
-    skip: Sequence[str] = (),
-    channel_axis: str = "auto",
-    **options: Any,
-) -> Plan:
-    """The plan of a GGUF file of a folder; `options` are those that have no effect."""
+def plan_gguf(source: Checkpoint, options: PlanOptions) -> Plan:
+    """The plan of a GGUF file of a folder."""
     src = source.path
-    name, gguf = _checked(src, format, options)
-    patterns = skip_patterns(skip, source.tensors)
+    name, gguf = _checked(src, options)
+    patterns = skip_patterns(options.skip, source.tensors)
     check_explained(source, lambda name: False)
     model = model_of(src, source.config)
     tensors = tuple(_tensors(source, model, TYPES[name][0], patterns, gguf))
@@ -128,16 +122,19 @@ def plan_gguf(
     )
 
 
-def _checked(src: Path, format: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
+def _checked(src: Path, options: PlanOptions) -> tuple[str, Any]:
     """The key of `TYPES`, and the package gguf, which knows it."""
+    format = options.format
     name = gguf_type(format)
     if name is None:
         raise CheckpointError(
             f"{src}: format {format} for GGUF, expected one of {', '.join(TYPES)}; llama.cpp's "
             "llama-quantize makes its other types of a bfloat16 file"
         )
-    if given := next((option for option, value in options.items() if value), None):
-        raise MisuseError(f"{src}: GGUF, for which {given}= has no effect; omit it")
+    for option in dataclasses.fields(options):
+        is_used = option.name in ("format", "skip")
+        if not is_used and getattr(options, option.name) != option.default:
+            raise MisuseError(f"{src}: GGUF, for which {option.name}= has no effect; omit it")
     try:
         import gguf
     except ImportError as error:
@@ -284,6 +281,8 @@ def _stack(name: str, parts: list[Tensor]) -> Tensor:
         name=name,
         shape=(len(parts), *parts[0].shape),
         read_into=read_into,
+        encoding=None,
+        reader=None,
         stored_nbytes=sum(part.stored_nbytes for part in parts),
     )
 

@@ -7,7 +7,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -125,7 +125,6 @@ class Production:
     Args:
       tensors: All that are planned: some share a tensor scale.
       progress: Called after each chunk.
-      stored: The tensors of a quantized source as they are: their codes may be written unchanged.
 
     Attributes:
       reports: What was done, a report for each tensor that is made.
@@ -137,9 +136,7 @@ class Production:
         tensors: Iterable[TensorPlan],
         workers: Workers,
         progress: Progress | None = None,
-        stored: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._stored = stored or {}
         self.reports: list[TensorReport] = []
         self.total = 0
         self._done = 0
@@ -207,12 +204,12 @@ class Production:
         # A second rounding would cost 3 dB where scales are powers of two: the largest code of a
         # block is then seldom the largest that there is, and another scale follows from it.
         old, new = tensor.source.encoding, tensor.encoding
-        if old is None or new is None or not same_numbers(old, new) or not self._stored:
+        if old is None or new is None or not same_numbers(old, new):
             return None
-        values = WeightReader(old, self._stored)
-        scale, _ = values.scales()
+        weight = tensor.source.weight
+        scale, _ = weight.scales()
         least = np.float32(new.spec.amax_epsilon) / np.float32(new.spec.largest)
-        return values if scale is not None and scale.astype(np.float32).min() >= least else None
+        return weight if scale is not None and scale.astype(np.float32).min() >= least else None
 
     def _weight(self, tensor: TensorPlan) -> Weight:
         spec, encoding, source = tensor.spec, tensor.encoding, tensor.source
@@ -239,12 +236,11 @@ class Production:
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Parts that are computed together: small weights that are alike, and follow one another."""
+    """Parts that are computed in one call: small weights that are alike, and follow one another."""
     for is_small, run in itertools.groupby(parts, lambda part: part.batch_key):
-        size, is_compiled = BATCH if is_small else 1, False
+        size = BATCH if is_small else 1
         while batch := [*itertools.islice(run, size)]:
-            is_compiled |= len(batch) == size
-            yield from [batch] if is_compiled else ([part] for part in batch)
+            yield from [batch] if len(batch) == size else ([part] for part in batch)
 
 
 def _outputs(parts: Sequence[_Part]) -> Iterable[tuple[_Part, QuantizedSlab]]:

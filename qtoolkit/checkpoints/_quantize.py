@@ -1,6 +1,6 @@
 """Quantizes weights slab by slab, with the same bits as `qtoolkit.quantize` of a whole weight.
 
-A slab with whole blocks goes through one program, `_encoded`: scales, codes, the rounding error.
+A slab with whole blocks goes through one program, `_quantized`: scales, codes, the rounding error.
 Where a block is more than a slab, all amaxes are computed first, by `_amaxes`, and the scales from
 them. `_slabs.py` says how a weight is cut.
 """
@@ -41,7 +41,7 @@ from qtoolkit.scaling.internal import (
 # `map`, or that of a pool of threads.
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 _KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
-# Small weights in one call. A call takes some 0.1 ms, as long as to quantize 30 weights of 16x16.
+# Slabs in one call, if they are small: a call takes as long as to quantize 30 weights of 16x16.
 BATCH = 64
 
 
@@ -92,11 +92,10 @@ class QuantizedSlab(NamedTuple):
 
 
 def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
-    """The slabs of weights of one format, dtype and grid: of several weights whole ones."""
-    (weight, slab), n = slabs[0], len(slabs)
-    grid = weight.grid
-    x = np.stack([w.read(part) for w, part in slabs]) if n > 1 else weight.read(slab)[None]
-    spec = slab_spec(weight.spec, grid.lengths(slab))
+    """One slab, or whole weights of one format, dtype and grid."""
+    weight, slab = slabs[0]
+    grid, spec = weight.grid, slab_spec(weight.spec, weight.grid.lengths(slab))
+    x = np.stack([w.read(part) for w, part in slabs])
     seconds = [matrix_scale(w.tensor_scale, grid, part) for w, part in slabs]
     tensor_scale = None if seconds[0] is None else np.stack(seconds)
     down, across = grid.blocks(slab)
@@ -105,31 +104,23 @@ def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
         None if a is None else pad_matrix(a[down, across], counts, 1)[None]
         for a in (weight.scale, weight.nonzero)
     )
-    arguments = x, *known, tensor_scale
-    if n == 1:
-        first = (None if a is None else a[0] for a in arguments)
-        result = jax.tree.map(lambda a: a[None], jax.device_get(_encoded(*first, spec)))
-    else:
-        places = np.minimum(np.arange(BATCH), n - 1)  # fills the batch with the last weight
-        filled = (None if a is None else a[places] for a in arguments)
-        made = jax.device_get(_encoded_weights(*filled, spec))
-        result = jax.tree.map(lambda a: a[:n], made)
+    result = jax.device_get(_quantized(x, *known, tensor_scale, spec))
     codes = result.codes[:, : slab.rows, : slab.columns]
     if result.scale is None:
-        errors = slab_errors(slab.size, result.sums, [0.0] * n)
-        return [QuantizedSlab(*parts) for parts in zip(codes, [None] * n, errors, strict=True)]
+        errors = slab_errors(slab.size, result.sums, [0.0] * len(slabs))
+        return [QuantizedSlab(code, None, error) for code, error in zip(codes, errors, strict=True)]
     shape = down.stop - down.start, across.stop - across.start
     scale = _of_blocks(result.scale, counts, shape)
     if tensor_scale is not None:
-        tensor_scale = tensor_scale.reshape(n, 1, 1)
+        tensor_scale = tensor_scale.reshape(-1, 1, 1)
     rates = multipliers(scale, tensor_scale, weight.spec)
     max_scales = np.fmax.reduce(rates, axis=(1, 2), initial=0).tolist()
     errors = slab_errors(slab.size, result.sums, max_scales)
-    zeros = [None] * n
+    zeros: Sequence[np.ndarray | None] = [None] * len(slabs)
     if result.zero_point is not None:
-        zeros = [*_of_blocks(result.zero_point, counts, shape).reshape(n, -1)]
+        zeros = [*_of_blocks(result.zero_point, counts, shape).reshape(len(slabs), -1)]
     elif may_be_subnormal(rates, weight.spec):
-        for i in range(n):  # XLA counted such values as 0: compute them again
+        for i in range(len(slabs)):  # XLA counted such values as 0: compute them again
             values = exact_values(codes[i], rates[i], grid.lengths(slab), weight.spec)
             wide = x[i, : slab.rows, : slab.columns].astype(np.float32)
             with np.errstate(invalid="ignore"):
@@ -137,11 +128,11 @@ def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
             errors[i] = dataclasses.replace(errors[i], moments=exact.moments)
     if slab.row % grid.rows % grid.height or slab.column % grid.width:
         scale = scale[:, :0]  # of blocks that begin, and are written, with another slab
-    return [*map(QuantizedSlab, codes, scale.reshape(n, -1), errors, zeros)]
+    return [*map(QuantizedSlab, codes, scale.reshape(len(slabs), -1), errors, zeros)]
 
 
 def _of_blocks(a: np.ndarray, counts: tuple[int, ...], shape: tuple[int, int]) -> np.ndarray:
-    """[weights, down, across] of numbers that programs have made of all blocks, padded ones too."""
+    """[slabs, down, across] of numbers that programs have made of all blocks, padded ones too."""
     return a.reshape(-1, *counts)[:, : shape[0], : shape[1]]
 
 
@@ -248,8 +239,8 @@ def with_block_scales(weight: Weight, map_: Map = map) -> Weight:
 # The programs: compiled once for each padded shape, dtype and format.
 
 
-class _Encoded(NamedTuple):
-    """The codes, scales and zero points of a slab, and its sums."""
+class _Quantized(NamedTuple):
+    """The codes, scales and zero points of slabs, and their sums."""
 
     codes: jax.Array
     scale: jax.Array | None
@@ -258,38 +249,32 @@ class _Encoded(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _encoded(
+def _quantized(
     x: jax.Array,
     scale: jax.Array | None,
     nonzero: jax.Array | None,
     tensor_scale: jax.Array | None,
     spec: BlockFormat,
-) -> _Encoded:
-    scales, above_zero = find_scales(x, spec, Scales(scale, tensor_scale))
-    if nonzero is not None:
-        above_zero = blocks_of(x, spec).spread(nonzero)
-    projection = _projection(spec)
-    codes = block_codes(x, spec, projection, scales, above_zero)
-    # Without these two barriers XLA fuses codes, values and sums into one loop that it does not
-    # vectorize: 3 to 9 times as long as `quantize` alone.
-    again = lax.optimization_barrier(x)
-    values = block_values(again, spec, projection, scales, above_zero)
-    wide, values = lax.optimization_barrier((exact_float32(again), values))
-    limit = float(spec.element.max_finite) if _is_cast(spec) else None
-    sums = slab_sums(wide, values, largest_magnitude(x), limit)
-    return _Encoded(codes, scales.scale, scales.zero_point, sums)
+) -> _Quantized:
+    """Slabs [slabs, rows, columns], one after the other."""
 
+    def quantized(slab: tuple[Any, ...]) -> _Quantized:
+        x, scale, nonzero, tensor_scale = slab
+        scales, above_zero = find_scales(x, spec, Scales(scale, tensor_scale))
+        if nonzero is not None:
+            above_zero = blocks_of(x, spec).spread(nonzero)
+        projection = _projection(spec)
+        codes = block_codes(x, spec, projection, scales, above_zero)
+        # Without these two barriers XLA fuses codes, values and sums into one loop that it does not
+        # vectorize: 3 to 9 times as long as `quantize` alone.
+        again = lax.optimization_barrier(x)
+        values = block_values(again, spec, projection, scales, above_zero)
+        wide, values = lax.optimization_barrier((exact_float32(again), values))
+        limit = float(spec.element.max_finite) if _is_cast(spec) else None
+        sums = slab_sums(wide, values, largest_magnitude(x), limit)
+        return _Quantized(codes, scales.scale, scales.zero_point, sums)
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _encoded_weights(
-    x: jax.Array,
-    scale: jax.Array | None,
-    nonzero: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    spec: BlockFormat,
-) -> _Encoded:
-    """`_encoded` of some weights, one after the other in one call."""
-    return lax.map(lambda each: _encoded(*each, spec), (x, scale, nonzero, tensor_scale))
+    return lax.map(quantized, (x, scale, nonzero, tensor_scale))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "nan_wins"))

@@ -87,7 +87,7 @@ class WeightReader:
         if self._grid is None:
             self._copy_matrices(values_of, first, out)
             return
-        spec, done = self.encoding.spec_as_stored, 0
+        spec, done = self.encoding.spec, 0
         for slab, where in self._grid.slabs_between(first, first + len(out)):
             codes = self._slab_codes(slab)
             part = slab_values(codes, self._grid, slab, spec, *self.scales()).reshape(-1)[where]
@@ -118,6 +118,17 @@ class WeightReader:
             return unpack_rows(data, encoding.packing, bits, slab.columns)
         _check_range(data, encoding)
         return data
+
+    def array(self, dtype: Any) -> Any:
+        """The weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than
+        a byte; float32 where no `QArray` can hold it: without elements, with reordered groups, or
+        with what `Encoding.finish` does.
+        """
+        encoding, read = self.encoding, entry_reader(self._stored)
+        if 0 in encoding.shape or not encoding.is_array:
+            return values_of(encoding, read)
+        array = qarray_of(encoding, read, dtype=dtype)
+        return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
 
     def scales(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Scales and tensor scales, flat, as stored."""
@@ -204,18 +215,6 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     return np.ascontiguousarray(values.swapaxes(-1, -2)) if encoding.transposed else values
 
 
-def loaded_weight(encoding: Encoding, stored: Mapping[str, Tensor], dtype: Any) -> Any:
-    """A weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than a
-    byte; float32 where no `QArray` can hold it: without elements, with reordered groups, or with
-    what `Encoding.finish` does.
-    """
-    read = entry_reader(stored)
-    if 0 in encoding.shape or not encoding.is_array:
-        return values_of(encoding, read)
-    array = qarray_of(encoding, read, dtype=dtype)
-    return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
-
-
 def qarray_of(
     encoding: Encoding,
     read: ReadEntry,
@@ -226,7 +225,7 @@ def qarray_of(
 
     `order` says in which order the codes are, and along which axis; None: as they are.
     """
-    spec, shape = encoding.spec_as_stored, encoding.matrix_shape
+    spec, shape = encoding.spec, encoding.matrix_shape
     bits = spec.element.bits
     codes = unpack_entry(encoding.codes, read, encoding.packing, bits, shape)
     if encoding.packing is None:
@@ -246,7 +245,7 @@ def qarray_of(
     array = QArray(
         jnp.asarray(codes.view(spec.element.code_dtype).reshape(shape)),
         None if scale is None else jnp.asarray(scale.reshape(counts)),
-        dataclasses.replace(encoding, spec=spec).array_spec,
+        encoding.array_spec,
         tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
         zero_point=zero,
         dtype=dtype,

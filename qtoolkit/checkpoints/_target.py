@@ -31,7 +31,7 @@ from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, configs_in, listed, shown
 from qtoolkit.checkpoints._writing import GGUF, check_target, exists_already, is_gguf
-from qtoolkit.checkpoints.layouts import _mlx
+from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
@@ -314,7 +314,7 @@ def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     new = copy.deepcopy(dict(config))
     part: Any
     for part in configs_in(new):
-        keys = _CONFIGS | ({_mlx.KEY} if _mlx.config_of(part) else set())
+        keys = _CONFIGS | {one.own_key for one in LAYOUTS.values() if one.own_config(part)}
         for key in keys & part.keys():
             del part[key]
         for key in ("dtype", "torch_dtype"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._arguments import arguments_from_json
+from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
@@ -23,7 +23,6 @@ from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._folder import CONFIG, read_json
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
-from qtoolkit.checkpoints._reader import WeightReader
 from qtoolkit.checkpoints._report import Plan, Progress, TensorPlan
 from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._target import json_files
@@ -117,7 +116,7 @@ def _by_arguments(
 ) -> tuple[int, int, list[str]]:
     """How many tensors were compared, how many of them are quantized, and what differs."""
     try:
-        plan = make_plan(source, **arguments_from_json(record))
+        plan = make_plan(source, PlanOptions.from_json(record))
     except CheckpointError as error:
         return 0, 0, [f"planned again as it was converted: {error}"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -227,7 +226,7 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
                 f"in layout {target.layout} as {converted.encoding.spec.name}, which is read, not "
                 "written, expected codes that can be made again; measure it with `qtoolkit compare`"
             )
-        encoding = _with_scale_rules(converted.encoding, target)
+        encoding = _with_scale_rules(converted, converted.encoding, target.layout)
         entry, group = encoding.tensor_scale, ""
         if entry is not None and entry.nbytes == 4:  # weights with an equal one may share it
             group = target.stored[entry.name].read().tobytes().hex()
@@ -235,7 +234,7 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
             source=tensor,
             action="quantize",
             dtype=encoding.codes.dtype,
-            spec=encoding.spec_as_stored,
+            spec=encoding.spec,
             encoding=dataclasses.replace(encoding, constants=()),
             group=group,
         )
@@ -252,18 +251,18 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
     return TensorPlan.unquantized(tensor, converted.dtype)
 
 
-def _with_scale_rules(encoding: Encoding, target: Checkpoint) -> Encoding:
-    """The encoding, with the rules of scales of its layout."""
+def _with_scale_rules(converted: Tensor, encoding: Encoding, layout: str) -> Encoding:
+    """The encoding of a weight, with the rules of scales of its layout."""
     spec = encoding.spec
-    if target.layout in LAYOUTS:
-        spec = LAYOUTS[target.layout].with_scale_rules(spec)
+    if layout in LAYOUTS:
+        spec = LAYOUTS[layout].with_scale_rules(spec)
     encoding = dataclasses.replace(encoding, spec=spec)
     # No file says whether DeepSeek's least amax of 1e-4 was used. If the least scale is exactly
     # 1e-4 / 448, it was: blocks with a smaller amax have that scale then.
     least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
     if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
         return encoding
-    scale, _ = WeightReader(encoding, target.stored).scales()
+    scale, _ = converted.weight.scales()
     if scale is None or np.nanmin(scale, initial=np.inf) != least:
         return encoding
     spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
@@ -283,7 +282,7 @@ def _tensor_problems(
     planned = [*planned]
     problems = {plan.name: _header_problem(plan, stored) for plan in planned}
     # All that is planned is given: some share a tensor scale.
-    production = Production(planned, Workers(), progress, source.stored)
+    production = Production(planned, Workers(), progress)
     written = [plan for plan in planned if not problems[plan.name]]
     production.total = sum(plan.nbytes for plan in written)
     plan_of = {entry.name: plan for plan in written for entry in plan.entries}

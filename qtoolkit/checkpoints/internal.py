@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
+from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._cautions import ASK_FOR_WEIGHTS, CAUTIONS, PACKED_OPTION, TRIED
 from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._checks import compile_pattern
@@ -10,10 +11,10 @@ from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import decode_weights
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import (
-    resolve_target,
+    format_names,
     safetensors_dtype,
     scheme_named,
-    target_names,
+    weight_format,
 )
 from qtoolkit.checkpoints._gguf_write import OWN_TYPES, check_container, plan_for
 from qtoolkit.checkpoints._plan import make_plan

@@ -14,12 +14,12 @@ tensor/int8_utils.py, _build_hadamard, _rotate_weight; backends/eager/quantizati
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._tensors import Entry, json_object
+from qtoolkit.checkpoints._tensors import Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import HIGH_NIBBLES, NIBBLES, Encoding, ReadEntry
 from qtoolkit.checkpoints.layouts._headers import (
     Headers,
@@ -32,32 +32,50 @@ from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout, decode_by
 from qtoolkit.formats import INT4, MXFP8_E4M3, NVFP4
 
 _FOUR_BITS = ("convrot_w4a4", "int4_tensorwise")
-FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "nvfp4", "mxfp8", *_FOUR_BITS)
-# Keys of the JSON that change no weight, or that are read.
-KEYS = {"format", "per_row", "full_precision_matrix_mult", "linear_dtype"}
-KEYS |= {"convrot", "convrot_groupsize"}
-MARK, METADATA = ".comfy_quant", "_quantization_metadata"
+# The kinds in which a value is a code multiplied by its scale, as in other programs' layouts, and
+# keys of the JSON that do not change this; then all that are read.
+_PLAIN_KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+_PLAIN_KEYS = {"format", "per_row", "full_precision_matrix_mult", "linear_dtype"}
+_KINDS = (*_PLAIN_KINDS, "nvfp4", "mxfp8", *_FOUR_BITS)
+_KEYS = _PLAIN_KEYS | {"convrot", "convrot_groupsize"}
+_MARK, _METADATA = ".comfy_quant", "_quantization_metadata"
 _SCALE = "scale_weight"
 _FOUR = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
 
 
-def marks_of(headers: Headers) -> dict[str, Any]:
+def _marks(headers: Headers) -> dict[str, Any]:
     """What ComfyUI says of the modules that it quantized, by their names."""
     if not isinstance(headers, OpenHeaders):
         return {}
-    of_all = json_object(headers.metadata.get(METADATA, "{}")).get("layers")
+    of_all = json_object(headers.metadata.get(_METADATA, "{}")).get("layers")
     marks = {
-        name.removesuffix(MARK): json_object(headers.read(name).tobytes())
+        name.removesuffix(_MARK): json_object(headers.read(name).tobytes())
         for name in headers
-        if name.endswith(MARK)
+        if name.endswith(_MARK)
     }
     return marks | (of_all if isinstance(of_all, dict) else {})
 
 
-def is_mark(entry: Entry) -> bool:
+def _is_mark(entry: Entry) -> bool:
     """Whether a tensor is such JSON, or marks a file with `scale_weight`."""
     is_empty = entry.dtype[:2] == "F8" and entry.nbytes <= 2
-    return entry.name.endswith(MARK) or (is_empty and entry.name.endswith("scaled_fp8"))
+    return entry.name.endswith(_MARK) or (is_empty and entry.name.endswith("scaled_fp8"))
+
+
+def check_marks(headers: Headers, weights: Container[str], by_config: bool, where: str) -> set[str]:
+    """The names of such tensors; raises where a weight is stored in a way that is not read, or that
+    looks like that of the layout in the config, but has other values: rotated ones, or scales in
+    tiles and the first code of each byte in the high bits.
+    """
+    # Without a config the marks have been read here.
+    kinds, keys = (_PLAIN_KINDS, _PLAIN_KEYS) if by_config else (_KINDS, _KEYS)
+    for module, mark in _marks(headers).items():
+        weight, settings = f"{module}.weight", mark if isinstance(mark, dict) else {}
+        others = {key for key, value in settings.items() if value} - keys
+        if weight in weights and (others or settings.get("format") not in kinds):
+            what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only "
+            raise entry_error(where, weight, what + ", ".join(kinds), "ComfyUI")
+    return {name for name, entry in headers.items() if _is_mark(entry)}
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
@@ -71,7 +89,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
                 raise entry_error(where, scale_name, f"{scale}, expected one number", "ComfyUI")
             one = {name: info, scale_name: scale._replace(shape=())}
             encodings[name] = decode_bytes(one, name, scale_name, where)
-    for module, mark in marks_of(headers).items():
+    for module, mark in _marks(headers).items():
         name, settings = f"{module}.weight", mark if isinstance(mark, Mapping) else {}
         if name not in headers:
             continue
@@ -136,5 +154,7 @@ LAYOUT = Layout(
     title="that of ComfyUI: scale_weight beside FP8 weights, comfy_quant of rotated int8",
     loaders="ComfyUI",
     decode=decode,
+    check_marks=check_marks,
+    metadata_keys=lambda names: {_METADATA},
     has_marks=True,
 )

@@ -16,6 +16,7 @@ zeros have other scales than in the package, which takes the machine epsilon.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -145,7 +146,6 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         codes=codes,
         scale=Entry(entry_beside(name, "weight_scale"), dtype, counts),
         tensor_scale=Entry(entry_beside(name, _DIVIDED), "F32", (1,)) if scheme == NV4 else None,
-        tensor_scale_divides=scheme == NV4,
         packing=packing,
         zero_point=zero_point,
         zero_packing=zero_packing,
@@ -153,6 +153,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     )
 
 
+@functools.cache  # equal formats are one object: see `block_format`
 def with_scale_rules(spec: BlockFormat) -> BlockFormat:
     """`spec` with the package's own rules of scales."""
     if isinstance(spec.element, IntFormat):
@@ -223,7 +224,7 @@ def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
     )
     fmt, dtypes, tensor_scale = MXFP4, "U8 F8_E8M0", None
     if tensor_scale_name in headers:
-        fmt, dtypes = NVFP4, "F8_E4M3"
+        fmt, dtypes = with_scale_rules(NVFP4), "F8_E4M3"
         tensor_scale = check_entry(headers, tensor_scale_name, ("F32",), where)
     return decode_groups(
         name,
@@ -234,7 +235,6 @@ def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
         where,
         packing=NIBBLES,
         tensor_scale=tensor_scale,
-        tensor_scale_divides=tensor_scale is not None,
     )
 
 

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import (
     NIBBLES,
     Encoding,
@@ -119,6 +119,13 @@ class Layout:
       files: (as for `config`) -> further JSON files by name.
       with_scale_rules: spec -> the spec with the rules by which its publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
+      own_key: The key of config.json under which only this layout has its config; "" if there is
+        none.
+      own_config: config.json -> its config under that key, with a `quant_method`; {} if none.
+      check_marks: (headers, names of quantized weights, whether a config describes them, path) ->
+        the names of the small tensors in which the program describes weights; raises if it
+        describes one of these in a way that is not read.
+      metadata_keys: Names of weights and tensors -> keys of the metadata that describe them.
       has_marks: Whether files mark the weights, so that without a config it is asked before layouts
         that know them by names alone.
       linear_only: Whether it stores matrices [outputs, inputs] only.
@@ -144,6 +151,10 @@ class Layout:
     files: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
     with_scale_rules: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     methods: tuple[str, ...] = ()
+    own_key: str = ""
+    own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    check_marks: Callable[[Headers, Container[str], bool, str], set[str]] = lambda *_: set()
+    metadata_keys: Callable[[Iterable[str]], set[str]] = lambda names: set()
     has_marks: bool = False
     note: str = ""
     linear_only: bool = True
@@ -154,26 +165,21 @@ class Layout:
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def scheme(self, fmt: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
-        """The scheme for a format and a value of `scaling`; None: the first that fits.
+    def find(self, fmt: Format | BlockFormat | Scheme, scaling: str | None = None) -> Scheme | None:
+        """The scheme that holds a format with a value of `scaling`; None if the layout has none.
 
-        Raises:
-          CheckpointError: The layout has none.
+        `scaling` None: the first that fits.
         """
         for scheme in self.schemes:
             if isinstance(fmt, Scheme) or scheme.is_named:
-                if scheme == fmt:
-                    return scheme
+                is_held = scheme == fmt
             elif isinstance(fmt, BlockFormat):
-                if scheme.spec == fmt and scaling is None:
-                    return scheme
-            elif scheme.spec.element == fmt and scaling in (None, scaling_of(scheme.spec)):
+                is_held = scheme.spec == fmt and scaling is None
+            else:
+                is_held = scheme.spec.element == fmt and scaling in (None, scaling_of(scheme.spec))
+            if is_held:
                 return scheme
-        word = "" if scaling is None else f" with scaling={scaling!r}"
-        raise CheckpointError(
-            f"layout {self.name}: cannot hold {fmt.name}{word}, expected one of "
-            f"{', '.join(self.spellings())}; `qtoolkit layouts` shows which layout takes what"
-        )
+        return None
 
     def misfit(self, shape: Sequence[int], spec: BlockFormat) -> str:
         """Why blocks of a format do not fill a weight; "" if they do."""
@@ -184,9 +190,6 @@ class Layout:
             if not self.has_partial_blocks and shape[axis] % (length or 1):
                 return f"axis {axis} has {shape[axis]} elements, expected a multiple of {length}"
         return ""
-
-    def spellings(self) -> list[str]:
-        return [scheme.spelling for scheme in self.schemes]
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
@@ -297,7 +300,6 @@ def decode_groups(
     *,
     packing: Packing | None = None,
     tensor_scale: Entry | None = None,
-    tensor_scale_divides: bool = False,
 ) -> Encoding:
     """How a weight, or a stack of experts, is stored that has scales for groups of the last axis.
 
@@ -326,7 +328,6 @@ def decode_groups(
         codes=codes,
         scale=scale,
         tensor_scale=tensor_scale,
-        tensor_scale_divides=tensor_scale_divides,
         packing=packing,
     )
 

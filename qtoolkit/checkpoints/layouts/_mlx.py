@@ -34,7 +34,7 @@ from qtoolkit.checkpoints.layouts._layout import (
 from qtoolkit.formats import MXFP4, MXFP8_E4M3
 from qtoolkit.formats import format as resolve
 
-METHOD, KEY = "mlx", "quantization"
+METHOD, _KEY = "mlx", "quantization"
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _MODES = {"mxfp4": MXFP4, "mxfp8": MXFP8_E4M3, "nvfp4": NVFP4_ALONE}
 # Modules of language models with as many inputs as hidden_size. Entries of 4 bits in groups of 64
@@ -44,10 +44,10 @@ _INPUTS = re.compile(
 )
 
 
-def config_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def own_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The quantization config that MLX writes to config.json; {} if there is none."""
     for part in configs_in(config):
-        found = part.get(KEY)
+        found = part.get(_KEY)
         if isinstance(found, dict) and {"bits", "group_size"} <= found.keys():
             sizes = [one.get("hidden_size") for one in configs_in(config)]
             return {
@@ -92,7 +92,7 @@ def _decode_weight(config: Mapping[str, Any], headers: Headers, name: str, where
         what = (
             f"bits of {', '.join(map(str, _BITS))} and a length, or those of mxfp4 (4, 32), mxfp8"
         )
-        raise config_error(where, KEY, settings, f"{what} (8, 32), nvfp4 (4, 16)", "MLX")
+        raise config_error(where, _KEY, settings, f"{what} (8, 32), nvfp4 (4, 16)", "MLX")
     shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits) if codes.shape else ()
     if mode == "nvfp4":  # its bytes are those of E4M3
         scale = scale._replace(dtype="F8_E4M3")
@@ -130,4 +130,6 @@ LAYOUT = Layout(
     "with 1 added.",
     decode=decode,
     methods=(METHOD,),
+    own_key=_KEY,
+    own_config=own_config,
 )

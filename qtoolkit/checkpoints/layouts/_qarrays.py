@@ -146,7 +146,6 @@ def _encoding(
         codes=codes,
         scale=others["scale"],
         tensor_scale=tensor_scale,
-        tensor_scale_divides=spec.tensor_scale_divides,
         packing=packing,
     )
 

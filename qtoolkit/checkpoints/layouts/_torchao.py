@@ -31,7 +31,7 @@ from qtoolkit.checkpoints.layouts._layout import (
 )
 from qtoolkit.formats import E2M1FN, INT4, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 
-METHOD, _CODES, NAMES = "torchao", "qdata", "tensor_names"
+METHOD, _CODES, _NAMES = "torchao", "qdata", "tensor_names"
 _BYTES = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _READ = (*_BYTES, "Int4Tensor", "NVFP4Tensor", "MXTensor")
 _MX = {"float8_e4m3fn": MXFP8_E4M3, "float8_e5m2": MXFP8_E5M2, "float4_e2m1fn_x2": MXFP4}
@@ -184,4 +184,5 @@ LAYOUT = Layout(
     loaders="transformers with torchao; by their documentation (untested): vLLM",
     decode=decode,
     methods=(METHOD,),
+    metadata_keys=lambda names: {_NAMES, *names},
 )
