@@ -34,7 +34,7 @@ from qtoolkit.checkpoints._tensors import (
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._encoding import zero_points
-from qtoolkit.checkpoints.layouts._headers import OpenHeaders, entry_error
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays
 
 if TYPE_CHECKING:  # its file loads JAX
@@ -62,7 +62,7 @@ def decode_weights(checkpoint: Checkpoint) -> Checkpoint:
                 f"{', '.join(LAYOUT_OF)}; dequantize the checkpoint with the program that made it"
             )
         layout = LAYOUT_OF[method].name
-        encodings = LAYOUTS[layout].decode(config, headers, where)
+        encodings = LAYOUTS[layout].decode(config, headers)
     else:
         layout, encodings = _decoded_without_config(checkpoint, headers)
     if not encodings:
@@ -82,21 +82,20 @@ def decode_weights(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _decoded_without_config(
-    checkpoint: Checkpoint, headers: OpenHeaders
+    checkpoint: Checkpoint, headers: Headers
 ) -> tuple[str, dict[str, Encoding]]:
     """The layout and the encodings of a checkpoint without a quantization config.
 
     They follow from the metadata that `save` writes, and from the names of the tensors.
     """
-    where = str(checkpoint.path)
-    encodings, stored_in = saved_arrays(checkpoint.metadata, headers, where)
+    encodings, stored_in = saved_arrays(headers)
     layouts = ["plain"] if encodings else []
     # Several layouts may accept the same names. The one that `convert` recorded comes first, then
     # those that mark their weights, which may have other values than their names say to others.
     own = own_layout(checkpoint)
     for layout in sorted(LAYOUTS.values(), key=lambda one: (one.name != own, not one.has_marks)):
-        headers = headers.without(stored_in) if stored_in else headers
-        decoded = layout.decode({}, headers, where)
+        headers = headers.only({n: e for n, e in headers.items() if n not in stored_in})
+        decoded = layout.decode({}, headers)
         stored_in = {entry.name for encoding in decoded.values() for entry in encoding.entries}
         layouts += [layout.name] if decoded.keys() - encodings.keys() else []
         encodings = decoded | encodings
@@ -260,7 +259,7 @@ def _zero_offsets(
         if not all_zeros(tensor):
             what = f"{tensor.entry} of a quantized weight, expected no such entry, because it "
             what += "changes the weight"
-            raise entry_error(str(checkpoint.path), name, what)
+            raise _headers_of(checkpoint).error(name, what)
         zeros.add(name)
     return zeros
 
@@ -286,13 +285,13 @@ def check_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
     Raises if one of these is stored in a way that is not read, or not as the config says.
     """
     headers, by_config = _headers_of(checkpoint), bool(quantization_config(checkpoint))
-    where, checks = str(checkpoint.path), [layout.check_marks for layout in LAYOUTS.values()]
-    return {name for check in checks for name in check(headers, weights, by_config, where)}
+    checks = [layout.check_marks for layout in LAYOUTS.values()]
+    return {name for check in checks for name in check(headers, weights, by_config)}
 
 
-def _headers_of(checkpoint: Checkpoint) -> OpenHeaders:
+def _headers_of(checkpoint: Checkpoint) -> Headers:
     entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
-    return OpenHeaders(entries, checkpoint.metadata, checkpoint.read)
+    return Headers(entries, checkpoint.path, checkpoint.metadata, checkpoint.read)
 
 
 def own_layout(checkpoint: Checkpoint) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers, check_block, entry_beside
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_ELEMENTS,
@@ -48,8 +48,8 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     )
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
-    block = check_block(config.get("weight_block_size"), "weight_block_size", where) or BLOCK
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
+    block = headers.check_block(config.get("weight_block_size"), "weight_block_size") or BLOCK
     method, encodings = config.get("quant_method"), {}
     for name, info in headers.items():
         if info.dtype not in (*BYTE_ELEMENTS, "U8") or (method == QUARK and info.dtype == "I8"):
@@ -60,9 +60,9 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         scale = headers[scale_name]
         if method == FBGEMM and len(info.shape) == len(scale.shape) == 3:
             scale = scale._replace(shape=(scale.shape[0], 1, math.prod(scale.shape[1:])))
-        pair = {name: info, scale_name: scale}
-        encodings[name] = microscaled(pair, name, scale_name, where) or decode_bytes(
-            pair, name, scale_name, where, block, are_floats=method in _OF_FLOATS
+        pair = headers.only({name: info, scale_name: scale})
+        encodings[name] = microscaled(pair, name, scale_name) or decode_bytes(
+            pair, name, scale_name, block, are_floats=method in _OF_FLOATS
         )
     return encodings
 
@@ -79,7 +79,7 @@ def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, A
         grid = block_counts(info.shape, BLOCK)
         is_known = headers[beside].dtype in ("F32", "F8_E8M0") and headers[beside].shape == grid
         is_known &= math.prod(grid) > 1
-        if config or is_known or microscaled(headers, name, beside, ""):
+        if config or is_known or microscaled(headers, name, beside):
             return beside
     return name + "_scale" if config and name + "_scale" in headers else None
 

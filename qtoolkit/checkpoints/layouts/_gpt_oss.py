@@ -13,7 +13,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import Layout, Scheme, SchemeModules, decode_groups
 from qtoolkit.formats import MXFP4
 
@@ -36,7 +36,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     )
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     encodings = {}
     for info in headers.values():
         name, suffix = info.name[:-7], info.name[-7:]
@@ -47,13 +47,13 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             or not (config or scale_name in headers)
         ):
             continue
-        scale = check_entry(headers, scale_name, ("U8",), where)
+        scale = headers.check(scale_name, ("U8",))
         if info.shape != (*scale.shape, 16):
             what = f"{list(info.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
-            raise entry_error(where, info.name, what)
+            raise headers.error(info.name, what)
         *rows, blocks = scale.shape
         shape = (*rows, 32 * blocks)
-        encoding = decode_groups(name, shape, MXFP4, info, scale, where, packing=NIBBLES)
+        encoding = decode_groups(headers, name, shape, MXFP4, info, scale, packing=NIBBLES)
         if _IS_TRANSPOSED[suffix]:
             swapped = (*shape[:-2], shape[-1], shape[-2])
             encoding = dataclasses.replace(encoding, shape=swapped, transposed=True)

@@ -18,7 +18,7 @@ from qtoolkit.checkpoints.layouts._encoding import (
     merged_matrices,
     untile,
 )
-from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.formats import (
     BFLOAT16,
     E2M1FN,
@@ -111,7 +111,7 @@ class Layout:
       loaders: Who loads it.
       note: What else a reader should know of all schemes.
       schemes: What it can store, the default first; () if it is only read.
-      decode: (quantization config or {}, headers, path for messages) -> how each quantized weight
+      decode: (quantization config or {}, headers) -> how each quantized weight
         that it finds is stored, by name.
       encode: (header of the weight, scheme, output axes, input scale) -> how it is to be stored.
       config: (schemes in use with their modules, modules that are not quantized) ->
@@ -122,7 +122,7 @@ class Layout:
       own_key: The key of config.json under which only this layout has its config; "" if there is
         none.
       own_config: config.json -> its config under that key, with a `quant_method`; {} if none.
-      check_marks: (headers, names of quantized weights, whether a config describes them, path) ->
+      check_marks: (headers, names of quantized weights, whether a config describes them) ->
         the names of the small tensors in which the program describes weights; raises if it
         describes one of these in a way that is not read.
       metadata_keys: Names of weights and tensors -> keys of the metadata that describe them.
@@ -144,7 +144,7 @@ class Layout:
     name: str
     title: str
     loaders: str
-    decode: Callable[[Mapping[str, Any], Headers, str], dict[str, Encoding]]
+    decode: Callable[[Mapping[str, Any], Headers], dict[str, Encoding]]
     schemes: tuple[Scheme, ...] = ()
     encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
     config: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
@@ -153,7 +153,7 @@ class Layout:
     methods: tuple[str, ...] = ()
     own_key: str = ""
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    check_marks: Callable[[Headers, Container[str], bool, str], set[str]] = lambda *_: set()
+    check_marks: Callable[[Headers, Container[str], bool], set[str]] = lambda *_: set()
     metadata_keys: Callable[[Iterable[str]], set[str]] = lambda names: set()
     has_marks: bool = False
     note: str = ""
@@ -252,7 +252,6 @@ def decode_bytes(
     headers: Headers,
     name: str,
     scale_name: str,
-    where: str,
     block: Sequence[int] | None = None,
     *,
     are_floats: bool = False,
@@ -262,19 +261,18 @@ def decode_bytes(
     The shape of the scales tells which elements share a scale: see `_blocks_by_shape`. `are_floats`
     tells that the config says so: then I8 may be the bytes of floats.
     """
-    codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
+    codes = headers.check(name, tuple(BYTE_ELEMENTS))
     if are_floats and codes.dtype == "I8":
-        raise entry_error(where, name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
-    scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
+        raise headers.error(name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
+    scale = headers.check(scale_name, (*FLOAT_SCALES, "F8_E8M0"))
     is_named = f".{name}".endswith("weight")  # [outputs, inputs]
     if scale.shape == codes.shape[:1] == codes.shape[1:] != (1,) and not is_named:
         n = scale.shape[0]
         what = f"[{n}] of {list(codes.shape)}, expected [{n}, 1], of rows, or [1, {n}], of columns"
-        raise entry_error(where, scale_name, what)
+        raise headers.error(scale_name, what)
     blocks = _blocks_by_shape(codes.shape, scale.shape, block)
     if blocks is None:
-        raise entry_error(
-            where,
+        raise headers.error(
             name,
             f"{list(codes.shape)} with scales {list(scale.shape)}, expected one in all, one per "
             "channel, per group or per block of 128x128",
@@ -291,12 +289,12 @@ def decode_bytes(
 
 
 def decode_groups(
+    headers: Headers,
     name: str,
     shape: tuple[int, ...],
     spec: BlockFormat,
     codes: Entry,
     scale: Entry,
-    where: str,
     *,
     packing: Packing | None = None,
     tensor_scale: Entry | None = None,
@@ -310,16 +308,14 @@ def decode_groups(
     groups = (*shape[:-1], -(-shape[-1] // length)) if shape else ()
     of = f"{shown(codes.name)}, {list(codes.shape)}"
     if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
-        raise entry_error(
-            where,
-            scale.name,
-            f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}",
+        raise headers.error(
+            scale.name, f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}"
         )
     count = math.prod(shape[:-2])
     if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
         each = f", or one for each of {count}," if count > 1 else ""
         what = f"{list(tensor_scale.shape)}, expected one tensor scale{each} of {of}"
-        raise entry_error(where, tensor_scale.name, what)
+        raise headers.error(tensor_scale.name, what)
     return Encoding(
         name=name,
         shape=shape,
@@ -333,12 +329,12 @@ def decode_groups(
 
 
 def decode_tiled(
+    headers: Headers,
     name: str,
     shape: tuple[int, ...],
     spec: BlockFormat,
     codes: Entry,
     scale: Entry,
-    where: str,
     *,
     program: str,
     packing: Packing | None = None,
@@ -352,16 +348,16 @@ def decode_tiled(
     tiles = -(-rows // 128) * 512 * -(-counts[1] // 4)
     if not rows or scale.nbytes != tiles:
         what = f"{scale} of {codes}, expected {tiles} bytes, tiles of 128 rows and 4 scales"
-        raise entry_error(where, scale.name, what, program)
+        raise headers.error(scale.name, what, program)
     encoding = decode_groups(
-        *(name, shape, spec, codes, scale._replace(shape=counts), where),
+        *(headers, name, shape, spec, codes, scale._replace(shape=counts)),
         packing=packing,
         tensor_scale=tensor_scale,
     )
     return dataclasses.replace(encoding, scale=scale, scale_of=_scales_in_order)
 
 
-def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Encoding | None:
+def microscaled(headers: Headers, name: str, scale_name: str) -> Encoding | None:
     """How the weight `name` is stored in OCP's MX formats; None if dtypes or shapes differ.
 
     Each 32 neighbours in a row share a scale: a byte b, which stands for 2**(b - 127). Files call
@@ -372,10 +368,10 @@ def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Enc
         return None
     *rows, columns = codes.shape
     if codes.dtype in _MXFP8 and scale.shape == (*rows, -(-columns // 32)):
-        return decode_groups(name, codes.shape, _MXFP8[codes.dtype], codes, scale, where)
+        return decode_groups(headers, name, codes.shape, _MXFP8[codes.dtype], codes, scale)
     if codes.dtype in ("I8", "U8") and scale.shape == (*rows, -(-columns // 16)):
         shape = (*rows, 2 * columns)
-        return decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
+        return decode_groups(headers, name, shape, MXFP4, codes, scale, packing=NIBBLES)
     return None
 
 

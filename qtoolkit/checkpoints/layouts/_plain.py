@@ -11,7 +11,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers, entry_error
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_DTYPES,
@@ -57,13 +57,13 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     )
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     encodings = {}
     for name, info in headers.items():
         scale = headers.get(name + SUFFIX)
         if scale is not None and scale.dtype == "F64" and info.dtype in BYTE_ELEMENTS:
             raise CheckpointError(
-                f"{where}: tensor {shown(scale.name)}: dtype F64, expected "
+                f"{headers.path}: tensor {shown(scale.name)}: dtype F64, expected "
                 f"{', '.join(FLOAT_SCALES)} for the codes {shown(name)}; save it as float32"
             )
         if info.dtype not in BYTE_ELEMENTS or scale is None or scale.dtype not in FLOAT_SCALES:
@@ -71,8 +71,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         for entry in (f"{name}_zero_point", f"{name}_tensor_scale"):
             if entry in headers:
                 what = "layout plain has one scale a block alone, expected no such tensor"
-                raise entry_error(where, entry, what)
-        encodings[name] = decode_bytes(headers, name, name + SUFFIX, where)
+                raise headers.error(entry, what)
+        encodings[name] = decode_bytes(headers, name, name + SUFFIX)
     return encodings
 
 
