@@ -1,6 +1,5 @@
 """`convert` and `dequantize_checkpoint`: open a source, plan, quantize, write."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -150,22 +149,23 @@ def convert(
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
-    with _start(destination, workers, max_memory, progress) as (opened, threads):
+    options = PlanOptions(
+        format=format,
+        scaling=scaling,
+        layout=layout,
+        skip=skip,
+        keep_dtype=keep_dtype,
+        channel_axis=channel_axis,
+        input_scales=input_scales,
+        allow_codes=allow_codes,
+        allow_split=allow_split,
+        keep_unfitting=keep_unfitting,
+    )
+    count = _checked(destination, workers, max_memory, progress)
+    with open_source(src) as opened, Workers(count) as threads:
         source = decode_weights(opened)
-        options = PlanOptions(
-            format=format,
-            scaling=scaling,
-            layout=layout,
-            skip=skip,
-            keep_dtype=keep_dtype,
-            channel_axis=channel_axis,
-            input_scales=input_scales,
-            allow_codes=allow_codes,
-            allow_split=allow_split,
-            keep_unfitting=keep_unfitting,
-        )
         plan = plan_for(dst, source, options)
-        return _write(destination, source, plan, allow_nonfinite, progress, threads)
+        return _write(destination, source, plan, allow_nonfinite, threads, progress)
 
 
 def dequantize_checkpoint(
@@ -207,21 +207,21 @@ def dequantize_checkpoint(
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
-    with _start(destination, workers, max_memory, progress) as (opened, threads):
+    options = PlanOptions(format=None, keep_dtype=dtype, allow_codes=allow_codes)
+    count = _checked(destination, workers, max_memory, progress)
+    with open_source(src) as opened, Workers(count) as threads:
         source = decode_quantized(opened)
-        options = PlanOptions(format=None, keep_dtype=dtype, allow_codes=allow_codes)
         plan = plan_for(dst, source, options)
-        return _write(destination, source, plan, True, progress, threads)
+        return _write(destination, source, plan, True, threads, progress)
 
 
-@contextlib.contextmanager
-def _start(
+def _checked(
     destination: Destination,
     workers: int | None,
     max_memory: int | str | None,
     progress: Progress | None,
-) -> Iterator[tuple[Checkpoint, Workers]]:
-    """Checks the arguments, opens the source and starts threads."""
+) -> int:
+    """Checks the arguments; the number of threads."""
     file_limit(destination.max_shard_size)
     check_shard(destination.shard)
     count = worker_count(workers, max_memory)
@@ -231,8 +231,7 @@ def _start(
             "in all), or None"
         )
     destination.check()
-    with open_source(destination.src) as opened, Workers(count) as threads:
-        yield opened, threads
+    return count
 
 
 def _write(
@@ -240,8 +239,8 @@ def _write(
     source: Checkpoint,
     plan: Plan,
     allow_nonfinite: bool,
-    progress: Progress | None,
     threads: Workers,
+    progress: Progress | None,
 ) -> Report:
     report = plan.report(source.path, destination.dst, (), _not_written(source, plan))
     production = Production(plan.tensors, threads, progress)

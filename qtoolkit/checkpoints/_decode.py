@@ -26,6 +26,7 @@ from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._tensors import (
     FLOATS,
+    METADATA_KEY,
     CheckpointError,
     Entry,
     configs_in,
@@ -94,7 +95,8 @@ def _decoded_without_config(
     # those that mark their weights, which may have other values than their names say to others.
     own = own_layout(checkpoint)
     for layout in sorted(LAYOUTS.values(), key=lambda one: (one.name != own, not one.has_marks)):
-        headers = headers.only({n: e for n, e in headers.items() if n not in stored_in})
+        if stored_in:
+            headers = headers.only({n: e for n, e in headers.items() if n not in stored_in})
         decoded = layout.decode({}, headers)
         stored_in = {entry.name for encoding in decoded.values() for entry in encoding.entries}
         layouts += [layout.name] if decoded.keys() - encodings.keys() else []
@@ -301,4 +303,4 @@ def own_layout(checkpoint: Checkpoint) -> str:
 
 def own_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     """The record of `convert` in the metadata of a file; empty if there is none."""
-    return json_object(checkpoint.metadata.get("qtoolkit", "{}"))
+    return json_object(checkpoint.metadata.get(METADATA_KEY, "{}"))

@@ -14,10 +14,18 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._checkpoint import Checkpoint, array_checkpoint
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoint
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, shown
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    METADATA_KEY,
+    NUMPY_DTYPES,
+    CheckpointError,
+    shown,
+)
 
+LAYOUT = "GGUF"  # of a `Plan`, and of weights that are read from blocks
+RECORD = "qtoolkit.conversion"  # the key of what files in safetensors have under METADATA_KEY
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 
 
@@ -84,11 +92,18 @@ def open_gguf(path: Path) -> Checkpoint:
             nbytes = int(gguf.n_bytes) + (4 * factors[name].size if name in factors else 0)
             stored: Any = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": nbytes}
             checkpoint.tensors[name] = dataclasses.replace(tensor, **stored)
-            checkpoint.layout = "GGUF"
+            checkpoint.layout = LAYOUT
         else:
             read = functools.partial(raw, name)
             checkpoint.tensors[name] = dataclasses.replace(tensor, read_into=read)
+    for name, tensor in in_file.items():  # what `verify` compares with what `convert` writes
+        dtype, read = _plain_dtype(tensor), functools.partial(raw, name)
+        shape = tensor.data.shape if dtype is None else tuple(map(int, reversed(tensor.shape)))
+        dtype_name = "U8" if dtype is None else DTYPE_OF[dtype.name]
+        checkpoint.stored[name] = Tensor(name, dtype_name, tuple(shape), read)
     checkpoint.auxiliary = {name: checkpoint.tensors.pop(name) for name in input_scales}
+    if (record := reader.fields.get(RECORD)) is not None:
+        checkpoint.metadata[METADATA_KEY] = str(record.contents())
     return checkpoint
 
 

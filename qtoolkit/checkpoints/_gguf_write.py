@@ -8,6 +8,7 @@ llama.cpp makes of modelopt's folders.
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -17,18 +18,21 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit._version import __version__
 from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoint
 from qtoolkit.checkpoints._checks import skip_patterns
 from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._experts import split
-from qtoolkit.checkpoints._gguf import factor_name
+from qtoolkit.checkpoints._gguf import LAYOUT, RECORD, factor_name
 from qtoolkit.checkpoints._gguf_models import Model, model_of
 from qtoolkit.checkpoints._gguf_vocab import write_vocabulary
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import (
+    FLOATS,
+    METADATA_KEY,
     NUMPY_DTYPES,
     CheckpointError,
     Entry,
@@ -109,12 +113,16 @@ def plan_gguf(source: Checkpoint, options: PlanOptions) -> Plan:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     vocabulary = _vocabulary_size(source, model)
     write_vocabulary(writer, str(src), vocabulary, model.architecture.is_gemma)
+    arguments = dataclasses.replace(options, format=name, skip=patterns).to_json()
+    record = {"arguments": arguments, "layout": LAYOUT, "version": __version__}
+    record_text = json.dumps(record, sort_keys=True)
+    writer.add_string(RECORD, record_text)  # llama.cpp ignores keys that it does not know
     return Plan(
-        layout="GGUF",
+        layout=LAYOUT,
         format=_SCHEMES.get(TYPES[name][0]) or resolve(name),
         scaling="none",
         tensors=tensors,
-        metadata={},
+        metadata={METADATA_KEY: record_text},
         quantization_config={},
         files={},
         dequantizes=source.layout,
@@ -163,6 +171,7 @@ def _tensors(
     extra = model.extra_tensors()
     headers = {name: (values.dtype, values.shape) for name, values in extra.items()}
     for tensor in array_checkpoint(source.path, headers, extra.__getitem__).tensors.values():
+        tensor = dataclasses.replace(tensor, stored_nbytes=0)  # the folder has none
         yield TensorPlan.unquantized(tensor, tensor.dtype, "of llama.cpp alone")
     for tensor in _as_computed(source, model):
         name = model.target_name(names, tensor.name)
@@ -183,9 +192,12 @@ def _tensors(
             type_, reason = "F16", f"rows are no multiple of {length}"
         if type_ in HIGH_PRECISION:
             plan = TensorPlan.unquantized(tensor, type_, reason)
-            if plan.action == "cast" and type_ == kind and not reason:
-                plan = dataclasses.replace(plan, action="quantize")
-            yield dataclasses.replace(plan, target=name)
+            action = plan.action
+            if action == "cast" and type_ == kind and not reason:
+                action = "quantize"
+            elif tensor.stored_dtype in FLOATS and tensor.stored_dtype != type_:
+                action = "cast"  # float64, and norms of Gemma, with their 1
+            yield dataclasses.replace(plan, action=action, target=name)
             continue
         *rows, columns = tensor.shape
         codes = Entry(name, "U8", (*rows, columns // length * nbytes))

@@ -47,14 +47,12 @@ from qtoolkit.checkpoints._roles import (
     fused_group,
     is_stack_of_experts,
 )
-from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, listed, shown
+from qtoolkit.checkpoints._tensors import METADATA_KEY, CheckpointError, MisuseError, listed, shown
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION, SCALINGS
 from qtoolkit.checkpoints.layouts._qarrays import remaining_arrays, undecoded_parts
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.formats.internal import values_of_rules
-
-METADATA_KEY = "qtoolkit"
 
 
 def make_plan(source: Checkpoint, options: PlanOptions) -> Plan:

@@ -35,9 +35,9 @@ def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
             is_gptq = f".{name}".endswith(".qweight") and entry_beside(name, "qzeros") in headers
             if is_gptq and scale is not None and info.shape[1:] == scale.shape[1:]:
                 raise CheckpointError(
-                    f"{headers.path}: tensor {shown(name)}: of a weight quantized by GPTQ, as its "
-                    "name says, expected a config.json, which says what its zero points mean; give the "
-                    "folder with it"
+                    f"{headers.path}: tensor {shown(name)}: of a weight quantized by GPTQ, as "
+                    "its name says, expected a config.json, which says what its zero points mean; "
+                    "give the folder with it"
                 )
         return {}
     stored_as = str(config.get("checkpoint_format") or "gptq")

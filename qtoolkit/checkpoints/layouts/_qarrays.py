@@ -46,8 +46,8 @@ def saved_arrays(headers: Headers) -> tuple[dict[str, Encoding], set[str]]:
             if FACTORS in description or ROTATION in description:
                 what = FACTORS if FACTORS in description else "a rotation"
                 raise CheckpointError(
-                    f"{headers.path}: tensor {shown(name)}: a QArray whose matmul applies {what} to "
-                    "its inputs, for which no layout has a place, expected none; quantize with "
+                    f"{headers.path}: tensor {shown(name)}: a QArray whose matmul applies {what} "
+                    "to its inputs, for which no layout has a place, expected none; quantize with "
                     "method='gptq', or dequantize it in Python: "
                     "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
                 )
@@ -61,8 +61,8 @@ def saved_arrays(headers: Headers) -> tuple[dict[str, Encoding], set[str]]:
             elif size is None:
                 raise CheckpointError(
                     f"{headers.path}: tensor {shown(name)}: a QArray of {shown(str(spec))} with "
-                    f"shape {list(headers[name].shape)}, which the commands do not read; dequantize it "
-                    "in Python: qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+                    f"shape {list(headers[name].shape)}, which the commands do not read; "
+                    "dequantize it in Python: qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
                 )
     except CheckpointError:
         raise
