@@ -196,25 +196,9 @@ def _divided(tensor: TensorPlan) -> tuple[bool, bool]:
     return all(n <= 128 or n % 128 == 0 for n, _ in sizes), all(n % c == 0 for n, c in sizes)
 
 
-def _misread_blocks(target: Target) -> Iterable[str]:
-    return [t.name for t in target.quantized if _divided(t) == (False, True)]
-
-
-def _unread_blocks(target: Target) -> Iterable[str]:
-    return [t.name for t in target.quantized if not _divided(t)[1]]
-
-
 def _unquantized_stacks(target: Target) -> Iterable[str]:
     stacks = (t for t in target.tensors if len(t.source.shape) == 3 and t.scheme is None)
     return [t.name for t in stacks if re.search(r"experts\.\w*_proj$", t.name)]
-
-
-def _zero_points(target: Target) -> Iterable[str]:
-    return [t.name for t in target.quantized if t.scheme == W4A16_ASYM]
-
-
-def _tables(target: Target) -> Iterable[str]:
-    return [t.name for t in target.quantized if EMBEDDING.search(t.name)]
 
 
 _ALIKE = (
@@ -281,7 +265,7 @@ CAUTIONS = (
         models="all",
         fault="does not load zero points of packed weights: it makes room of another size",
         remedy="for it, load them by " + PACKED_OPTION,
-        names=_zero_points,
+        names=lambda target: [t.name for t in target.quantized if t.scheme == W4A16_ASYM],
         **_OF_TRANSFORMERS,
     ),
     Caution(
@@ -290,21 +274,21 @@ CAUTIONS = (
         models="all",
         fault="finds no weight in a table of embeddings and fails as it runs the model",
         remedy="vLLM looks up the codes; for transformers load one scheme by " + PACKED_OPTION,
-        names=_tables,
+        names=lambda target: [t.name for t in target.quantized if EMBEDDING.search(t.name)],
         **_OF_TRANSFORMERS,
     ),
     Caution(
         key="partial blocks, misread",
         fault="without a GPU, or with dequantize=True, cuts rows or columns into equal blocks: 192 "
         "into 96 and 96 instead of 128 and 64, hence wrong weights, without an error",
-        names=_misread_blocks,
+        names=lambda target: [t.name for t in target.quantized if _divided(t) == (False, True)],
         **_OF_BLOCKS,
     ),
     Caution(
         key="partial blocks, not read",
         fault="without a GPU, or with dequantize=True, does not load weights whose rows or columns "
         "are no multiple of their number of blocks",
-        names=_unread_blocks,
+        names=lambda target: [t.name for t in target.quantized if not _divided(t)[1]],
         **_OF_BLOCKS,
     ),
     Caution(

@@ -27,8 +27,7 @@ from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
-from qtoolkit.checkpoints._safetensors import layout as safetensors_layout
-from qtoolkit.checkpoints._safetensors import open_safetensors, write_safetensors
+from qtoolkit.checkpoints._safetensors import in_data_order, open_safetensors, write_safetensors
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._target import (
     Destination,
@@ -278,7 +277,7 @@ def _write(
             continue
         # The old record goes first, so that no record describes a file that is half-written.
         storage.remove(join(folder.partial, f"{name}.json"))
-        outputs = safetensors_layout(entry for tensor in tensors for entry in tensor.entries)
+        outputs = in_data_order(entry for tensor in tensors for entry in tensor.entries)
         file = folder.inside(name)
         checksums = {output.name: 0 for output in outputs}
         chunks = _summed(production.chunks(tensors), checksums)

@@ -19,7 +19,7 @@ from qtoolkit.checkpoints._formats import (
 from qtoolkit.checkpoints._gguf_write import OWN_TYPES, check_container, plan_for
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._safetensors import layout, write_safetensors
+from qtoolkit.checkpoints._safetensors import in_data_order, write_safetensors
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._target import (
     Destination,

@@ -14,7 +14,7 @@ from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save, verify
 from qtoolkit.checkpoints.internal import LAYOUTS, open_source
-from qtoolkit.checkpoints.internal import layout as place
+from qtoolkit.checkpoints.internal import in_data_order as place
 from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")

@@ -19,7 +19,7 @@ from qtoolkit.checkpoints import (
     verify,
 )
 from qtoolkit.checkpoints.internal import LAYOUTS
-from qtoolkit.checkpoints.internal import layout as place
+from qtoolkit.checkpoints.internal import in_data_order as place
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
