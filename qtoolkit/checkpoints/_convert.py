@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._arguments import InputScales, PlanOptions
@@ -161,11 +161,8 @@ def convert(
         allow_split=allow_split,
         keep_unfitting=keep_unfitting,
     )
-    count = _checked(destination, workers, max_memory, progress)
-    with open_source(src) as opened, Workers(count) as threads:
-        source = decode_weights(opened)
-        plan = plan_for(dst, source, options)
-        return _write(destination, source, plan, allow_nonfinite, threads, progress)
+    threads = workers, max_memory
+    return _convert(destination, decode_weights, options, allow_nonfinite, threads, progress)
 
 
 def dequantize_checkpoint(
@@ -208,42 +205,42 @@ def dequantize_checkpoint(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
     options = PlanOptions(format=None, keep_dtype=dtype, allow_codes=allow_codes)
-    count = _checked(destination, workers, max_memory, progress)
-    with open_source(src) as opened, Workers(count) as threads:
-        source = decode_quantized(opened)
-        plan = plan_for(dst, source, options)
-        return _write(destination, source, plan, True, threads, progress)
+    threads = workers, max_memory
+    return _convert(destination, decode_quantized, options, True, threads, progress)
 
 
-def _checked(
+def _convert(
     destination: Destination,
-    workers: int | None,
-    max_memory: int | str | None,
+    decode: Callable[[Checkpoint], Checkpoint],
+    options: PlanOptions,
+    allow_nonfinite: bool,
+    threads: tuple[int | None, int | str | None],
     progress: Progress | None,
-) -> int:
-    """Checks the arguments; the number of threads."""
+) -> Report:
     file_limit(destination.max_shard_size)
     check_shard(destination.shard)
-    count = worker_count(workers, max_memory)
+    count = worker_count(*threads)
     if progress is not None and not callable(progress):
         raise TypeError(
             f"progress={progress!r}, expected a function of (name, bytes written, bytes to write "
             "in all), or None"
         )
     destination.check()
-    return count
+    with open_source(destination.src) as opened, Workers(count) as workers:
+        source = decode(opened)
+        plan = plan_for(destination.dst, source, options)
+        production = Production(plan.tensors, workers, progress)
+        return _write(destination, source, plan, production, allow_nonfinite)
 
 
 def _write(
     destination: Destination,
     source: Checkpoint,
     plan: Plan,
+    production: Production,
     allow_nonfinite: bool,
-    threads: Workers,
-    progress: Progress | None,
 ) -> Report:
     report = plan.report(source.path, destination.dst, (), _not_written(source, plan))
-    production = Production(plan.tensors, threads, progress)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
     if source.folder is not None and plan.header is None:
         return write_folder(destination, source, plan, production, report, error_of)

@@ -69,14 +69,14 @@ def make_plan(source: Checkpoint, options: PlanOptions) -> Plan:
         if value is not None and value not in [*choices]:  # the argument may have no hash
             raise ValueError(f"convert: {name}={value!r}, expected one of {', '.join(choices)}")
     format, scaling = by_scheme(options.format, options.scaling)
-    formats = _formats(format)
-    layout = LAYOUTS[options.layout or default_layout(source, values_of_rules(formats), scaling)]
-    model = source.config.get("model_type")
-    if layout.experts_of and model not in (None, layout.experts_of):
+    layout, model = LAYOUTS.get(options.layout or ""), source.config.get("model_type")
+    if layout and layout.experts_of and model not in (None, layout.experts_of):
         raise CheckpointError(
             f"{source.path}: layout {layout.name} holds the experts of {layout.experts_of}, and "
             f"the model is {shown(str(model))} by its config.json; use another layout="
         )
+    formats = _formats(format)
+    layout = layout or LAYOUTS[default_layout(source, values_of_rules(formats), scaling)]
     source, keep_dtype = split_for(source, layout.name), options.keep_dtype
     planner = _Planner(
         source=source,

@@ -22,7 +22,7 @@ import numpy as np
 from qtoolkit.checkpoints._tensors import Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import HIGH_NIBBLES, NIBBLES, Encoding, ReadEntry
 from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
-from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout, decode_bytes, decode_tiled
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout, decode_bytes, decode_groups
 from qtoolkit.formats import INT4, MXFP8_E4M3, NVFP4
 
 _FOUR_BITS = ("convrot_w4a4", "int4_tensorwise")
@@ -100,9 +100,9 @@ def _tiled(headers: Headers, name: str, kind: str) -> Encoding:
     second = headers.check(f"{name}_scale_2", ("F32",)) if is_fp4 else None
     spec = NVFP4 if is_fp4 else MXFP8_E4M3
     shape = (*codes.shape[:-1], *(n * (1 + is_fp4) for n in codes.shape[-1:]))
-    return decode_tiled(
+    return decode_groups(
         *(headers, name, shape, spec, codes, scale),
-        program="ComfyUI",
+        tiled_by="ComfyUI",
         packing=HIGH_NIBBLES if is_fp4 else None,
         tensor_scale=second,
     )

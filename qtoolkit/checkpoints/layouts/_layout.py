@@ -298,16 +298,23 @@ def decode_groups(
     *,
     packing: Packing | None = None,
     tensor_scale: Entry | None = None,
+    tiled_by: str = "",
 ) -> Encoding:
     """How a weight, or a stack of experts, is stored that has scales for groups of the last axis.
 
-    There may be a tensor scale, one in all or one for each expert. Raises where shapes do not fit.
+    There may be a tensor scale, one in all or one for each expert. `tiled_by` names the program if
+    the scales of a matrix lie in tiles: see `untile`. Raises where shapes do not fit.
     """
     (length,) = spec.block
     assert length is not None
     groups = (*shape[:-1], -(-shape[-1] // length)) if shape else ()
     of = f"{shown(codes.name)}, {list(codes.shape)}"
-    if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
+    rows, across = groups if len(groups) == 2 else (0, 0)
+    tiles = -(-rows // 128) * 512 * -(-across // 4)
+    if tiled_by and (not rows or scale.nbytes != tiles):
+        what = f"{scale} of {codes}, expected {tiles} bytes, tiles of 128 rows and 4 scales"
+        raise headers.error(scale.name, what, tiled_by)
+    if len(shape) < 2 or shape[-1] < length or not (tiled_by or scale.shape == groups):
         raise headers.error(
             scale.name, f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}"
         )
@@ -323,38 +330,10 @@ def decode_groups(
         lengths=(*(1 for _ in shape[:-1]), length),
         codes=codes,
         scale=scale,
+        scale_of=_scales_in_order if tiled_by else None,
         tensor_scale=tensor_scale,
         packing=packing,
     )
-
-
-def decode_tiled(
-    headers: Headers,
-    name: str,
-    shape: tuple[int, ...],
-    spec: BlockFormat,
-    codes: Entry,
-    scale: Entry,
-    *,
-    program: str,
-    packing: Packing | None = None,
-    tensor_scale: Entry | None = None,
-) -> Encoding:
-    """`decode_groups` of a matrix whose scales lie in tiles: see `untile`."""
-    (length,) = spec.block
-    assert length is not None
-    rows, columns = shape if len(shape) == 2 else (0, 0)
-    counts = (rows, -(-columns // length))
-    tiles = -(-rows // 128) * 512 * -(-counts[1] // 4)
-    if not rows or scale.nbytes != tiles:
-        what = f"{scale} of {codes}, expected {tiles} bytes, tiles of 128 rows and 4 scales"
-        raise headers.error(scale.name, what, program)
-    encoding = decode_groups(
-        *(headers, name, shape, spec, codes, scale._replace(shape=counts)),
-        packing=packing,
-        tensor_scale=tensor_scale,
-    )
-    return dataclasses.replace(encoding, scale=scale, scale_of=_scales_in_order)
 
 
 def microscaled(headers: Headers, name: str, scale_name: str) -> Encoding | None:

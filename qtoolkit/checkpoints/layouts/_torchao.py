@@ -9,7 +9,6 @@ dequantize; of Int4Tensor, FBGEMM's quantize_utils.py, int4_row_quantize_zp.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,6 @@ from qtoolkit.checkpoints.layouts._layout import (
     block_format,
     decode_bytes,
     decode_groups,
-    decode_tiled,
     times_factors,
 )
 from qtoolkit.formats import E2M1FN, INT4, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
@@ -135,8 +133,9 @@ def _of_groups(
     is_packed = spec.element == E2M1FN
     shape = (*codes.shape[:-1], codes.shape[-1] * (1 + is_packed))
     is_tiled = settings.get("is_swizzled_scales") is True
-    return (functools.partial(decode_tiled, program=METHOD) if is_tiled else decode_groups)(
+    return decode_groups(
         *(headers, name, shape, spec, codes, scale),
+        tiled_by=METHOD if is_tiled else "",
         packing=NIBBLES if is_packed else None,
         tensor_scale=tensor_scale,
     )
