@@ -236,11 +236,12 @@ class Production:
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Parts that are computed in one call: small weights that are alike, and follow one another."""
+    """Parts that are computed together: small weights that are alike, and follow one another."""
     for is_small, run in itertools.groupby(parts, lambda part: part.batch_key):
-        size = BATCH if is_small else 1
+        size, is_compiled = BATCH if is_small else 1, False
         while batch := [*itertools.islice(run, size)]:
-            yield from [batch] if len(batch) == size else ([part] for part in batch)
+            is_compiled |= len(batch) == size
+            yield from [batch] if is_compiled else ([part] for part in batch)
 
 
 def _outputs(parts: Sequence[_Part]) -> Iterable[tuple[_Part, QuantizedSlab]]:

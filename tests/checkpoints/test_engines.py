@@ -13,7 +13,7 @@ from command import run
 from refused import refused
 
 from qtoolkit.checkpoints import CheckpointError, convert, save, verify
-from qtoolkit.checkpoints.internal import make_plan, open_source
+from qtoolkit.checkpoints.internal import PlanOptions, make_plan, open_source
 from qtoolkit.formats import Rules
 
 RNG = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def of_layers(*names, count=2):
 
 def plan(path, **options):
     with open_source(path) as source:
-        return make_plan(source, **options)
+        return make_plan(source, PlanOptions(**options))
 
 
 def kept(made):
