@@ -15,8 +15,8 @@ One direction: open -> plan -> quantize -> encode -> write. A weight has one wor
 The files, along the arrow:
 
   open      `_containers` says what a path is; `_safetensors`, `_folder`, `_gguf` and `_orbax`
-            open it (`_storage`); `_decode` finds what is quantized, `_codes` refuses
-            codes that no layout explains (both by `_entry_names`), `_experts` splits stacks
+            open it (`_storage`); `_decode` finds what is quantized, and refuses codes that no
+            layout explains (by `_entry_names`); `_experts` splits stacks
   plan      `_plan`, by names (`_roles`), headers and formats (`_formats`); `_checks` and
             `_cautions` say what loaders of the target would misread; a `Plan` is data (`_report`),
             and its arguments are stored with the weights (`_arguments`)

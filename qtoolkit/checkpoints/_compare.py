@@ -9,9 +9,8 @@ import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, same_bytes
-from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import decode_weights
+from qtoolkit.checkpoints._decode import check_explained, decode_weights
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._report import (
     CheckpointComparison,

@@ -7,9 +7,8 @@ from typing import Any
 
 from qtoolkit.checkpoints._arguments import InputScales, PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint
-from qtoolkit.checkpoints._codes import decode_quantized
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import decode_weights
+from qtoolkit.checkpoints._decode import decode_quantized, decode_weights
 from qtoolkit.checkpoints._gguf_write import check_container, plan_for, write_gguf
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport

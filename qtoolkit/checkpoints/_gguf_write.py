@@ -22,7 +22,7 @@ from qtoolkit._version import __version__
 from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoint
 from qtoolkit.checkpoints._checks import skip_patterns
-from qtoolkit.checkpoints._codes import check_explained
+from qtoolkit.checkpoints._decode import check_explained
 from qtoolkit.checkpoints._experts import split
 from qtoolkit.checkpoints._gguf import LAYOUT, RECORD, factor_name
 from qtoolkit.checkpoints._gguf_models import Model, model_of

@@ -19,9 +19,8 @@ import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import compile_patterns
-from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import check_marks, decode_weights
+from qtoolkit.checkpoints._decode import check_explained, check_marks, decode_weights
 from qtoolkit.checkpoints._formats import high_precision_dtype
 from qtoolkit.checkpoints._pytrees import fill_tree, is_qarray, named_arrays, structure_error
 from qtoolkit.checkpoints._safetensors import write_arrays

@@ -22,8 +22,7 @@ from qtoolkit.checkpoints._checks import (
     unquantized_modules,
     used_schemes,
 )
-from qtoolkit.checkpoints._codes import check_explained
-from qtoolkit.checkpoints._decode import unused_entries
+from qtoolkit.checkpoints._decode import check_explained, unused_entries
 from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
     WeightFormat,

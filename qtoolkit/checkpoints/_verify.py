@@ -16,9 +16,8 @@ import numpy as np
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
-from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import decode_weights, own_metadata
+from qtoolkit.checkpoints._decode import check_explained, decode_weights, own_metadata
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._folder import CONFIG, read_json
 from qtoolkit.checkpoints._gguf import LAYOUT as GGUF

@@ -6,9 +6,8 @@ from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._cautions import ASK_FOR_WEIGHTS, CAUTIONS, PACKED_OPTION, TRIED
 from qtoolkit.checkpoints._checkpoint import Checkpoint
 from qtoolkit.checkpoints._checks import compile_pattern
-from qtoolkit.checkpoints._codes import check_explained, decode_quantized
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import decode_weights
+from qtoolkit.checkpoints._decode import check_explained, decode_quantized, decode_weights
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import (
     format_names,
