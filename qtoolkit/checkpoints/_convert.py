@@ -16,13 +16,7 @@ from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
 from qtoolkit.checkpoints._shards import write_folder
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._target import (
-    Destination,
-    Shard,
-    check_shard,
-    file_limit,
-    worker_count,
-)
+from qtoolkit.checkpoints._target import Destination, Shard, check_shard, file_limit, worker_count
 from qtoolkit.checkpoints._tensors import CheckpointError, listed, shown
 from qtoolkit.formats import FormatLike, Rules, SpecLike
 

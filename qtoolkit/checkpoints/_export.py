@@ -26,19 +26,8 @@ from qtoolkit.checkpoints._pytrees import is_qarray, named_arrays
 from qtoolkit.checkpoints._quantize import tensor_scales_from
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._tensors import (
-    DTYPE_OF,
-    NUMPY_DTYPES,
-    CheckpointError,
-    listed,
-    shown,
-)
-from qtoolkit.checkpoints.layouts._encoding import (
-    Encoding,
-    Packing,
-    pack_zero_points,
-    words_of,
-)
+from qtoolkit.checkpoints._tensors import DTYPE_OF, NUMPY_DTYPES, CheckpointError, listed, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, pack_zero_points, words_of
 from qtoolkit.formats import E8M0FNU, FormatLike, Rules, SpecLike
 from qtoolkit.scaling import QArray, amax, quantize
 

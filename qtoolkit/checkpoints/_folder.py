@@ -77,10 +77,7 @@ def open_folder(path: Path) -> Checkpoint:
 
 
 def _tensors(
-    path: Path,
-    files: Mapping[str, Checkpoint],
-    index: Mapping[str, str] | None,
-    index_path: str,
+    path: Path, files: Mapping[str, Checkpoint], index: Mapping[str, str] | None, index_path: str
 ) -> dict[str, Tensor]:
     """The tensors of open files. One that is in two files must be the same in both."""
     tensors: dict[str, Tensor] = {}

@@ -42,11 +42,7 @@ Reader = Callable[[Any], Any]
 
 
 def save(
-    path: Path,
-    tensors: Any,
-    metadata: Mapping[str, str] | None = None,
-    *,
-    overwrite: bool = False,
+    path: Path, tensors: Any, metadata: Mapping[str, str] | None = None, *, overwrite: bool = False
 ) -> None:
     """Write arrays of NumPy or JAX, and quantized ones, to a safetensors file.
 

@@ -132,10 +132,7 @@ class Production:
     """
 
     def __init__(
-        self,
-        tensors: Iterable[TensorPlan],
-        workers: Workers,
-        progress: Progress | None = None,
+        self, tensors: Iterable[TensorPlan], workers: Workers, progress: Progress | None = None
     ) -> None:
         self.reports: list[TensorReport] = []
         self.total = 0

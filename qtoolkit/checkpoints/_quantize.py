@@ -181,10 +181,7 @@ def may_be_subnormal(rates: np.ndarray, spec: BlockFormat) -> bool:
 
 
 def exact_values(
-    codes: np.ndarray,
-    rates: np.ndarray,
-    lengths: tuple[int | None, int | None],
-    spec: BlockFormat,
+    codes: np.ndarray, rates: np.ndarray, lengths: tuple[int | None, int | None], spec: BlockFormat
 ) -> np.ndarray:
     """The float32 numbers of codes [rows, columns] with a multiplier for each block."""
     wide = rates.astype(np.float64)

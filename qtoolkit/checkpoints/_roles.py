@@ -119,10 +119,7 @@ class Roles:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        config: Mapping[str, Any],
-        choice: AxisChoice = "auto",
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], choice: AxisChoice = "auto"
     ) -> None:
         self._tensors = tensors
         self._config = config
