@@ -1,6 +1,6 @@
 """Reads, writes and quantizes checkpoints as a stream. JAX is imported only by what computes.
 
-One direction: open -> plan -> quantize -> encode -> write. A weight has one word in each stage:
+One direction: open -> plan -> quantize -> pack -> write. A weight has one word in each stage:
 
   Entry     a tensor as a header announces it: name, dtype, shape (`_tensors`)
   Tensor    what an open `Checkpoint` holds, of which any elements are read (`_checkpoint`). One
@@ -21,7 +21,7 @@ The files, along the arrow:
             `_cautions` say what loaders of the target would misread; a `Plan` is data (`_report`),
             and its arguments are stored with the weights (`_arguments`)
   quantize  `_produce` takes planned tensors slab by slab through `_quantize`, in threads
-  encode    `_produce` packs codes and names entries, as the `Encoding` of the target says
+  pack      `_produce` packs codes and names entries, as the `Encoding` of the target says
   write     `_target` says which files there are; `_safetensors` writes one under a temporary name
             (`_writing`) and renames it when it is whole, `_shards` the files of a folder
 
@@ -31,7 +31,7 @@ GGUF as a target is the same arrow with another plan, by llama.cpp's rules, name
 `convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` takes them
 again with the stored arguments and compares bytes; `compare` opens two and compares numbers.
 `load` and `save` (`_load`, `_pytrees`) go between files and pytrees; `export` (`_export`) plans and
-encodes without a file.
+packs without a file.
 """
 
 import importlib

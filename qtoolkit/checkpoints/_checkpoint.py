@@ -181,7 +181,7 @@ class Checkpoint:
       layout: That of the weights that were dequantized: see `decode_weights`; "" if none is.
       auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
         model.
-      stored: The tensors as the container has them, where weights were dequantized; else empty.
+      raw: The tensors as the container has them, where weights were dequantized; else empty.
       resources: What `close` closes.
     """
 
@@ -192,7 +192,7 @@ class Checkpoint:
     folder: FolderFiles | None = None
     layout: str = ""
     auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    raw: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     resources: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property

@@ -162,7 +162,7 @@ def _opened_as_float32(
         elif name not in stored_in:
             is_cache = layout != "plain" and is_cache_scale(name, checkpoint.tensors)
             (auxiliary if name in for_loaders or is_cache else tensors)[name] = tensor
-    changes: Any = {"tensors": tensors, "auxiliary": auxiliary, "stored": checkpoint.tensors}
+    changes: Any = {"tensors": tensors, "auxiliary": auxiliary, "raw": checkpoint.tensors}
     return dataclasses.replace(checkpoint, layout=layout, metadata=metadata, **changes)
 
 
@@ -356,7 +356,7 @@ def check_explained(
     method = str(config.get("quant_method", "compressed-tensors"))
     layout = _LAYOUT_OF[method].name if config else ""
     described = undecoded_parts(source.metadata, source.tensors, source.encodings)
-    names = source.stored or source.tensors
+    names = source.raw or source.tensors
     tables = {name.rpartition(".")[0] for name in names if CODEBOOK.search(name)}
     scales, unused, codes = [], [], []
     for tensor in source.tensors.values():

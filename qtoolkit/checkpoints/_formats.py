@@ -179,12 +179,12 @@ def element_dtype(scheme: Scheme) -> str | None:
 
 
 def input_scale(
-    scales: InputScales | None, info: Tensor, scheme: Scheme, layout: Layout
+    scales: InputScales | None, tensor: Tensor, scheme: Scheme, layout: Layout
 ) -> float | None:
     """The activation scale of a tensor's module; None if its scheme has no activation scales."""
     scale: Any = scales
     if isinstance(scales, Mapping):
-        scale = scales.get(module_of(info.name), scales.get(info.name))
+        scale = scales.get(module_of(tensor.name), scales.get(tensor.name))
     if scale is None and scheme.needs_input_scale:
         remedy = 'use scaling="channel" or layout="compressed-tensors", which need none'
         if scheme in layout.static.values():
@@ -192,9 +192,9 @@ def input_scale(
         elif scheme.scaling is None:
             remedy = 'use layout="compressed-tensors", which needs none'
         raise CheckpointError(
-            f"tensor {shown(info.name)}: {scheme.name} in layout {layout.name} has static "
+            f"tensor {shown(tensor.name)}: {scheme.name} in layout {layout.name} has static "
             "activation scales, expected one for "
-            f"{shown(module_of(info.name))}; give input_scales= of a calibration, or "
+            f"{shown(module_of(tensor.name))}; give input_scales= of a calibration, or "
             f"{remedy}"
         )
     if scale is None:
@@ -206,8 +206,8 @@ def input_scale(
             if 0 < number < math.inf:
                 return number
     raise CheckpointError(
-        f"tensor {shown(info.name)}: input scale {reprlib.repr(scale)}, expected a number above 0 "
-        "that float32 has; correct it in input_scales="
+        f"tensor {shown(tensor.name)}: input scale {reprlib.repr(scale)}, expected a number above "
+        "0 that float32 has; correct it in input_scales="
     )
 
 
@@ -222,7 +222,7 @@ def check_used(scales: InputScales | None, tensors: Sequence[TensorPlan], layout
             'input_scales=, or use scaling="tensor" with layout="modelopt" or '
             "compressed-tensors"
         )
-    names = {name for info in tensors for name in (info.name, module_of(info.name))}
+    names = {name for tensor in tensors for name in (tensor.name, module_of(tensor.name))}
     unknown = [
         name for name in (scales if isinstance(scales, Mapping) else {}) if name not in names
     ]

@@ -100,7 +100,7 @@ def open_gguf(path: Path) -> Checkpoint:
         dtype, read = _plain_dtype(tensor), functools.partial(raw, name)
         shape = tensor.data.shape if dtype is None else tuple(map(int, reversed(tensor.shape)))
         dtype_name = "U8" if dtype is None else DTYPE_OF[dtype.name]
-        checkpoint.stored[name] = Tensor(name, dtype_name, tuple(shape), read)
+        checkpoint.raw[name] = Tensor(name, dtype_name, tuple(shape), read)
     checkpoint.auxiliary = {name: checkpoint.tensors.pop(name) for name in input_scales}
     if (record := reader.fields.get(RECORD)) is not None:
         checkpoint.metadata[METADATA_KEY] = str(record.contents())

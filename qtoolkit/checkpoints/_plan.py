@@ -293,7 +293,7 @@ class _Planner:
             by_channel = scheme.scaling == "channel" and len(tensor.shape) > 1
             axes = self.roles.axes(tensor) if by_channel else ()
             scale = input_scale(self.options.input_scales, tensor, scheme, self.layout)
-            encoding = self.layout.encode(tensor.entry, scheme, axes, scale)
+            encoding = self.layout.store(tensor.entry, scheme, axes, scale)
         except CheckpointError as error:
             raise CheckpointError(f"{self.source.path}: {error}") from error
         shares = encoding.spec.tensor_scale is not None

@@ -96,7 +96,7 @@ class Destination:
                 "expected the name of one; remove .safetensors, or give one file of the source"
             )
         else:
-            visible = {name for name in storage.entries(self.src) if not name.startswith(".")}
+            visible = {name for name in storage.names_in(self.src) if not name.startswith(".")}
             check_folder(self.dst, self.overwrite, visible)
 
     def _check_unsharded(self, why: str) -> None:
@@ -130,7 +130,7 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     kind = storage.kind_at(target)
     if kind not in ("folder", ""):
         raise CheckpointError(f"{path}: is a file, expected the name of a folder, which is written")
-    inside = storage.entries(target) if kind == "folder" else {}
+    inside = storage.names_in(target) if kind == "folder" else {}
     if not inside or is_under_way(path, inside):
         return
     if not overwrite:

@@ -117,7 +117,7 @@ def _by_arguments(
     source: Checkpoint, target: Checkpoint, record: Mapping[str, Any], progress: Progress | None
 ) -> tuple[int, int, list[str]]:
     """How many tensors were compared, how many of them are quantized, and what differs."""
-    stored = target.stored or target.tensors
+    stored = target.raw or target.tensors
     try:
         planned = plan_gguf if record.get("layout") == GGUF else make_plan
         plan = planned(source, PlanOptions.from_json(record["arguments"]))
@@ -199,7 +199,7 @@ def _by_codes(
     plans = {tensor.name: _plan_by_codes(tensor, target) for tensor in source.tensors.values()}
     planned = [plan for plan in plans.values() if isinstance(plan, TensorPlan)]
     stored = {
-        entry.name: (target.all_tensors if plan.encoding is None else target.stored)[entry.name]
+        entry.name: (target.all_tensors if plan.encoding is None else target.raw)[entry.name]
         for plan in planned
         for entry in plan.entries
     }
@@ -233,7 +233,7 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
         encoding = _with_scale_rules(converted, converted.encoding, target.layout)
         entry, group = encoding.tensor_scale, ""
         if entry is not None and entry.nbytes == 4:  # weights with an equal one may share it
-            group = target.stored[entry.name].read().tobytes().hex()
+            group = target.raw[entry.name].read().tobytes().hex()
         return TensorPlan(
             source=tensor,
             action="quantize",

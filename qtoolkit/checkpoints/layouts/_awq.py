@@ -22,10 +22,10 @@ def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     if config and str(config.get("version") or "gemm").lower() != "gemm":
         raise headers.config_error("version", config["version"], "gemm", "AutoAWQ")
     encodings = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         if not f".{name}".endswith(".qweight"):
             continue
-        encoding = _decode_weight(config, headers, info)
+        encoding = _decode_weight(config, headers, entry)
         if encoding is not None:
             encodings[encoding.name] = encoding
         elif config:
@@ -33,7 +33,7 @@ def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
             zero = headers.check(entry_beside(name, "qzeros"), ("I32",))
             scale = headers.check(entry_beside(name, "scales"), FLOAT_SCALES)
             what = (
-                f"{list(info.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, "
+                f"{list(entry.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, "
                 "expected [inputs, outputs / 8], [groups, outputs] and [groups, outputs / 8] in "
                 "the groups of config.json"
             )

@@ -72,14 +72,14 @@ def check_marks(headers: Headers, weights: Container[str], by_config: bool) -> s
 
 def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     encodings = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         scale_name = entry_beside(name, _SCALE)
-        is_float = info.dtype in ("F8_E4M3", "F8_E5M2")
+        is_float = entry.dtype in ("F8_E4M3", "F8_E5M2")
         if is_float and f".{name}".endswith(".weight") and scale_name in headers:
             scale = headers.check(scale_name, FLOAT_SCALES)
             if scale.nbytes not in (2, 4):
                 raise headers.error(scale_name, f"{scale}, expected one number", "ComfyUI")
-            one = headers.only({name: info, scale_name: scale._replace(shape=())})
+            one = headers.only({name: entry, scale_name: scale._replace(shape=())})
             encodings[name] = decode_bytes(one, name, scale_name)
     for module, mark in _marks(headers).items():
         name, settings = f"{module}.weight", mark if isinstance(mark, Mapping) else {}

@@ -106,17 +106,17 @@ _CONFIG: dict[Scheme, tuple[str, dict[str, Any] | None]] = {
 _DIVIDED = "weight_global_scale"
 
 
-def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    (rows, columns), name, spec = info.shape, info.name, with_scale_rules(scheme.spec)
-    element, lengths = spec.element, spec.block_lengths(info.shape)
+def store(entry: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+    (rows, columns), name, spec = entry.shape, entry.name, with_scale_rules(scheme.spec)
+    element, lengths = spec.element, spec.block_lengths(entry.shape)
     packing: Packing | None = None
-    codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
+    codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", entry.shape)
     constants = []
     packed = entry_beside(name, "weight_packed")
     if scheme in PACKED:
         packing = WORDS
         codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
-        constants.append(constant(entry_beside(name, SHAPE), "I64", info.shape, (2,)))
+        constants.append(constant(entry_beside(name, SHAPE), "I64", entry.shape, (2,)))
     elif element == E2M1FN:
         packing = NIBBLES
         codes = Entry(packed, "U8", (rows, columns // 2))
@@ -130,10 +130,10 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         zero_point = Entry(entry_beside(name, "weight_zero_point"), "I32", shape)
     dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
     is_single = scheme in (FP8_TENSOR, FP8_STATIC)
-    counts = (1,) if is_single else block_counts(info.shape, lengths)
+    counts = (1,) if is_single else block_counts(entry.shape, lengths)
     return Encoding(
         name=name,
-        shape=info.shape,
+        shape=entry.shape,
         spec=spec,
         lengths=lengths,
         codes=codes,
@@ -168,23 +168,23 @@ def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     stated = [group.get("symmetric") for group in weights]
     is_symmetric = stated[0] if stated and stated == stated[:1] * len(stated) else None
     encodings = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         last = name.rpartition(".")[2]
-        if last == "weight_packed" and info.dtype == "U8" and len(info.shape) == 2:
-            encoding = _decode_fp4(headers, info)
-        elif last == "weight_packed" and info.dtype == "I32" and len(info.shape) == 2:
-            encoding = decode_integers(headers, info, widths)
+        if last == "weight_packed" and entry.dtype == "U8" and len(entry.shape) == 2:
+            encoding = _decode_fp4(headers, entry)
+        elif last == "weight_packed" and entry.dtype == "I32" and len(entry.shape) == 2:
+            encoding = decode_integers(headers, entry, widths)
         elif last == "weight_packed":
-            raise headers.error(name, f"{info}, expected a matrix of I32 or U8", METHOD)
-        elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
+            raise headers.error(name, f"{entry}, expected a matrix of I32 or U8", METHOD)
+        elif last == "weight" and entry.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
             encoding = _decode_bytes(headers, name, blocks, are_floats)
         elif (
             last == "weight"
-            and info.dtype in HIGH_PRECISION
+            and entry.dtype in HIGH_PRECISION
             and config
             and f"{name}_scale" in headers
         ):
-            what = f"{info} with a scale, expected codes: it is rounded when the model runs"
+            what = f"{entry} with a scale, expected codes: it is rounded when the model runs"
             raise headers.error(name, what, METHOD)
         else:
             continue
@@ -210,10 +210,10 @@ def _decode_bytes(
     return decode_groups(headers, name, codes.shape, MXFP8_E4M3, codes, entry)
 
 
-def _decode_fp4(headers: Headers, info: Entry) -> Encoding:
+def _decode_fp4(headers: Headers, entry: Entry) -> Encoding:
     """Reads NVFP4 if there is a tensor scale, else MXFP4."""
     name, scale_name, tensor_scale_name = (
-        entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
+        entry_beside(entry.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
     )
     fmt, dtypes, tensor_scale = MXFP4, "U8 F8_E8M0", None
     if tensor_scale_name in headers:
@@ -222,9 +222,9 @@ def _decode_fp4(headers: Headers, info: Entry) -> Encoding:
     return decode_groups(
         headers,
         name,
-        (info.shape[0], 2 * info.shape[1]),
+        (entry.shape[0], 2 * entry.shape[1]),
         fmt,
-        info,
+        entry,
         headers.check(scale_name, tuple(dtypes.split())),
         packing=NIBBLES,
         tensor_scale=tensor_scale,
@@ -338,7 +338,7 @@ LAYOUT = Layout(
         *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16, W4A16_ASYM),
     ),
     decode=decode,
-    encode=encode,
+    store=store,
     config=config,
     methods=(METHOD,),
     is_mixed=True,

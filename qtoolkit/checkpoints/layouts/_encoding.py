@@ -108,15 +108,11 @@ class Encoding:
     quantizer: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
-    def parts(self) -> tuple[Entry, ...]:
-        """The entries that numbers are made of."""
-        parts = (self.codes, self.scale, self.tensor_scale, self.zero_point, self.group_index)
-        return tuple(entry for entry in (*parts, *self.others) if entry is not None)
-
-    @property
     def entries(self) -> tuple[Entry, ...]:
         """All entries of a file that belong to it."""
-        return (*self.parts, *(entry for entry, _ in self.constants))
+        numbers = (self.codes, self.scale, self.tensor_scale, self.zero_point, self.group_index)
+        constants = (entry for entry, _ in self.constants)
+        return tuple(e for e in (*numbers, *self.others, *constants) if e is not None)
 
     @property
     def nbytes(self) -> int:

@@ -21,16 +21,16 @@ METHOD = "mxfp4"
 _IS_TRANSPOSED = {"_blocks": True, ".blocks": False}
 
 
-def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    experts, inputs, outputs = info.shape
+def store(entry: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+    experts, inputs, outputs = entry.shape
     rows = (experts, outputs, inputs // 32)
     return Encoding(
-        name=info.name,
-        shape=info.shape,
+        name=entry.name,
+        shape=entry.shape,
         spec=scheme.spec,
         lengths=(1, 1, 32),
-        codes=Entry(f"{info.name}_blocks", "U8", (*rows, 16)),
-        scale=Entry(f"{info.name}_scales", "U8", rows),
+        codes=Entry(f"{entry.name}_blocks", "U8", (*rows, 16)),
+        scale=Entry(f"{entry.name}_scales", "U8", rows),
         packing=NIBBLES,
         transposed=True,
     )
@@ -38,22 +38,24 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
 
 def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     encodings = {}
-    for info in headers.values():
-        name, suffix = info.name[:-7], info.name[-7:]
+    for entry in headers.values():
+        name, suffix = entry.name[:-7], entry.name[-7:]
         scale_name = f"{name}{suffix[:1]}scales"
         if (
             suffix not in _IS_TRANSPOSED
-            or info.dtype != "U8"
+            or entry.dtype != "U8"
             or not (config or scale_name in headers)
         ):
             continue
         scale = headers.check(scale_name, ("U8",))
-        if info.shape != (*scale.shape, 16):
-            what = f"{list(info.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
-            raise headers.error(info.name, what)
+        if entry.shape != (*scale.shape, 16):
+            what = (
+                f"{list(entry.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
+            )
+            raise headers.error(entry.name, what)
         *rows, blocks = scale.shape
         shape = (*rows, 32 * blocks)
-        encoding = decode_groups(headers, name, shape, MXFP4, info, scale, packing=NIBBLES)
+        encoding = decode_groups(headers, name, shape, MXFP4, entry, scale, packing=NIBBLES)
         if _IS_TRANSPOSED[suffix]:
             swapped = (*shape[:-2], shape[-1], shape[-2])
             encoding = dataclasses.replace(encoding, shape=swapped, transposed=True)
@@ -71,7 +73,7 @@ LAYOUT = Layout(
     loaders="transformers; by their documentation (untested): vLLM, SGLang",
     schemes=(Scheme(name="MXFP4", spec=MXFP4, note="weights of experts only"),),
     decode=decode,
-    encode=encode,
+    store=store,
     config=config,
     methods=(METHOD,),
     experts_of="gpt_oss",

@@ -30,10 +30,10 @@ _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     if not config:
-        for name, info in headers.items():
+        for name, entry in headers.items():
             scale = headers.get(entry_beside(name, "scales"))
             is_gptq = f".{name}".endswith(".qweight") and entry_beside(name, "qzeros") in headers
-            if is_gptq and scale is not None and info.shape[1:] == scale.shape[1:]:
+            if is_gptq and scale is not None and entry.shape[1:] == scale.shape[1:]:
                 raise CheckpointError(
                     f"{headers.path}: tensor {shown(name)}: of a weight quantized by GPTQ, as "
                     "its name says, expected a config.json, which says what its zero points mean; "
@@ -45,8 +45,8 @@ def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
         known = " or ".join(_OFFSETS)
         raise headers.config_error("checkpoint_format", stored_as, known, "GPTQModel")
     return {
-        entry_beside(name, "weight"): _decode_weight(config, headers, info, _OFFSETS[stored_as])
-        for name, info in headers.items()
+        entry_beside(name, "weight"): _decode_weight(config, headers, entry, _OFFSETS[stored_as])
+        for name, entry in headers.items()
         if f".{name}".endswith(".qweight")
     }
 

@@ -103,7 +103,7 @@ def _refuse(*_: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout: two functions, `decode` to read it and `encode` to write it, and the config.
+    """A layout: two functions, `decode` to read it and `store` to write it, and the config.
 
     Attributes:
       name: As given to `layout`.
@@ -113,7 +113,7 @@ class Layout:
       schemes: What it can store, the default first; () if it is only read.
       decode: (quantization config or {}, headers) -> how each quantized weight
         that it finds is stored, by name.
-      encode: (header of the weight, scheme, output axes, input scale) -> how it is to be stored.
+      store: (entry of the weight, scheme, output axes, input scale) -> how it is to be stored.
       config: (schemes in use with their modules, modules that are not quantized) ->
         quantization_config; {} if none.
       files: (as for `config`) -> further JSON files by name.
@@ -146,7 +146,7 @@ class Layout:
     loaders: str
     decode: Callable[[Mapping[str, Any], Headers], dict[str, Encoding]]
     schemes: tuple[Scheme, ...] = ()
-    encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
+    store: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
     config: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
     files: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
     with_scale_rules: Callable[[BlockFormat], BlockFormat] = lambda spec: spec

@@ -60,9 +60,9 @@ NV4 = Scheme(
 )
 
 
-def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    rows, columns = info.shape
-    name = info.name
+def store(entry: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+    rows, columns = entry.shape
+    name = entry.name
     scale_name = entry_beside(name, "weight_scale")
     constants: tuple[tuple[Entry, bytes], ...] = ()
     if scheme.needs_input_scale:
@@ -73,13 +73,13 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         codes = Entry(name, "U8", (rows, columns // 2))
         scale = Entry(scale_name, "F8_E4M3", (rows, columns // 16))
     else:
-        codes = Entry(name, "F8_E4M3", info.shape)
+        codes = Entry(name, "F8_E4M3", entry.shape)
         scale = Entry(scale_name, "F32", () if scheme == TENSOR else (rows,))
     return Encoding(
         name=name,
-        shape=info.shape,
+        shape=entry.shape,
         spec=scheme.spec,
-        lengths=scheme.spec.block_lengths(info.shape),
+        lengths=scheme.spec.block_lengths(entry.shape),
         codes=codes,
         scale=scale,
         tensor_scale=Entry(entry_beside(name, _TENSOR_SCALE), "F32", ()) if nv4 else None,
@@ -103,19 +103,19 @@ def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
             f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
         )
     encodings: dict[str, Encoding] = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         scale_name, tensor_scale_name = _beside(name, "weight_scale"), _beside(name, _TENSOR_SCALE)
         scale = headers.get(scale_name)
-        if info.dtype == "U8" and tensor_scale_name in headers:
+        if entry.dtype == "U8" and tensor_scale_name in headers:
             scale = headers.check(scale_name, ("F8_E4M3",))
             tensor_scale = headers.check(tensor_scale_name, ("F32",))
-            encodings[name] = _nvfp4(headers, info, scale, tensor_scale)
-        elif info.dtype in BYTE_ELEMENTS and scale is not None and scale.dtype in FLOAT_SCALES:
-            entries = {name: info, scale_name: _as_blocks(headers, info, scale)}
+            encodings[name] = _nvfp4(headers, entry, scale, tensor_scale)
+        elif entry.dtype in BYTE_ELEMENTS and scale is not None and scale.dtype in FLOAT_SCALES:
+            entries = {name: entry, scale_name: _as_blocks(headers, entry, scale)}
             pair = headers.only(entries)
             are_floats = str(algorithm).startswith("FP8")
             encodings[name] = decode_bytes(pair, name, scale_name, are_floats=are_floats)
-        elif info.dtype in BYTE_ELEMENTS and scale is not None and config:
+        elif entry.dtype in BYTE_ELEMENTS and scale is not None and config:
             encoding = microscaled(headers, name, scale_name)
             encodings |= {} if encoding is None else {name: encoding}
     for factors in headers.values():
@@ -219,7 +219,7 @@ LAYOUT = Layout(
     loaders="by their documentation (untested): vLLM, TensorRT-LLM, SGLang",
     schemes=(CHANNEL, TENSOR, NV4),
     decode=decode,
-    encode=encode,
+    store=store,
     config=config,
     files=files,
     methods=(METHOD, f"{METHOD}_fp8", f"{METHOD}_fp4"),  # the last ones: as engines call it
