@@ -157,28 +157,23 @@ def _experts_in_several_formats(target: Target) -> Iterable[str]:
     return [names[0] for names in schemes.values()] if len(schemes) > 1 else ()
 
 
-def _unquantized_experts(target: Target) -> tuple[list[str], bool | None]:
-    """The names of joined experts that are not quantized, and whether the format by which
-    transformers reads them is FP8; None: none is quantized.
+def _unquantized_experts(target: Target, is_fp8: bool) -> list[str]:
+    """The names of joined experts that are not quantized, which transformers reads as FP8, or else
+    as packed codes.
     """
     # If no expert is quantized, transformers takes the first group of the config for them.
     schemes = [*target.schemes_of_experts] or [t.scheme for t in target.quantized if t.scheme][:1]
-    names = [tensor.name for tensor in target.experts if tensor.scheme is None]
     if len(schemes) != 1 or not {*schemes} <= _READ_OF_EXPERTS:
-        return [], None
-    return names, schemes[0].spec.element == E4M3FN
+        return []
+    is_same = (schemes[0].spec.element == E4M3FN) == is_fp8
+    return [tensor.name for tensor in target.experts if tensor.scheme is None and is_same]
 
 
 def _experts_beside_fp8(target: Target) -> Iterable[str]:
     """Of weights that are joined, some are in FP8, and some not: of w1, but not of w2."""
-    names, is_fp8 = _unquantized_experts(target)
     quantized = {_EXPERT.sub("", n) for some in target.schemes_of_experts.values() for n in some}
-    return [name for name in names if is_fp8 and _EXPERT.sub("", name) in quantized]
-
-
-def _experts_beside_packed(target: Target) -> Iterable[str]:
-    names, is_fp8 = _unquantized_experts(target)
-    return names if is_fp8 is False else ()
+    names = _unquantized_experts(target, True)
+    return [name for name in names if _EXPERT.sub("", name) in quantized]
 
 
 def _shared_modules(target: Target) -> Iterable[str]:
@@ -246,7 +241,7 @@ CAUTIONS = (
     Caution(
         key="unquantized experts beside packed codes",
         fault="does not load experts that are not quantized where others are in packed formats",
-        names=_experts_beside_packed,
+        names=lambda target: _unquantized_experts(target, False),
         **_OF_EXPERTS,
     ),
     Caution(

@@ -1,9 +1,7 @@
 """Compares the numbers of two checkpoints, dequantized, tensor by tensor."""
 
-import contextlib
 import functools
 import operator
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -52,8 +50,8 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Checkpoint
     """
     storage.check_path(a, "a")
     storage.check_path(b, "b")
-    with open_weights(a) as first, open_weights(b) as second:
-        first, second = split_alike(first, second)
+    with open_source(a) as opened_a, open_source(b) as opened_b:
+        first, second = split_alike(*map(_decoded, (opened_a, opened_b)))
         all_a, all_b = first.all_tensors, second.all_tensors
         common = [tensor for name, tensor in all_a.items() if name in all_b]
         if not common:
@@ -73,13 +71,10 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Checkpoint
         )
 
 
-@contextlib.contextmanager
-def open_weights(path: Path) -> Iterator[Checkpoint]:
-    """Opens a checkpoint for the `with` block; quantized weights are read as float32."""
-    with open_source(path) as source:
-        weights = decode_weights(source)
-        check_explained(weights)
-        yield weights
+def _decoded(source: Checkpoint) -> Checkpoint:
+    weights = decode_weights(source)
+    check_explained(weights)
+    return weights
 
 
 def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> TensorComparison:

@@ -120,7 +120,7 @@ def _decoded_without_config(
     layouts = ["plain"] if encodings else []
     # Several layouts may accept the same names. The one that `convert` recorded comes first, then
     # those that mark their weights, which may have other values than their names say to others.
-    own = own_layout(checkpoint)
+    own = own_metadata(checkpoint).get("layout", "")
     for layout in sorted(LAYOUTS.values(), key=lambda one: (one.name != own, not one.has_marks)):
         if stored_in:
             headers = headers.only({n: e for n, e in headers.items() if n not in stored_in})
@@ -321,11 +321,6 @@ def check_marks(checkpoint: Checkpoint, weights: Container[str]) -> set[str]:
 def _headers_of(checkpoint: Checkpoint) -> Headers:
     entries = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
     return Headers(entries, checkpoint.path, checkpoint.metadata, checkpoint.read)
-
-
-def own_layout(checkpoint: Checkpoint) -> str:
-    """The layout that `convert` recorded in the metadata of a file; empty if there is none."""
-    return str(own_metadata(checkpoint).get("layout", ""))
 
 
 def own_metadata(checkpoint: Checkpoint) -> dict[str, Any]:

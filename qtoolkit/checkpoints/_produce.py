@@ -204,7 +204,7 @@ class Production:
         if old is None or new is None or not same_numbers(old, new):
             return None
         weight = tensor.source.weight
-        scale, _ = weight.scales()
+        scale, _ = weight.scales
         least = np.float32(new.spec.amax_epsilon) / np.float32(new.spec.largest)
         return weight if scale is not None and scale.astype(np.float32).min() >= least else None
 
@@ -278,7 +278,7 @@ def _pack(job: _Job, output: QuantizedSlab) -> QuantizedSlab:
 def _copy_codes(job: _Job, slab: Slab, reader: WeightReader) -> QuantizedSlab:
     """The stored codes of a slab, and with the first one all scales."""
     codes = reader.codes_between(job.start, job.stop).view(np.uint8)
-    scale, _ = reader.scales()
+    scale, _ = reader.scales
     assert scale is not None
     x = job.tensor.source.read(job.start, job.stop)
     largest = float(scale.astype(np.float32).max())

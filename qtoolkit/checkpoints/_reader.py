@@ -1,6 +1,7 @@
 """Makes numbers of a quantized weight that a file holds: a `QArray`, or float32 slab by slab."""
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -76,10 +77,8 @@ class WeightReader:
         self._loading = threading.Lock()
         # By the function that made them the elements of the last matrix, and its index.
         self._matrices: dict[Callable[..., np.ndarray], tuple[int, np.ndarray]] = {}
-        self._scales: tuple[np.ndarray | None, np.ndarray | None] | None = None
-        self._grid: Grid | None = None
-        if encoding.is_sliceable and 0 not in encoding.shape:
-            self._grid = grid_of(encoding)
+        is_read_by_rows = encoding.is_sliceable and 0 not in encoding.shape
+        self._grid = grid_of(encoding) if is_read_by_rows else None
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fills `buffer` from byte `start` of the float32 weight on; both multiples of 4."""
@@ -90,7 +89,7 @@ class WeightReader:
         spec, done = self.encoding.spec, 0
         for slab, where in self._grid.slabs_between(first, first + len(out)):
             codes = self._slab_codes(slab)
-            part = slab_values(codes, self._grid, slab, spec, *self.scales()).reshape(-1)[where]
+            part = slab_values(codes, self._grid, slab, spec, *self.scales).reshape(-1)[where]
             out[done : done + len(part)] = part
             done += len(part)
 
@@ -130,11 +129,10 @@ class WeightReader:
         array = qarray_of(encoding, read, dtype=dtype)
         return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
 
+    @functools.cached_property
     def scales(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Scales and tensor scales, flat, as stored."""
-        if self._scales is None:
-            self._scales = _scales(self.encoding, entry_reader(self._stored))
-        return self._scales
+        return _scales(self.encoding, entry_reader(self._stored))
 
     def _copy_matrices(
         self, make: Callable[[Encoding, ReadEntry], np.ndarray], start: int, out: np.ndarray

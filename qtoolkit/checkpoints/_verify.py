@@ -266,7 +266,7 @@ def _with_scale_rules(converted: Tensor, encoding: Encoding, layout: str) -> Enc
     least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
     if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
         return encoding
-    scale, _ = converted.weight.scales()
+    scale, _ = converted.weight.scales
     if scale is None or np.nanmin(scale, initial=np.inf) != least:
         return encoding
     spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)

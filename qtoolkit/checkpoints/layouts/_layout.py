@@ -213,9 +213,7 @@ block_format = functools.cache(BlockFormat)
 NVFP4_ALONE = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)  # without a tensor scale
 
 
-@functools.cache
-def by_tensor(element: Format) -> BlockFormat:
-    return BlockFormat.tensor(element)
+by_tensor = functools.cache(BlockFormat.tensor)
 
 
 @functools.cache
@@ -224,9 +222,8 @@ def by_channel(element: Format, axis: int = 0) -> BlockFormat:
     return BlockFormat.channel(element, axis)
 
 
-@functools.cache
 def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
-    return BlockFormat(element=element, block=block)
+    return block_format(element=element, block=block)
 
 
 def _scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
