@@ -29,4 +29,4 @@ from qtoolkit.checkpoints._target import (
 )
 from qtoolkit.checkpoints._tensors import MisuseError, listed, shown
 from qtoolkit.checkpoints._writing import COMPLETE, noting_complete
-from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding, Layout
+from qtoolkit.checkpoints.layouts import LAYOUTS, SCALINGS, WRITTEN, Encoding, Headers, Layout
