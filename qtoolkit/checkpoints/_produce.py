@@ -1,4 +1,4 @@
-"""Makes the bytes of planned tensors: read, quantized and encoded slab by slab, in order.
+"""Makes the bytes of planned tensors: read, quantized and packed slab by slab, in order.
 
 Threads compute slabs ahead of what is asked for. The bytes do not depend on how many.
 """
