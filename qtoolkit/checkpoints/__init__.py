@@ -6,7 +6,7 @@ One direction: open -> plan -> quantize -> pack -> write. A weight has one word 
   Tensor    what an open `Checkpoint` holds, of which any elements are read (`_checkpoint`). One
             that is quantized is read as float32: `_decode` asks the layouts for its `Encoding`
   Encoding  how files hold a quantized weight, as data (`layouts/`); a layout makes it, and knows
-            headers only. `_reader` makes numbers, codes or a `QArray` of what it describes
+            headers only. `Tensor.weight` makes numbers, codes or a `QArray` of it (`_reader`)
   TensorPlan  the step that a tensor takes: keep, cast or quantize, with the encoding of the target
   QArray    a weight in memory, with its codes and scales: what `load` gives (`qtoolkit.QArray`)
   Slab      the part of a weight that is computed at once: whole blocks, or a part of one row of
@@ -19,7 +19,7 @@ The files, along the arrow:
             layout explains (by `_entry_names`); `_experts` splits stacks
   plan      `_plan`, by names (`_roles`), headers and formats (`_formats`); `_checks` and
             `_cautions` say what loaders of the target would misread; a `Plan` is data (`_report`),
-            and its arguments are stored with the weights (`_arguments`)
+            and its `PlanOptions` are stored with the weights (`_arguments`)
   quantize  `_produce` takes planned tensors slab by slab through `_quantize`, in threads
   pack      `_produce` packs codes and names entries, as the `Encoding` of the target says
   write     `_target` says which files there are; `_safetensors` writes one under a temporary name
@@ -29,7 +29,7 @@ GGUF as a target is the same arrow with another plan, by llama.cpp's rules, name
 (`_gguf_write`, `_gguf_models`, `_gguf_vocab`), and another writer of a file.
 
 `convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` takes them
-again with the stored arguments and compares bytes; `compare` opens two and compares numbers.
+again with the stored options and compares bytes; `compare` opens two and compares numbers.
 `load` and `save` (`_load`, `_pytrees`) go between files and pytrees; `export` (`_export`) plans and
 packs without a file.
 """

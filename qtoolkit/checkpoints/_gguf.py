@@ -88,9 +88,7 @@ def open_gguf(path: Path) -> Checkpoint:
     checkpoint = array_checkpoint(path, headers, values, opened)
     for name, tensor in in_file.items():
         dtype = _plain_dtype(tensor)
-        shape = (
-            tensor.data.shape if dtype is None else tuple(int(n) for n in reversed(tensor.shape))
-        )
+        shape = tensor.data.shape if dtype is None else tuple(map(int, reversed(tensor.shape)))
         in_bytes = "U8" if dtype is None else DTYPE_OF[dtype.name]
         checkpoint.raw[name] = Tensor(name, in_bytes, shape, functools.partial(raw, name))
         if name in factor_names:
