@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from qtoolkit.checkpoints._tensors import (
 )
 from qtoolkit.checkpoints.layouts._encoding import Encoding
 
-if TYPE_CHECKING:  # its file loads JAX
-    from qtoolkit.checkpoints._reader import WeightReader
-
+WeightReader = Any  # that of `_reader`, which loads JAX
 _CHUNK = 2**20  # elements that are read at a time
 
 
@@ -51,7 +49,7 @@ class Tensor:
     encoding: Encoding | None = None
     stored_dtype: str = ""
     stored_nbytes: int = -1
-    reader: "Callable[[], WeightReader] | None" = None
+    reader: Callable[[], WeightReader] | None = None
 
     def __post_init__(self) -> None:
         if not self.stored_dtype:
@@ -82,7 +80,7 @@ class Tensor:
         return self.read().reshape(self.shape)
 
     @property
-    def weight(self) -> "WeightReader":
+    def weight(self) -> WeightReader:
         """What reads its codes and scales; of a tensor with `encoding` only."""
         assert self.reader is not None
         return self.reader()

@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Container, Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, all_zeros
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, WeightReader, all_zeros
 from qtoolkit.checkpoints._entry_names import (
     CHANGES,
     CODEBOOK,
@@ -45,9 +45,6 @@ from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._encoding import zero_points
 from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._qarrays import saved_arrays, undecoded_parts
-
-if TYPE_CHECKING:  # its file loads JAX
-    from qtoolkit.checkpoints._reader import WeightReader
 
 _LAYOUT_OF = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
 # A config without `quant_method` that has one of these keys was written by compressed-tensors. MLX
@@ -168,27 +165,27 @@ def _opened_as_float32(
 
 def _readers(
     encodings: Mapping[str, Encoding], stored: Mapping[str, Tensor]
-) -> Callable[[str], "WeightReader"]:
+) -> Callable[[str], WeightReader]:
     """A function that gives the reader of the weight with a name. The first call loads JAX."""
 
     # Two are cached, because one thread may start with the next weight while another still reads
     # the last values of this one.
     @functools.lru_cache(maxsize=2)
-    def reader(name: str) -> "WeightReader":
-        from qtoolkit.checkpoints._reader import WeightReader
+    def reader(name: str) -> WeightReader:
+        from qtoolkit.checkpoints import _reader
 
-        return WeightReader(encodings[name], stored)
+        return _reader.WeightReader(encodings[name], stored)
 
     lock = threading.Lock()
 
-    def open_reader(name: str) -> "WeightReader":
+    def open_reader(name: str) -> WeightReader:
         with lock:  # or two threads could prepare the same weight at the same time
             return reader(name)
 
     return open_reader
 
 
-def _read_into(reader: "Callable[[], WeightReader]", start: int, buffer: memoryview) -> None:
+def _read_into(reader: Callable[[], WeightReader], start: int, buffer: memoryview) -> None:
     reader().read_into(start, buffer)
 
 

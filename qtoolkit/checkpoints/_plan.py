@@ -158,16 +158,13 @@ class _Planner:
         # Without any scheme in use, what was asked for.
         word = ", ".join(words) or ((options.scaling or "tensor") if has_scales else "none")
         unquantized = unquantized_modules(tensors) if used else []
-        summary: dict[str, Any] = {
-            "scaling": word,
-            **({"keeps_codes": True} if keeps_codes else {}),
-        }
+        record = {"scaling": word} | ({"keeps_codes": True} if keeps_codes else {})
         return Plan(
             layout=self.layout.name,
             format=chosen,
             scaling=word,
             tensors=tensors,
-            metadata=self._metadata(chosen, summary, tensors, skip),
+            metadata=self._metadata(chosen, record, tensors, skip),
             quantization_config=self.layout.config(used, unquantized) if used else {},
             files=self.layout.files(used, unquantized) if used else {},
             dequantizes=self.source.layout,
@@ -339,7 +336,7 @@ class _Planner:
     def _metadata(
         self,
         chosen: Any,
-        summary: Mapping[str, Any],
+        record: Mapping[str, Any],
         tensors: Sequence[TensorPlan],
         skip: Sequence[re.Pattern[str]],
     ) -> dict[str, str]:
@@ -351,7 +348,7 @@ class _Planner:
         if chosen is None:
             metadata.pop(METADATA_KEY, None)
             return metadata
-        record: dict[str, Any] = {**summary, "version": __version__}
+        record = {**record, "version": __version__}
         if isinstance(chosen, Rules):
             named = chosen.map(lambda fmt: fmt.name)
             record["rules"] = {"rules": named.rules, "default": named.default}

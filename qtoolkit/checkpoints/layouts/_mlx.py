@@ -91,7 +91,8 @@ def _decode_weight(config: Mapping[str, Any], headers: Headers, name: str) -> En
     if mode == "nvfp4":  # its bytes are those of E4M3
         scale = scale._replace(dtype="F8_E4M3")
     hidden = config.get("hidden_size") or 0
-    if shape and shape[-1] != hidden and _is_multiple(shape[-1], hidden) and _INPUTS.search(name):
+    others = (hidden * 2, hidden * 4, hidden // 2, hidden // 4)
+    if shape and hidden and shape[-1] in others and _INPUTS.search(name):
         what = f"{shape[-1]} inputs as {bits} bits in groups of {length}, expected the hidden_size "
         raise headers.error(name, f"{what}{hidden}, as with other bits and groups", "MLX")
     packing = None if mode == "mxfp8" else NIBBLES if bits == 4 else dense(bits)
@@ -103,10 +104,6 @@ def _decode_weight(config: Mapping[str, Any], headers: Headers, name: str) -> En
         what = f"{list(bias.shape)}, expected one for each scale {list(scale.shape)}"
         raise headers.error(bias.name, f"{what} of whole groups of {length}", "MLX")
     return dataclasses.replace(encoding, others=(bias,), finish=_biased)
-
-
-def _is_multiple(inputs: int, hidden: int) -> bool:
-    return bool(hidden) and inputs in (hidden * 2, hidden * 4, hidden // 2, hidden // 4)
 
 
 def _biased(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:
