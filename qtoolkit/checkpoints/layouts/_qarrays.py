@@ -80,7 +80,7 @@ def undecoded_parts(
     """
     found: set[str] = set()
     for name in json_object(metadata.get(ARRAYS_KEY, "")):
-        parts = {f"{name}_{part}" for part in FIELDS} & set(names)
+        parts = {part for field in FIELDS if (part := f"{name}_{field}") in names}
         if name not in stored and parts:
             found |= {name, *parts}
     return found
