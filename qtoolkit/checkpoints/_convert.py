@@ -210,6 +210,7 @@ def _convert(
     threads: tuple[int | None, int | str | None],
     progress: Progress | None,
 ) -> Report:
+    """`threads` are the arguments of `worker_count`."""
     file_limit(destination.max_shard_size)
     check_shard(destination.shard)
     count = worker_count(*threads)

@@ -95,7 +95,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     with open_source(src) as opened, open_source(converted) as target:
         source = decode_weights(opened)
         record = own_metadata(target)
-        if "arguments" not in record:
+        if record.get("arguments") is None:
             check_explained(source)
             tensors, quantized, problems = _by_codes(source, target, progress)
         else:
@@ -105,7 +105,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
             converted=str(converted),
             tensors=tensors,
             quantized=quantized,
-            codes_only="arguments" not in record,
+            codes_only=record.get("arguments") is None,
             problems=tuple(problems),
         )
 
