@@ -171,7 +171,9 @@ def test_a_model_or_an_array_in_place_of_a_state(tmp_path):
         ):
             save(path, what)
     save(path, nnx.state(model))
-    with refused(CheckpointError, r"`like` has type Linear, .* like=nnx\.state\(model, nnx\.Param\)"):
+    with refused(
+        CheckpointError, r"`like` has type Linear, .* like=nnx\.state\(model, nnx\.Param\)"
+    ):
         load(path, like=model)
 
 
