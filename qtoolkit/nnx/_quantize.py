@@ -293,8 +293,9 @@ def kernel_axes(layer: Any) -> Axes | None:
         case nnx.LinearGeneral():
             first = len(layer.batch_axis)
             last = first + len(layer.in_features)
-            kept = range(last, last + len(layer.out_features))
-            return Axes(tuple(range(first, last)), tuple(kept))
+            shape = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
+            axes = Axes(tuple(range(first, last)), tuple(range(last, len(shape))))
+            return axes.ones_first(shape)
         case nnx.Einsum() if layer.einsum_str:
             return einsum_axes(layer.einsum_str, tuple(layer.kernel_shape))
         case nnx.Conv():

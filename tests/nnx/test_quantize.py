@@ -67,6 +67,17 @@ def test_it_computes_what_the_wrapped_model_does(model, name):
     assert served.norm.scale is model.norm.scale
 
 
+def test_axes_of_length_1_have_no_blocks():
+    rngs, fmt = nnx.Rngs(0), "int4_group32"
+    general = nnx.LinearGeneral((32, 1), (16, 1), axis=(-2, -1), rngs=rngs)
+    einsum = nnx.Einsum("btdk,dko->bto", (32, 1, 16), rngs=rngs)
+    for layer in (general, einsum):
+        served, x = qt.nnx.quantize(layer, fmt), X[..., None]
+        assert served.kernel.get_value().scale.size == 16
+        wrapped = qt.nnx.wrap(layer, Recipe((None, fmt), gradient=None))
+        np.testing.assert_array_equal(served(x), wrapped(x))
+
+
 @pytest.mark.quick
 def test_bytes_shrink():
     model = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
