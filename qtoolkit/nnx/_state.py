@@ -160,6 +160,12 @@ class ProductState(nnx.Module):
         """Its arrays, of float32 also if somebody has cast all floats of the model."""
         return as_float32({name: variable[...] for name, variable in self.variables.items()})
 
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The leading axes of its arrays, which belong to stacks of layers."""
+        arrays = self.arrays
+        return tuple(next(iter(arrays.values())).shape[: lead_of(arrays)])
+
     def planted(self, zeros: jax.Array | None, *, has_probe: bool) -> Planted:
         """What the matmul is given, see `Program.run`."""
         arrays = self.arrays

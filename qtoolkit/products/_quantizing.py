@@ -23,6 +23,7 @@ from qtoolkit.products._program import Program
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import HISTORY, KEY, STEP, moved, state_of
 from qtoolkit.products._taps import Seen, Tap
+from qtoolkit.scaling import QArray
 
 BY_RULE, BY_RECIPE = "excluded by a rule", "unquantized by the recipe"
 INTEGERS = "integers are not rounded"
@@ -145,8 +146,7 @@ class Quantizing:
         self, matmul: Matmul, call: Call, planted: Planted | None
     ) -> tuple[Any, Seen | None]:
         recipe = self.recipe_of(matmul)
-        is_stored = matmul.kernel is not None and bool(matmul.origins[matmul.kernel].stored)
-        if recipe is None or not (any(recipe.operands) or self.tap or is_stored):
+        if recipe is None or not (any(recipe.operands) or self.tap or matmul.is_stored):
             return None, None
         return self.product(matmul, call, recipe, planted)
 
@@ -161,10 +161,8 @@ class Quantizing:
         if self.is_measured:
             recipe = dataclasses.replace(recipe, warm_up=0)
             kept = with_first_scales(kept, operands, recipe)
-        if matmul.kernel is not None and matmul.origins[matmul.kernel].stored:
-            if recipe.learned[1]:  # as `quantized_product` does it, which no longer sees `learned`
-                side = ("lhs", "rhs")[matmul.kernel]
-                call = call._replace(**{side: getattr(call, side).dequantize()})
+        is_learned = recipe.learned[1] and isinstance(operands[1], QArray)
+        if matmul.is_stored and not is_learned:  # `quantized_product` takes care of learned ones
             recipe = recipe.with_stored(1)
         if not kept and self.rng is None:
             if recipe.is_delayed or recipe.warm_up:

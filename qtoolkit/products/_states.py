@@ -78,6 +78,13 @@ def unstarted(recipe: Recipe, lead: tuple[int, ...] = ()) -> dict[str, Array]:
         return {name: jnp.full(lead, jnp.nan, jnp.float32) for name in names}
 
 
+def read_by(recipe: Recipe, kept: Kept) -> set[str]:
+    """Which arrays of a state a matmul by a recipe reads."""
+    is_other = HISTORY in kept and kept[HISTORY].shape[-1] != recipe.history
+    first = started(recipe, "") | uncalibrated(recipe) | unstarted(recipe)
+    return {n for n in first if n in kept and not (is_other and n in (HISTORY, BAD))}
+
+
 def not_started(kept: Kept) -> str:
     """The first scale without a value, "" if all have one. Of those under `jit` nobody knows."""
     for name in (AMAX, *LEARNED):

@@ -83,6 +83,7 @@ from qtoolkit.products._states import (
     observe,
     of_kernel,
     probe_of,
+    read_by,
     started,
     state_of,
     taken_over,
