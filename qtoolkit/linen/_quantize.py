@@ -166,7 +166,8 @@ class _Served:
                 continue
             if use.operand is None:
                 continue
-            kept = self.states.get(self.known.get(use.key), {})
+            key = self.known.get(use.key)
+            kept = {} if key is None else self.states[key]
             kept = {name: kept[name] for name in read_by(use.recipe, kept)}
             state = tuple(
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))

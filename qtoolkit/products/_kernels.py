@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._matmul import Key, Matmul
