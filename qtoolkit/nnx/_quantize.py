@@ -102,8 +102,9 @@ def quantize(
 
     Args:
       model: Any `nnx.Module`. It is not changed.
-      recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
-        with unquantized activations. "wrapped" keeps the recipes and scales of a model from `wrap`.
+      recipe: As for `wrap`, but it reaches parts that were wrapped by themselves, too. A format,
+        "e4m3fn" or a `BlockFormat`, means kernels of that format with unquantized activations.
+        "wrapped" keeps the recipes and scales of a model from `wrap`.
       calibration: Batches of inputs, as for `calibrate`, all of one shape; the model must not be
         wrapped then. For GPTQ that is not sequential also what `calibrate(model, batches,
         "hessian")` returns.
