@@ -108,7 +108,8 @@ def report(
             rules, found_modules(call.layers, rules, program.matmuls, variables)
         )
     )
-    return dataclasses.replace(found, unreached=unused)
+    idle = tuple(name for name in found.idle if name not in unused)
+    return dataclasses.replace(found, unreached=unused, idle=idle)
 
 
 def _check_no_options(**options: Any) -> None:

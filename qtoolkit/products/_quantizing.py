@@ -48,6 +48,13 @@ class Module(NamedTuple):
     computes_unquantized: bool = False
     rules: Rules[Recipe] | None = None
 
+    def with_path_of(self, parameter: Parameter | None) -> "Module":
+        """The same with the paths of a parameter, which rules may name, too."""
+        own = (
+            () if parameter is None else (parameter._replace(path=x).full_path for x in self.paths)
+        )
+        return self._replace(paths=(*self.paths, *own))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantizing:
@@ -103,22 +110,29 @@ class Quantizing:
         return ""
 
     def _by_rules(self, matmul: Matmul) -> Recipe | None:
+        return self._recipe(self._module_of(matmul), matmul.parameter)
+
+    def _module_of(self, matmul: Matmul) -> Module:
         module, running = self.module_at(matmul.path), self.modules.get(matmul.module or "")
         if matmul.path not in self.modules and running is not None:
             # Equal modules under `nn.jit` share one trace, in which the first of them runs.
             module = module._replace(kinds=(*running.kinds, *module.kinds))
-        return self._recipe(module, matmul.parameter)
+        return module
 
     def by_rules(self, path: str, parameter: Parameter | None) -> Recipe | None:
         """The recipe of matmuls with a parameter of a module, or of two activations in it."""
         return self._recipe(self.module_at(path), parameter)
 
     def _recipe(self, module: Module, parameter: Parameter | None) -> Recipe | None:
-        if parameter is None:
-            recipe = self._lookup(module)
-            return None if recipe is None else recipe.of_activations()
-        own = (parameter._replace(path=path).full_path for path in module.paths)
-        return self._lookup(module._replace(paths=(*module.paths, *own)))
+        recipe = self._lookup(module.with_path_of(parameter))
+        return recipe.of_activations() if recipe is not None and parameter is None else recipe
+
+    def deciding_rules(self, program: Program) -> set[tuple[Rules[Recipe], int | None]]:
+        """The rules, and the places in them, that decide the matmuls and look-ups of modules."""
+        uses = [(self._module_of(x), x.parameter) for x in program.matmuls if x.module is not None]
+        uses += [(self.module_at(x.parameter.path), x.parameter) for x in program.lookups]
+        named = [module.with_path_of(parameter) for module, parameter in uses]
+        return {(self._rules_of(x), self._rules_of(x).match_index(x.paths, x.kinds)) for x in named}
 
     def recipe_of_rows(self, lookup: Lookup) -> Recipe | None:
         """The recipe by which a look-up rounds the rows; None if they stay as they are."""
@@ -130,8 +144,10 @@ class Quantizing:
         return self._lookup(self.module_at(path))
 
     def _lookup(self, module: Module) -> Recipe | None:
-        rules = self.rules if module.rules is None else module.rules
-        return rules.lookup(module.paths, module.kinds)
+        return self._rules_of(module).lookup(module.paths, module.kinds)
+
+    def _rules_of(self, module: Module) -> Rules[Recipe]:
+        return self.rules if module.rules is None else module.rules
 
     def module_at(self, path: str) -> Module:
         """The module of a path, or what the nearest module around tells of it."""
