@@ -212,14 +212,14 @@ def _idle(program: Program, multiply: Quantizing) -> tuple[str, ...]:
         for place, (key, _) in enumerate(rules.rules):
             if (rules, place) not in decide:
                 names[f"rule {key if isinstance(key, str) else key.__name__}"] = None
-    joined: dict[tuple[str, ...], bool] = {}
+    joined, used = dict[tuple[str, ...], None](), set[tuple[str, ...]]()
     for matmul in program.matmuls:
         recipe, kernel = multiply.recipe_of(matmul), matmul.parameter
-        operand = None if recipe is None or kernel is None else recipe.forward[1]
-        for group in () if operand is None or kernel is None else operand.joined:
-            is_in = bool({*group} & {*kernel.full_path.split("/")})
-            joined[group] = is_in or joined.get(group, False)
-    idle = (f"join of {', '.join(group)}" for group, is_used in joined.items() if not is_used)
+        if kernel is not None and recipe is not None and recipe.forward[1] is not None:
+            groups = recipe.forward[1].joined
+            joined |= dict.fromkeys(groups)
+            used |= {group for group in groups if {*group} & {*kernel.full_path.split("/")}}
+    idle = (f"join of {', '.join(group)}" for group in joined if group not in used)
     return (*names, *idle)
 
 
