@@ -15,7 +15,6 @@ from qtoolkit.products.internal import (
     LEARNED,
     MOVING,
     PROBE,
-    Planted,
     advance,
     as_float32,
     check_started,
@@ -165,13 +164,6 @@ class ProductState(nnx.Module):
         """The leading axes of its arrays, which belong to stacks of layers."""
         arrays = self.arrays
         return tuple(next(iter(arrays.values())).shape[: lead_of(arrays)])
-
-    def planted(self, zeros: jax.Array | None, *, has_probe: bool) -> Planted:
-        """What the matmul is given, see `Program.run`."""
-        arrays = self.arrays
-        if not has_probe:
-            arrays.pop(PROBE, None)
-        return Planted(arrays, zeros, lead_of(arrays))
 
     def write(self, state: Mapping[str, jax.Array]) -> None:
         """Stores arrays in its variables, which nnx brings out of `nnx.jit`, `nnx.grad`, ..."""

@@ -29,6 +29,7 @@ from jax import lax
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._learned import unstarted_error
+from qtoolkit.products._matmul import Key, Planted
 from qtoolkit.products._operand import Delayed, Learned, Operand, Static
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
@@ -126,6 +127,12 @@ def lead_of(kept: Kept) -> int:
     """How many leading axes of its arrays belong to a stack of layers."""
     own_axes = {HISTORY: 2, PROBE: 2, KEY: 1, AMAX: 1}
     return min((x.ndim - own_axes.get(name, 0) for name, x in kept.items()), default=0)
+
+
+def planted_with(states: Mapping[Key, Kept], zeros: Mapping[Key, Any]) -> dict[Key, Planted]:
+    """What matmuls are given: their states, and zeros for what is measured, see `Program.run`."""
+    given = {key: Planted(dict(x), zeros.get(key), lead_of(x)) for key, x in states.items()}
+    return {key: Planted({}, x) for key, x in zeros.items()} | given
 
 
 def probe_of(kept: Kept) -> Array:

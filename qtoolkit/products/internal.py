@@ -82,6 +82,7 @@ from qtoolkit.products._states import (
     not_started,
     observe,
     of_kernel,
+    planted_with,
     probe_of,
     read_by,
     started,
