@@ -55,10 +55,9 @@ def einsum(*args: Any, **options: Any) -> Any:
 class Axes(NamedTuple):
     """The axes of one operand in one product. Batch axes are in neither tuple.
 
-    Blocks are cut along the last contracted axis; two-dimensional ones also along the last kept
-    axis. So axes of length 1 come first: along them a block would be a single element. The
-    contracted axes of both operands are in the same order: the i-th of lhs is multiplied with the
-    i-th of rhs.
+    `along_contracted` says along which of them blocks are cut: usually the last ones. So axes of
+    length 1, along which a block would be a single element, come first. The contracted axes of both
+    operands are in the same order: the i-th of lhs is multiplied with the i-th of rhs.
 
     Attributes:
       contracted: The axes that are summed over.
