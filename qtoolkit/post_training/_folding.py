@@ -288,7 +288,7 @@ def axes_of(how: Contraction, shape: tuple[int, ...]) -> Axes:
     others = (*how.contracted, *how.batch)
     kept = tuple(axis for axis in range(len(shape)) if axis not in others)
     axes = Axes(how.contracted, kept)
-    return axes if how.places else axes.ones_first(shape)  # as those of a convolution
+    return axes if how.places else axes.ones_first(shape)  # places: of a convolution
 
 
 def spec_of(operand: Operand, how: Contraction, shape: tuple[int, ...]) -> BlockFormat:
