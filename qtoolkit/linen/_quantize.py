@@ -98,7 +98,6 @@ def quantize(
       the histories of another recipe or the learned scales of stored kernels. Kernels in boxes such
       as `nn.Partitioned` stay in them.
 
-
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
       ValueError: As `wrap`; there is no kernel to store; one holds an infinity or a NaN, has a

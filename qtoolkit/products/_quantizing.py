@@ -50,9 +50,9 @@ class Module(NamedTuple):
 
     def with_path_of(self, parameter: Parameter | None) -> "Module":
         """The same with the paths of a parameter, which rules may name, too."""
-        own = (
-            () if parameter is None else (parameter._replace(path=x).full_path for x in self.paths)
-        )
+        if parameter is None:
+            return self
+        own = (parameter._replace(path=path).full_path for path in self.paths)
         return self._replace(paths=(*self.paths, *own))
 
 
