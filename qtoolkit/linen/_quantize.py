@@ -38,7 +38,6 @@ from qtoolkit.products.internal import (
     KernelUses,
     Key,
     KVCacheLike,
-    matching,
     of_kernel,
     read_by,
 )
@@ -145,10 +144,9 @@ class _Served:
         )
         batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
         call = Bound.of(apply, variables, *batch.arguments)
-        program, self.multiply = call.traced.program(call.leaves), call.traced.quantizing()
-        self.uses = KernelUses.of(program, self.multiply)
-        self.matmuls, self.states = program.matmuls, call.states
-        self.known = matching(self.matmuls, self.states)
+        program, multiply = call.traced.program(call.leaves), call.traced.quantizing()
+        self.uses, self.states = KernelUses.of(program, multiply), call.states
+        self.uses_of_states = multiply.uses_of_states(program, self.states)
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original, self.given, self.method)
@@ -157,6 +155,7 @@ class _Served:
         self.variables = {**self.given, "params": with_params(self.given, params)}
 
     def kernels(self) -> Iterator[tuple[tuple[Any, ...], Storable]]:
+        known = {matmul.key: self.states[key] for matmul, _, key in self.uses_of_states}
         for place, use, x, lead in stored_kernels(self.variables["params"], self.uses):
             name = "/".join(map(str, place))
             where = f"quantize: {name}"
@@ -165,9 +164,8 @@ class _Served:
                 continue
             if use.operand is None:
                 continue
-            key = self.known.get(use.key)
-            kept = {} if key is None else self.states[key]
-            kept = {name: kept[name] for name in read_by(use.recipe, kept)}
+            kept = known.get(use.key, {})
+            kept = {part: kept[part] for part in read_by(use.recipe, kept)}
             state = tuple(
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
                 for part, own in zip(of_kernel(kept), ((), (2,), (), ()), strict=True)
@@ -187,11 +185,9 @@ class _Served:
         """
         stored = {name for name, x in parameters_of(self.variables) if isinstance(x, QArray)}
         reads: dict[Key, set[str]] = {}
-        for matmul in self.matmuls:
-            recipe, key = self.multiply.recipe_of(matmul), self.known.get(matmul.key)
-            if recipe is not None and key is not None:
-                recipe = recipe.with_stored(1) if matmul.parameter in stored else recipe
-                reads[key] = reads.get(key, set()) | read_by(recipe, self.states[key])
+        for matmul, recipe, key in self.uses_of_states:
+            recipe = recipe.with_stored(1) if matmul.parameter in stored else recipe
+            reads[key] = reads.get(key, set()) | read_by(recipe, self.states[key])
         return with_read_state(self.variables, reads)
 
 

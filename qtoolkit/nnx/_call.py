@@ -41,7 +41,6 @@ from qtoolkit.products.internal import (
     is_eager,
     is_step_by_step,
     is_whole,
-    matching,
     needs_numbers,
     planted_with,
     remembering_no_matmuls,
@@ -118,13 +117,8 @@ def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     tap = None if measured is None else measured.tap
     multiply = traced.quantizing(moves=moves and not is_ours, observes=not is_ours, tap=tap)
     outs, new = multiply.run(program, leaves, planted)
-    known = matching(program.matmuls, planted)
-    used = (
-        known[matmul.key]
-        for matmul in program.matmuls
-        if matmul.key in known and multiply.recipe_of(matmul) is not None
-    )
-    return outs, (program.static, tuple(used)), new
+    used = tuple(key for _, _, key in multiply.uses_of_states(program, planted))
+    return outs, (program.static, used), new
 
 
 class Bound:

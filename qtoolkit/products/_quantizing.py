@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -217,15 +217,21 @@ class Quantizing:
         Args:
           planted: By the keys of states, see `matching`.
         """
-        known = matching(program.matmuls, planted)
         outs, seen = program.run(inputs, self, self.replanted(program, inputs, planted))
-        recipes = {matmul.key: self.recipe_of(matmul) for matmul in program.matmuls}
         new = {}
-        for key, one in seen.items():
-            recipe = recipes[key]
-            if key in known and self.moves and recipe is not None:
-                new[known[key]] = moved(planted[known[key]].arrays, one.total, recipe.delayed)
+        for matmul, recipe, key in self.uses_of_states(program, planted):
+            if self.moves and matmul.key in seen:
+                total = seen[matmul.key].total
+                new[key] = moved(planted[key].arrays, total, recipe.delayed)
         return outs, new
+
+    def uses_of_states(
+        self, program: Program, states: Collection[Key]
+    ) -> list[tuple[Matmul, Recipe, Key]]:
+        """The matmuls that use known states, each with its recipe and the key of the state."""
+        known = matching(program.matmuls, states)
+        pairs = ((x, self.recipe_of(x)) for x in program.matmuls if x.key in known)
+        return [(x, recipe, known[x.key]) for x, recipe in pairs if recipe is not None]
 
     def replanted(
         self, program: Program, inputs: Sequence[Any], planted: Mapping[Key, Planted]
