@@ -171,6 +171,8 @@ def load(
         if like is None:
             return {name: read("float32") for name, read in readers.items()}
         wanted = dict(named_arrays(path, like))
+        if names is None:
+            _check_level(path, wanted, readers)
         placed, used = _readers_by_leaf(readers, wanted, names)
         state = fill_tree(path, like, placed)
         patterns = compile_patterns(skip)
@@ -182,6 +184,20 @@ def load(
                 "which `like` has not; add them to it, or name them in skip=, a list of patterns",
             )
     return state
+
+
+def _check_level(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Raises if the file has what is wanted one level deeper, as a training state has it."""
+    name = next((name for name in wanted if name not in stored), None)
+    if name is None:
+        return
+    outer = {other.removesuffix(f".{name}") for other in stored if other.endswith(f".{name}")}
+    key = outer.pop() if len(outer) == 1 else "."
+    if "." not in key:
+        raise CheckpointError(
+            f"{path}: has no tensor {shown(name)}, but {shown(f'{key}.{name}')}; write "
+            f'like={{"{key}": ...}} around yours, and skip=["^(?!{key}[.])"] for all other tensors'
+        )
 
 
 def _readers_by_leaf(
