@@ -133,7 +133,7 @@ class Report:
         if self.idle:
             lines.append(f"decided nothing: {', '.join(self.idle)}")
         if self.unreached:
-            lines.append(f"not reached by these inputs: {', '.join(self.unreached)}")
+            lines.append(f"ran no matmul with these inputs: {', '.join(self.unreached)}")
         ran = [] if self.compiled is None else ["", str(self.compiled)]
         return "\n".join([*lines, self._summary(), *ran])
 
