@@ -32,7 +32,7 @@ def _instead(value: Any) -> str:
     of_dtype = getattr(getattr(value, "dtype", None), "name", None)  # of jnp.float8_e4m3fn
     name = value if isinstance(value, str) else getattr(value, "name", of_dtype)
     if not isinstance(name, str):
-        return ", e.g. qtoolkit.recipes.te_current"
+        return ", e.g. qtoolkit.recipes.token_scaled"
     presets = [n for n in _presets.__all__ if isinstance(getattr(_presets, n), Recipe)]
     if isinstance(value, str) and value in presets:
         return f"; write qtoolkit.recipes.{value}"

@@ -44,7 +44,7 @@ def training_rules(recipe: Any) -> Rules[Recipe]:
     if all(value is None for _, value in rules.rules) and rules.default is None:
         raise ValueError(
             "wrap: the rules exclude every layer, expected a recipe for one or more; layers "
-            "without a rule get the default, as Rules({...}, default=qtoolkit.recipes.te_current)"
+            "without a rule get the default, as Rules({...}, default=qtoolkit.recipes.token_scaled)"
         )
     return rules
 
