@@ -112,8 +112,12 @@ def transformed(x: np.ndarray, block: int, axis: int) -> np.ndarray:
     return np.moveaxis(y, -1, axis)
 
 
-def rounded(x: Any, how: How | None, kept: int | None, contracted: int) -> np.ndarray:
-    """q * scale of an operand with these axes, float64; transformed where `how` says so."""
+def rounded(
+    x: Any, how: How | None, kept: int | None, contracted: int, summed: tuple[int, ...] = ()
+) -> np.ndarray:
+    """q * scale of an operand with these axes, float64; transformed where `how` says so. A scale
+    for a whole vector is that of all `summed` axes.
+    """
     x = np.asarray(x, np.float32)
     if how is None:
         return x.astype(np.float64)
@@ -125,6 +129,8 @@ def rounded(x: Any, how: How | None, kept: int | None, contracted: int) -> np.nd
     lengths = [n if how.block == () or how.others is None else 1 for n in x.shape]
     for axis, length in zip(at, how.block[-len(at) :], strict=False):
         lengths[axis] = x.shape[axis] if length is None else min(length, x.shape[axis])
+    if how.at is None and how.block == (None,):
+        lengths = [n if axis in (*at, *summed) else 1 for axis, n in enumerate(x.shape)]
     finite = np.abs(x[np.isfinite(x)])
     second = np.float32(finite.max(initial=0) / np.float32(6 * 448)) or np.float32(1)
     out = np.zeros(x.shape)
@@ -230,12 +236,15 @@ class Layer:
       axes: (a kept axis, the contracted axis) of the six operands, in the order of `Recipe`.
       plain: The products of the three pairs in NumPy.
       ours: The library's product, of a recipe.
+      summed: All contracted axes of an operand that has several. (In dgrad of a convolution each
+        position of the kernel has scales of its own.)
     """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     axes: tuple[tuple[int, int], ...]
     plain: tuple[Callable[..., Any], ...]
     ours: Callable[..., Any]
+    summed: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def by_einsum(lhs, rhs, out):
@@ -310,6 +319,7 @@ LAYERS = {
         ((3, 2), (1, 0), (3, 2), (0, 1), (2, 3), (2, 3)),
         by_einsum("abkd", "kn", "abnd"),
         functools.partial(qt.einsum, "...kd,kn->...nd"),
+        {4: (0, 1, 3), 5: (0, 1, 3)},
     ),
     # lhs sums i, then j; rhs holds them the other way round, and the result its kept ones.
     "einsum, turned": Layer(
@@ -329,6 +339,7 @@ LAYERS = {
             rhs_dilation=(DILATION,),
             dimension_numbers=("NWC", "WIO", "NWC"),
         ),
+        {1: (0, 1), 4: (0, 1), 5: (0, 1)},
     ),
     "ragged_dot": Layer(
         ((36, 40), (4, 40, 20)),
@@ -391,8 +402,9 @@ def assert_three(got, layer, slots, x, w, ct):
     ):
         sides = (2 * i, 2 * i + 1)
         first, second = (
-            rounded(a, slots[s], *layer.axes[axes_of(s, slots)])
+            rounded(a, slots[s], *layer.axes[t], layer.summed.get(t, ()))
             for a, s in zip(pair, sides, strict=True)
+            for t in [axes_of(s, slots)]
         )
         expected = layer.plain[i](first, second)
         magnitudes = layer.plain[i](np.abs(first), np.abs(second))
@@ -452,7 +464,7 @@ OF_LAYERS = {
     "dot_general, batched": ("deepseek_v3",),
     "einsum": ("token_scaled", "pairs", "w4a16"),
     "einsum, turned": ("nvfp4",),
-    "conv": ("deepseek_v3", "pairs", "w4a16"),
+    "conv": ("deepseek_v3", "pairs", "w4a16", "token_scaled"),
     "ragged_dot": ("nvfp4", "token_scaled"),
 }
 
