@@ -204,7 +204,7 @@ def finished(result: Result, arrays: Sequence[Any], nodes: Any, arguments: Any) 
         return jax.tree.unflatten(tree, [_whole(x, arrays, live) for x in leaves])
 
     for path, value in result.changed:
-        live[tuple(path)].set_value(_tree_of(value, arrays))
+        _write(live[tuple(path)], _tree_of(value, arrays))
     if result.graph is not None:
         _transfer(nnx.merge(result.graph.graph, _tree_of(result.graph, arrays)), live)
     if result.arguments is not None:
@@ -279,8 +279,23 @@ def _changes(graph: Any, values: Any, nodes: Any, arrays: _Arrays) -> tuple[Any,
     for before, (path, variable) in zip(values, nnx.to_flat_state(state), strict=True):
         after = jax.tree.leaves(variable)
         if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-            changed.append((path, arrays.new(None, variable.get_value())))
+            changed.append((path, arrays.new(None, _raw(variable))))
     return tuple(changed), None
+
+
+# Types of Variables may change in `get_value` and `set_value` what is read and written, or have hooks
+# that do: they ran in the program.
+def _raw(variable: nnx.Variable[Any]) -> Any:
+    value = variable.get_raw_value()
+    return value[...] if nnx.variablelib.is_array_ref(value) else value
+
+
+def _write(variable: nnx.Variable[Any], value: Any) -> None:
+    before = variable.get_raw_value()
+    if nnx.variablelib.is_array_ref(before):
+        before[...] = value
+    else:
+        variable.set_raw_value(value)
 
 
 def _transfer(nodes: Any, live: Mapping[Any, Any]) -> None:
@@ -288,7 +303,8 @@ def _transfer(nodes: Any, live: Mapping[Any, Any]) -> None:
     for path, module in nnx.iter_graph(nodes, graph=True):
         target = live.get(tuple(path))
         if isinstance(module, nnx.Variable) and isinstance(target, nnx.Variable):
-            target.set_value(module.get_value())
+            _write(target, _raw(module))
+            target.set_metadata(module.get_metadata())
         if not isinstance(module, nnx.Module) or not isinstance(target, nnx.Module):
             continue
         for name, value in vars(module).items():
