@@ -109,6 +109,13 @@ class Result(NamedTuple):
     graph: _New | None
     arguments: tuple[Any, tuple[Any, ...]] | None
 
+    @property
+    def returned(self) -> set[int]:
+        """The numbers of arrays that are not only written to variables."""
+        parts = [*self.out[1], *(self.arguments[1] if self.arguments else ())]
+        arrays = {x.number for x in parts if isinstance(x, _Array)}
+        return arrays.union(*(x.numbers for x in parts if isinstance(x, _New)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Function:
@@ -193,9 +200,16 @@ class Function:
         return nodes, jax.tree.unflatten(self.tree, [next(parts[kind]) for kind in self.kinds])
 
 
-def finished(result: Result, arrays: Sequence[Any], nodes: Any, arguments: Any) -> Any:
-    """What the user's function returned. Writes what it has changed in live nodes and arguments."""
-    live = {}
+def finished(
+    result: Result, arrays: Sequence[Any], codes: Mapping[int, Any], nodes: Any, arguments: Any
+) -> Any:
+    """What the user's function returned. Writes what it has changed in live nodes and arguments.
+
+    Args:
+      codes: Of arrays that are a stored parameter, by their numbers. `nnx.jit` and `nnx.remat` in
+        the function write each Variable of their models, also those that stay as they are.
+    """
+    live, written = {}, [codes.get(number, x) for number, x in enumerate(arrays)]
     parts = [*result.out[1], *(result.arguments[1] if result.arguments else ())]
     if result.changed or result.graph or any(isinstance(x, _Given) for x in parts):
         live = {tuple(path): x for path, x in nnx.iter_graph(nodes, graph=True)}
@@ -204,9 +218,9 @@ def finished(result: Result, arrays: Sequence[Any], nodes: Any, arguments: Any) 
         return jax.tree.unflatten(tree, [_whole(x, arrays, live) for x in leaves])
 
     for path, value in result.changed:
-        _write(live[tuple(path)], _tree_of(value, arrays))
+        _write(live[tuple(path)], _tree_of(value, written))
     if result.graph is not None:
-        _transfer(nnx.merge(result.graph.graph, _tree_of(result.graph, arrays)), live)
+        _transfer(nnx.merge(result.graph.graph, _tree_of(result.graph, written)), live)
     if result.arguments is not None:
         write_back(arguments, whole(*result.arguments))
     return whole(*result.out)
@@ -292,6 +306,8 @@ def _raw(variable: nnx.Variable[Any]) -> Any:
 
 def _write(variable: nnx.Variable[Any], value: Any) -> None:
     before = variable.get_raw_value()
+    if isinstance(value, QArray) and not isinstance(before, QArray):
+        value = value.dequantize()  # a copy of a stored kernel
     if nnx.variablelib.is_array_ref(before):
         before[...] = value
     else:
