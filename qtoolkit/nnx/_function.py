@@ -297,8 +297,8 @@ def _changes(graph: Any, values: Any, nodes: Any, arrays: _Arrays) -> tuple[Any,
     return tuple(changed), None
 
 
-# Types of Variables may change in `get_value` and `set_value` what is read and written, or have hooks
-# that do: they ran in the program.
+# Types of Variables, and hooks, may change what `get_value` reads and `set_value` writes: this has
+# happened in the program.
 def _raw(variable: nnx.Variable[Any]) -> Any:
     value = variable.get_raw_value()
     return value[...] if nnx.variablelib.is_array_ref(value) else value
