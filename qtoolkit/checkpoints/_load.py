@@ -26,7 +26,14 @@ from qtoolkit.checkpoints._formats import high_precision_dtype
 from qtoolkit.checkpoints._pytrees import fill_tree, is_qarray, named_arrays, structure_error
 from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._storage import Path, check_path
-from qtoolkit.checkpoints._tensors import DTYPE_OF, FLOATS, NUMPY_DTYPES, CheckpointError, shown
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    FLOATS,
+    NUMPY_DTYPES,
+    CheckpointError,
+    listed,
+    shown,
+)
 from qtoolkit.checkpoints.layouts._qarrays import (
     ARRAYS_KEY,
     FACTORS,
@@ -81,7 +88,8 @@ def save(
         if not name:
             raise CheckpointError(
                 f"{path}: what is saved has type {type(leaf).__name__}, expected arrays by name; "
-                'write {"name": array}, or, of a model of nnx, nnx.state(model, nnx.Param)'
+                'write {"name": array}; of a model of nnx nnx.state(model, nnx.Param), of a '
+                "TrainState its params"
             )
         entries = {name: leaf}
         if is_qarray(leaf):
@@ -171,6 +179,8 @@ def load(
         if like is None:
             return {name: read("float32") for name, read in readers.items()}
         wanted = dict(named_arrays(path, like))
+        if names is None:
+            _check_level(path, wanted, readers)
         placed, used = _readers_by_leaf(readers, wanted, names)
         state = fill_tree(path, like, placed)
         patterns = compile_patterns(skip)
@@ -182,6 +192,30 @@ def load(
                 "which `like` has not; add them to it, or name them in skip=, a list of patterns",
             )
     return state
+
+
+def _check_level(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Raises if the file has what is wanted one level deeper, as a training state has it, or one
+    level higher.
+    """
+    name = next((name for name in wanted if name not in stored), None)
+    if name is None:
+        return
+    first, _, inner = name.partition(".")
+    if inner in stored:
+        raise CheckpointError(
+            f"{path}: has no tensor {shown(name)}, but {shown(inner)}; give what is in "
+            f"like[{first!r}]"
+        )
+    outer = {other.removesuffix(f".{name}") for other in stored if other.endswith(f".{name}")}
+    key = outer.pop() if len(outer) == 1 else "."
+    if "." not in key:
+        others = sorted({other.partition(".")[0] for other in stored} - {key})
+        also = f'; the file also has {listed(others, 3)}: add that, or skip=["^(?!{key}[.])"]'
+        raise CheckpointError(
+            f"{path}: has no tensor {shown(name)}, but {shown(f'{key}.{name}')}; write "
+            f'like={{"{key}": ...}} around yours{also if others else ""}'
+        )
 
 
 def _readers_by_leaf(

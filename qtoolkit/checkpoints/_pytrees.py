@@ -73,7 +73,7 @@ def _read_leaf(path: Path, name: str, wanted: Any, readers: Mapping[str, Callabl
         what = shown(name) or "`like`"
         raise CheckpointError(
             f"{path}: {what} has type {type(wanted).__name__}, expected a pytree of arrays; of a "
-            "model of nnx write load(path, like=nnx.state(model))"
+            "model of nnx write load(path, like=nnx.state(model, nnx.Param)), of linen like=params"
         )
     if name not in readers:
         raise structure_error(

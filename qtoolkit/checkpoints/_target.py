@@ -92,8 +92,9 @@ class Destination:
             check_target(self.dst, self.overwrite, (GGUF,) if is_folder else ())
         elif str(self.dst).rstrip("/").endswith(".safetensors"):
             raise CheckpointError(
-                f"{self.dst}: named as a file, and {self.src} is a folder, which becomes a folder, "
-                "expected the name of one; remove .safetensors, or give one file of the source"
+                f"{self.dst}: ends in .safetensors, but the target of the folder {self.src} is a "
+                "folder; remove .safetensors, or give one file of the source, or of an orbax "
+                "CheckpointManager one step"
             )
         else:
             visible = {name for name in storage.entries(self.src) if not name.startswith(".")}

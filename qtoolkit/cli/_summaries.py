@@ -150,8 +150,11 @@ def _loading_plain(report: Report) -> str:
     if report.files:
         return "no loader of models reads layout plain: `qtoolkit dequantize` undoes it"
     like, rest = "params", ""
-    if {"params", "opt_state"} <= {tensor.name.partition(".")[0] for tensor in report.tensors}:
-        like, rest = '{"params": params}', ', skip=["^(?!params)"]'  # a TrainState
+    outer = {tensor.name.partition(".")[0] for tensor in report.tensors}
+    if "params" in outer:  # variables of linen, or a TrainState
+        own = [name for name in ("params", "batch_stats") if name in outer]
+        like = "{" + ", ".join(f'"{name}": {name}' for name in own) + "}"
+        rest = f', skip=["^(?!{"|".join(own)})"]' if outer - {*own} else ""
     return f'load it: qtoolkit.checkpoints.load({literal}, like={like}, dtype="float32"{rest})'
 
 

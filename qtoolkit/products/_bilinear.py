@@ -55,9 +55,8 @@ def einsum(*args: Any, **options: Any) -> Any:
 class Axes(NamedTuple):
     """The axes of one operand in one product. Batch axes are in neither tuple.
 
-    Blocks are cut along the last contracted axis; two-dimensional ones also along the last kept
-    axis. The contracted axes of both operands are in the same order: the i-th of lhs is multiplied
-    with the i-th of rhs.
+    `along_contracted` says along which of them blocks are cut. The contracted axes of both operands
+    are in the same order: the i-th of lhs is multiplied with the i-th of rhs.
 
     Attributes:
       contracted: The axes that are summed over.

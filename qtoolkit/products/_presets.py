@@ -56,7 +56,7 @@ if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every mi
 
 
 def _along(element: object) -> BlockFormat:
-    """One scale for each vector along the contracted axis: for a kernel, each output channel."""
+    """One scale for each vector that is summed: for a kernel, each output channel."""
     return BlockFormat(element=element, block=(None,))  # type: ignore[arg-type]
 
 

@@ -128,7 +128,7 @@ class Report:
         if self.is_forward_only:
             lines.append("forward only: JAX has no derivative of lax.while_loop")
         if self.unreached:
-            lines.append(f"not reached by these inputs: {', '.join(self.unreached)}")
+            lines.append(f"ran no matmul with these inputs: {', '.join(self.unreached)}")
         ran = [] if self.compiled is None else ["", str(self.compiled)]
         return "\n".join([*lines, self._summary(), *ran])
 

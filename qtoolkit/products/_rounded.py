@@ -39,6 +39,7 @@ from qtoolkit.products._zero_points import of_differences
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
     Scales,
+    along_contracted,
     asymmetric,
     computed_now,
     find_scales,
@@ -326,11 +327,8 @@ def rounding_of(
     fmt = operand.spec
     if not shape:
         fmt = dataclasses.replace(fmt, block=(), axes=None, other_axes=None)
-    elif fmt.block and fmt.axes is None:
-        along = axes.contracted[-1:] or (len(shape) - 1,)
-        kept = tuple(axis for axis in axes.kept if axis not in along)
-        places = (*kept, *along)[-len(fmt.block) :]
-        fmt = dataclasses.replace(fmt, block=fmt.block[-len(places) :], axes=places)
+    else:
+        fmt = along_contracted(fmt, axes.contracted, axes.kept, len(shape))
     if fmt.axes is not None:
         fmt = _clipped(fmt, shape)
     axis = axes.transformed if operand.transform is not None else None

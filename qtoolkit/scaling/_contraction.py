@@ -18,6 +18,25 @@ from qtoolkit.scaling._hessian import Hessian
 Array = jax.Array
 
 
+def along_contracted(
+    spec: BlockFormat, contracted: tuple[int, ...], kept: tuple[int, ...], rank: int
+) -> BlockFormat:
+    """Blocks that name no axes lie along the last contracted axis; two-dimensional ones also along
+    the last kept axis. A scale for a whole vector is one for all contracted axes: in the kernel of
+    a convolution, a scale for each output channel.
+    """
+    if not spec.block or spec.axes is not None:
+        return spec
+    if spec.block == (None,) and spec.other_axes == 1 and len(contracted) > 1:
+        others = tuple(axis for axis in range(rank) if axis not in contracted)
+        return dataclasses.replace(
+            spec, block=(1,) * len(others), axes=others or None, other_axes=None
+        )
+    along = contracted[-1:] or (rank - 1,)
+    places = (*(axis for axis in kept if axis not in along), *along)[-len(spec.block) :]
+    return dataclasses.replace(spec, block=spec.block[-len(places) :], axes=places)
+
+
 class Contraction(NamedTuple):
     """Which axes of a kernel the matmul sums over, in the order of the input's channels.
 
@@ -100,11 +119,9 @@ class Contraction(NamedTuple):
         return x.reshape([n if axis in own else 1 for axis, n in enumerate(shape)])
 
     def along(self, spec: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
-        """`spec`, whose blocks lie along the last contracted axis unless it says otherwise."""
-        if not spec.block or spec.axes is not None:
-            return spec
-        outer = [a for a in range(len(shape)) if a not in (*self.contracted, *self.batch)]
-        return spec.along(*(*outer, self.contracted[-1])[-len(spec.block) :])
+        """`spec` with its axes, as `along_contracted` chooses them."""
+        kept = (a for a in range(len(shape)) if a not in (*self.contracted, *self.batch))
+        return along_contracted(spec, self.contracted, tuple(kept), len(shape))
 
     def blocks(self, spec: BlockFormat, shape: tuple[int, ...]) -> Blocks:
         """The blocks of the matrices.

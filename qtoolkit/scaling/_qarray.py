@@ -219,8 +219,9 @@ class QArray:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            "QArray: got codes where an array is expected; call .dequantize() first, or let a "
-            "model's matmuls take them: qtoolkit.nnx.quantize(model, recipe)"
+            "QArray: got codes where an array is expected; call .dequantize() first, load with "
+            'dtype="float32", or let a model\'s matmuls take them: qtoolkit.nnx.quantize, '
+            "qtoolkit.linen.quantize"
         )
 
     __jax_array__ = __array__

@@ -12,7 +12,7 @@ from qtoolkit.scaling._blocks import (
     largest_magnitude,
     magnitude_max,
 )
-from qtoolkit.scaling._contraction import Contraction, check_inputs
+from qtoolkit.scaling._contraction import Contraction, along_contracted, check_inputs
 from qtoolkit.scaling._elements import Scales, element_values
 from qtoolkit.scaling._engine import (
     block_codes,

@@ -203,6 +203,14 @@ def test_bad_files(tmp_path):
         refused(CheckpointError, message, load, path, like=like)
     found = load(path, like={"a": X, "b": X, "n": np.arange(3)})
     assert isinstance(found["b"], QArray)
+    nested = tmp_path / "nested.safetensors"
+    save(nested, {"params": {"a": X}, "step": np.ones(1)})
+    for like, message in (
+        ({"a": X}, r'write like=\{"params": ...\} around yours; the file also has step'),
+        ({"params": {"params": {"a": X}}}, r"give what is in like\['params'\]"),
+    ):
+        refused(CheckpointError, message, load, nested, like=like)
+    load(nested, like={"params": {"a": X}}, skip=["^(?!params[.])"])
     for text in ("nonsense", '{"b": {}}', '{"b": 3}', '{"c": {"spec": "int8", "packed_size": 1}}'):
         arrays = {"b": np.zeros((4, 64), np.int8)}
         written(path, arrays, text)

@@ -291,7 +291,7 @@ def test_the_total_is_the_last_line():
     report = qt.nnx.report(wrapped, X, method="encode")
     assert report.unreached == ("mix",)
     *_, unreached, total = str(report).splitlines()
-    assert unreached == "not reached by these inputs: mix"
+    assert unreached == "ran no matmul with these inputs: mix"
     assert total == "0 of 2 matmuls quantized"  # forward, and by the kernel
 
 

@@ -110,6 +110,39 @@ def test_a_grouped_convolution_and_its_gradients():
     np.testing.assert_allclose(got_w, dw * np.float32(sg * sx), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick
+def test_a_whole_vector_that_a_matmul_sums_over_has_one_scale():
+    """Also if it lies along several axes. Oracle: NumPy and ml_dtypes round, XLA multiplies."""
+    normal = np.random.default_rng(0).normal
+
+    def rounded(x, axes):
+        scale = np.abs(x).max(axes, keepdims=True) / np.float32(448)
+        return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+    spec = qt.BlockFormat(element="e4m3fn", block=(None,))
+    recipe = Recipe((None, spec), dgrad=(None, spec), wgrad=(spec, None))
+    x, w = (normal(size=size).astype(np.float32) for size in [(2, 3, 4, 5), (4, 5, 6)])
+    y, vjp = jax.vjp(lambda x, w: einsum("bthd,hdo->bto", x, w, recipe=recipe), x, w)
+    ones = np.ones(y.shape, np.float32)
+    dx, dw = vjp(ones)
+    np.testing.assert_allclose(
+        y, np.einsum("bthd,hdo->bto", x, rounded(w, (0, 1))), rtol=1e-4, atol=1e-5
+    )
+    # dgrad reuses the kernel of the forward matmul.
+    expected = np.einsum("bto,hdo->bthd", ones, rounded(w, (0, 1)))
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)
+    expected = np.einsum("bthd,bto->hdo", rounded(x, (0, 1)), ones)
+    np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-5)
+
+    images, kernel = (normal(size=n).astype(np.float32) for n in [(2, 6, 6, 3), (3, 3, 3, 4)])
+    options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    y = conv_general_dilated(images, kernel, (1, 1), "SAME", recipe=recipe, **options)
+    expected = jax.lax.conv_general_dilated(
+        images, rounded(kernel, (0, 1, 2)), (1, 1), "SAME", **options
+    )
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_forward_mode_sees_no_rounded_cotangent():
     x, w, t = draw(8, 8), draw(8, 8, seed=1), draw(8, 8, seed=2)
     (qx, sx), (qw, sw) = quantized(x), quantized(w)
