@@ -127,7 +127,7 @@ class Function:
       graph, paths, structures: The nodes among the arguments, without their arrays.
       tree: The structure of (model, args, kwargs); `kinds` says which leaves are a "node" or an
         "array".
-      others: The other leaves.
+      others: The other leaves, each with its type, because 1 == True.
     """
 
     function: Callable[..., Any]
@@ -154,7 +154,7 @@ class Function:
         flat = list(nnx.to_flat_state(state))
         parts = [_flattened(variable) for _, variable in flat]
         paths, structures = tuple(path for path, _ in flat), tuple(tree for _, tree in parts)
-        others = tuple(by_kind[""])
+        others = tuple((type(x), x) for x in by_kind[""])
         made = cls(function, is_method, graph, paths, structures, tree, kinds, others)
         variables = [(x, leaves) for (_, x), (leaves, _) in zip(flat, parts, strict=True)]
         return made, nodes, variables, [*map(jnp.asarray, by_kind["array"])]
@@ -196,7 +196,7 @@ class Function:
             vars(module).pop(PRODUCTS, None)
             if (site := site_of(module)) is not None:
                 _set_site(module, dataclasses.replace(site.at(place), is_inside=True))
-        parts = {"node": iter(nodes), "array": rest, "": iter(self.others)}
+        parts = {"node": iter(nodes), "array": rest, "": iter(x for _, x in self.others)}
         return nodes, jax.tree.unflatten(self.tree, [next(parts[kind]) for kind in self.kinds])
 
 

@@ -1,4 +1,4 @@
-"""Calls whose matmuls depend on the shapes of the arrays, in both shells."""
+"""A second call with other shapes, or other types of arguments, in both shells."""
 
 import jax
 import jax.numpy as jnp
@@ -49,3 +49,32 @@ def test_a_first_call_without_matmuls_says_nothing_of_other_shapes(made, first):
     call, jitted = made()
     for x in (first, first, X, first):  # the oracle is the same call under jit, which has no memory
         np.testing.assert_array_equal(call(x), jitted(call, x))
+
+
+def told(layer, x, kind):
+    """A result that says what `kind` is."""
+    return layer(x) * (2 if kind is True else 3 if type(kind) is float else 1)
+
+
+class TellingNnx(OfNnx):
+    def __call__(self, x, kind):
+        return told(self.layer, x, kind)
+
+
+class TellingLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x, kind):
+        return told(nn.Dense(16), x, kind)
+
+
+def test_equal_arguments_of_other_types_are_other_arguments():
+    model = TellingNnx()
+    wrapped = qt.nnx.wrap(model, qt.Recipe(None, None))
+    module = TellingLinen()
+    variables = module.init(jax.random.key(0), X, 1)
+    same = qt.linen.wrap(module, qt.Recipe(None, None))
+    for kind in (1, True, 1):
+        np.testing.assert_allclose(wrapped(X, kind), model(X, kind), rtol=1e-6)
+    for kind in (1, True, 1.0, 1):
+        expected = module.apply(variables, X, kind)
+        np.testing.assert_allclose(same.apply(variables, X, kind), expected, rtol=1e-6)
