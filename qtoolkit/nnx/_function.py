@@ -293,6 +293,8 @@ def _changes(graph: Any, values: Any, nodes: Any, arrays: _Arrays) -> tuple[Any,
     for before, (path, variable) in zip(values, nnx.to_flat_state(state), strict=True):
         after = jax.tree.leaves(variable)
         if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+            if not isinstance(variable, nnx.Variable):  # an array that is an attribute
+                return (), arrays.new(graph_after, state)
             changed.append((path, arrays.new(None, _raw(variable))))
     return tuple(changed), None
 

@@ -553,3 +553,24 @@ def test_variables_that_change_what_is_written_do_it_once(is_tagged):
         np.testing.assert_allclose(wrapped(X), plain(X), rtol=1e-6)
         assert wrapped.count.get_raw_value() == plain.count.get_raw_value()
         assert wrapped.count.get_metadata("tag") == step * is_tagged
+
+
+class Arrays(Base):
+    """Counts in arrays that are no Variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.sums = jnp.zeros(()), nnx.data({"x": jnp.zeros(16)})
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        self.sums["x"] = self.sums["x"] + x.sum(0)
+        return super().__call__(x) + self.count
+
+
+def test_arrays_that_are_attributes_change():
+    plain, wrapped = Arrays(), qt.nnx.wrap(Arrays(), qt.Recipe(None, None))
+    for _ in range(3):
+        np.testing.assert_allclose(wrapped(X), plain(X), rtol=1e-6)
+    assert float(wrapped.count) == 3
+    np.testing.assert_allclose(wrapped.sums["x"], plain.sums["x"], rtol=1e-6)
