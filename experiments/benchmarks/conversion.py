@@ -32,7 +32,7 @@ import numpy as np
 import typer
 from _results import ROOT, Folder, Promise, Quick, Recorder, at_most
 
-from qtoolkit.checkpoints.internal import layout, write_safetensors
+from qtoolkit.checkpoints.internal import in_data_order, write_safetensors
 
 DD = "dd conv=fsync"
 BY_TORCH = "torch, by channel"
@@ -77,7 +77,7 @@ with tempfile.TemporaryDirectory(dir=os.path.dirname(source)) as folder:
 def make(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """A safetensors file of normal bfloat16 weights."""
     normal = np.random.default_rng(0).normal(size=2**22).astype(ml_dtypes.bfloat16)
-    tensors = layout((name, "BF16", shape) for name, shape in shapes.items())
+    tensors = in_data_order((name, "BF16", shape) for name, shape in shapes.items())
 
     def chunks():  # type: ignore[no-untyped-def]
         for tensor in tensors:

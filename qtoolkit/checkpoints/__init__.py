@@ -1,12 +1,12 @@
 """Reads, writes and quantizes checkpoints as a stream. JAX is imported only by what computes.
 
-One direction: open -> plan -> quantize -> encode -> write. A weight has one word in each stage:
+One direction: open -> plan -> quantize -> pack -> write. A weight has one word in each stage:
 
   Entry     a tensor as a header announces it: name, dtype, shape (`_tensors`)
   Tensor    what an open `Checkpoint` holds, of which any elements are read (`_checkpoint`). One
             that is quantized is read as float32: `_decode` asks the layouts for its `Encoding`
   Encoding  how files hold a quantized weight, as data (`layouts/`); a layout makes it, and knows
-            headers only. `_reader` makes numbers, codes or a `QArray` of what it describes
+            headers only. `Tensor.weight` makes numbers, codes or a `QArray` of it (`_reader`)
   TensorPlan  the step that a tensor takes: keep, cast or quantize, with the encoding of the target
   QArray    a weight in memory, with its codes and scales: what `load` gives (`qtoolkit.QArray`)
   Slab      the part of a weight that is computed at once: whole blocks, or a part of one row of
@@ -15,13 +15,13 @@ One direction: open -> plan -> quantize -> encode -> write. A weight has one wor
 The files, along the arrow:
 
   open      `_containers` says what a path is; `_safetensors`, `_folder`, `_gguf` and `_orbax`
-            open it (`_storage`); `_decode` finds what is quantized, `_codes` refuses
-            codes that no layout explains (both by `_entry_names`), `_experts` splits stacks
+            open it (`_storage`); `_decode` finds what is quantized, and refuses codes that no
+            layout explains (by `_entry_names`); `_experts` splits stacks
   plan      `_plan`, by names (`_roles`), headers and formats (`_formats`); `_checks` and
             `_cautions` say what loaders of the target would misread; a `Plan` is data (`_report`),
-            and its arguments are stored with the weights (`_arguments`)
+            and its `PlanOptions` are stored with the weights (`_arguments`)
   quantize  `_produce` takes planned tensors slab by slab through `_quantize`, in threads
-  encode    `_produce` packs codes and names entries, as the `Encoding` of the target says
+  pack      `_produce` packs codes and names entries, as the `Encoding` of the target says
   write     `_target` says which files there are; `_safetensors` writes one under a temporary name
             (`_writing`) and renames it when it is whole, `_shards` the files of a folder
 
@@ -29,9 +29,9 @@ GGUF as a target is the same arrow with another plan, by llama.cpp's rules, name
 (`_gguf_write`, `_gguf_models`, `_gguf_vocab`), and another writer of a file.
 
 `convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row. `verify` takes them
-again with the stored arguments and compares bytes; `compare` opens two and compares numbers.
+again with the stored options and compares bytes; `compare` opens two and compares numbers.
 `load` and `save` (`_load`, `_pytrees`) go between files and pytrees; `export` (`_export`) plans and
-encodes without a file.
+packs without a file.
 """
 
 import importlib

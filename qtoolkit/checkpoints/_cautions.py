@@ -157,28 +157,23 @@ def _experts_in_several_formats(target: Target) -> Iterable[str]:
     return [names[0] for names in schemes.values()] if len(schemes) > 1 else ()
 
 
-def _unquantized_experts(target: Target) -> tuple[list[str], bool | None]:
-    """The names of joined experts that are not quantized, and whether the format by which
-    transformers reads them is FP8; None: none is quantized.
+def _unquantized_experts(target: Target, is_fp8: bool) -> list[str]:
+    """The names of joined experts that are not quantized, which transformers reads as FP8, or else
+    as packed codes.
     """
     # If no expert is quantized, transformers takes the first group of the config for them.
     schemes = [*target.schemes_of_experts] or [t.scheme for t in target.quantized if t.scheme][:1]
-    names = [tensor.name for tensor in target.experts if tensor.scheme is None]
     if len(schemes) != 1 or not {*schemes} <= _READ_OF_EXPERTS:
-        return [], None
-    return names, schemes[0].spec.element == E4M3FN
+        return []
+    is_same = (schemes[0].spec.element == E4M3FN) == is_fp8
+    return [tensor.name for tensor in target.experts if tensor.scheme is None and is_same]
 
 
 def _experts_beside_fp8(target: Target) -> Iterable[str]:
     """Of weights that are joined, some are in FP8, and some not: of w1, but not of w2."""
-    names, is_fp8 = _unquantized_experts(target)
     quantized = {_EXPERT.sub("", n) for some in target.schemes_of_experts.values() for n in some}
-    return [name for name in names if is_fp8 and _EXPERT.sub("", name) in quantized]
-
-
-def _experts_beside_packed(target: Target) -> Iterable[str]:
-    names, is_fp8 = _unquantized_experts(target)
-    return names if is_fp8 is False else ()
+    names = _unquantized_experts(target, True)
+    return [name for name in names if _EXPERT.sub("", name) in quantized]
 
 
 def _shared_modules(target: Target) -> Iterable[str]:
@@ -196,25 +191,9 @@ def _divided(tensor: TensorPlan) -> tuple[bool, bool]:
     return all(n <= 128 or n % 128 == 0 for n, _ in sizes), all(n % c == 0 for n, c in sizes)
 
 
-def _misread_blocks(target: Target) -> Iterable[str]:
-    return [t.name for t in target.quantized if _divided(t) == (False, True)]
-
-
-def _unread_blocks(target: Target) -> Iterable[str]:
-    return [t.name for t in target.quantized if not _divided(t)[1]]
-
-
 def _unquantized_stacks(target: Target) -> Iterable[str]:
     stacks = (t for t in target.tensors if len(t.source.shape) == 3 and t.scheme is None)
     return [t.name for t in stacks if re.search(r"experts\.\w*_proj$", t.name)]
-
-
-def _zero_points(target: Target) -> Iterable[str]:
-    return [t.name for t in target.quantized if t.scheme == W4A16_ASYM]
-
-
-def _tables(target: Target) -> Iterable[str]:
-    return [t.name for t in target.quantized if EMBEDDING.search(t.name)]
 
 
 _ALIKE = (
@@ -262,7 +241,7 @@ CAUTIONS = (
     Caution(
         key="unquantized experts beside packed codes",
         fault="does not load experts that are not quantized where others are in packed formats",
-        names=_experts_beside_packed,
+        names=lambda target: _unquantized_experts(target, False),
         **_OF_EXPERTS,
     ),
     Caution(
@@ -281,7 +260,7 @@ CAUTIONS = (
         models="all",
         fault="does not load zero points of packed weights: it makes room of another size",
         remedy="for it, load them by " + PACKED_OPTION,
-        names=_zero_points,
+        names=lambda target: [t.name for t in target.quantized if t.scheme == W4A16_ASYM],
         **_OF_TRANSFORMERS,
     ),
     Caution(
@@ -290,21 +269,21 @@ CAUTIONS = (
         models="all",
         fault="finds no weight in a table of embeddings and fails as it runs the model",
         remedy="vLLM looks up the codes; for transformers load one scheme by " + PACKED_OPTION,
-        names=_tables,
+        names=lambda target: [t.name for t in target.quantized if EMBEDDING.search(t.name)],
         **_OF_TRANSFORMERS,
     ),
     Caution(
         key="partial blocks, misread",
         fault="without a GPU, or with dequantize=True, cuts rows or columns into equal blocks: 192 "
         "into 96 and 96 instead of 128 and 64, hence wrong weights, without an error",
-        names=_misread_blocks,
+        names=lambda target: [t.name for t in target.quantized if _divided(t) == (False, True)],
         **_OF_BLOCKS,
     ),
     Caution(
         key="partial blocks, not read",
         fault="without a GPU, or with dequantize=True, does not load weights whose rows or columns "
         "are no multiple of their number of blocks",
-        names=_unread_blocks,
+        names=lambda target: [t.name for t in target.quantized if not _divided(t)[1]],
         **_OF_BLOCKS,
     ),
     Caution(

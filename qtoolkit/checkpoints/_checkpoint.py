@@ -23,6 +23,7 @@ from qtoolkit.checkpoints._tensors import (
 )
 from qtoolkit.checkpoints.layouts._encoding import Encoding
 
+WeightReader = Any  # that of `_reader`, which loads JAX
 _CHUNK = 2**20  # elements that are read at a time
 
 
@@ -36,6 +37,7 @@ class Tensor:
       shape: Elements along each axis; () for a scalar.
       read_into: Fills a buffer with its bytes.
       encoding: How the checkpoint holds it, if `read_into` dequantizes it; else None.
+      reader: With `encoding`, a function that gives the reader of its codes and scales.
       stored_dtype, stored_nbytes: The dtype of its codes, and the bytes of all its entries; of what
         is not quantized, those of the tensor.
     """
@@ -47,6 +49,7 @@ class Tensor:
     encoding: Encoding | None = None
     stored_dtype: str = ""
     stored_nbytes: int = -1
+    reader: Callable[[], WeightReader] | None = None
 
     def __post_init__(self) -> None:
         if not self.stored_dtype:
@@ -75,6 +78,12 @@ class Tensor:
 
     def read_all(self) -> np.ndarray:
         return self.read().reshape(self.shape)
+
+    @property
+    def weight(self) -> WeightReader:
+        """What reads its codes and scales; of a tensor with `encoding` only."""
+        assert self.reader is not None
+        return self.reader()
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -170,7 +179,7 @@ class Checkpoint:
       layout: That of the weights that were dequantized: see `decode_weights`; "" if none is.
       auxiliary: What loaders need for quantized weights, such as input scales; no tensors of the
         model.
-      stored: The tensors as the container has them, where weights were dequantized; else empty.
+      raw: The tensors as the container has them, where weights were dequantized; else empty.
       resources: What `close` closes.
     """
 
@@ -181,7 +190,7 @@ class Checkpoint:
     folder: FolderFiles | None = None
     layout: str = ""
     auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    raw: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     resources: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property

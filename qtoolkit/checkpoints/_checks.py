@@ -65,10 +65,10 @@ def check_fit(
     if not misfits:
         return
     names_by_problem: dict[tuple[str, str], list[str]] = {}
-    for info, scheme, reason in misfits:
-        pattern = over_layers(info.name)
-        problem = f"{list(info.shape)}: {reason} for {scheme.spec.name} in layout {layout}"
-        names_by_problem.setdefault((pattern, problem), []).append(info.name)
+    for tensor, scheme, reason in misfits:
+        pattern = over_layers(tensor.name)
+        problem = f"{list(tensor.shape)}: {reason} for {scheme.spec.name} in layout {layout}"
+        names_by_problem.setdefault((pattern, problem), []).append(tensor.name)
     problems = [
         f"tensor {shown(names[0])}, {problem}"
         if len(names) == 1
@@ -86,21 +86,21 @@ def check_fit(
     )
 
 
-def check_table(info: Tensor, scheme: Scheme, layout: Layout, roles: Roles) -> None:
+def check_table(tensor: Tensor, scheme: Scheme, layout: Layout, roles: Roles) -> None:
     """Raises if no loader of the layout looks up codes of this scheme in a table of embeddings."""
     remedy = "exclude it by a rule or with skip="
     if scheme not in layout.tables:
         held = " or ".join(sorted({one.name for one in layout.tables}))
         others = f", and tables in {held}" if held else ""
         raise CheckpointError(
-            f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of layout "
-            f"{layout.name} take {scheme.name} for linear layers only{others}; {remedy}, or use "
-            'layout="plain"'
+            f"tensor {shown(tensor.name)}: a table of embeddings by its name, and loaders of "
+            f"layout {layout.name} take {scheme.name} for linear layers only{others}; {remedy}, or "
+            'use layout="plain"'
         )
     if roles.has_tied_head():
         raise CheckpointError(
-            f"tensor {shown(info.name)}: the head is tied to this table, by config.json or because "
-            f"it has no weight, and loaders look for one; {remedy}, or save the model with "
+            f"tensor {shown(tensor.name)}: the head is tied to this table, by config.json or "
+            f"because it has no weight, and loaders look for one; {remedy}, or save the model with "
             "tie_word_embeddings=false and a head"
         )
 

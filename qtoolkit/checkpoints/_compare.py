@@ -1,19 +1,15 @@
 """Compares the numbers of two checkpoints, dequantized, tensor by tensor."""
 
-import contextlib
 import functools
 import operator
-from collections.abc import Iterator
 
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, same_bytes
-from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import decode_weights
+from qtoolkit.checkpoints._decode import check_explained, decode_weights
 from qtoolkit.checkpoints._experts import split_alike
-from qtoolkit.checkpoints._reader import WeightReader
 from qtoolkit.checkpoints._report import (
     CheckpointComparison,
     Progress,
@@ -54,8 +50,8 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Checkpoint
     """
     storage.check_path(a, "a")
     storage.check_path(b, "b")
-    with open_weights(a) as first, open_weights(b) as second:
-        first, second = split_alike(first, second)
+    with open_source(a) as opened_a, open_source(b) as opened_b:
+        first, second = split_alike(*map(_decoded, (opened_a, opened_b)))
         all_a, all_b = first.all_tensors, second.all_tensors
         common = [tensor for name, tensor in all_a.items() if name in all_b]
         if not common:
@@ -75,13 +71,10 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Checkpoint
         )
 
 
-@contextlib.contextmanager
-def open_weights(path: Path) -> Iterator[Checkpoint]:
-    """Opens a checkpoint for the `with` block; quantized weights are read as float32."""
-    with open_source(path) as source:
-        weights = decode_weights(source)
-        check_explained(weights)
-        yield weights
+def _decoded(source: Checkpoint) -> Checkpoint:
+    weights = decode_weights(source)
+    check_explained(weights)
+    return weights
 
 
 def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> TensorComparison:
@@ -94,9 +87,9 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
     if a.dtype not in FLOATS or b.dtype not in FLOATS:
         equal = same_bytes(a, b)
         return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
-    encoding, values = b.encoding, None
+    encoding, weight = b.encoding, None
     if encoding is not None:
-        values = WeightReader(encoding, second.stored)
+        weight = b.weight
         is_limit, excess = _limits(encoding.spec.element, encoding.spec.narrow_range)
     dtype = np.float64 if "F64" in (a.dtype, b.dtype) else np.float32
 
@@ -105,8 +98,8 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
         with np.errstate(invalid="ignore"):  # signaling NaNs; |y| * excess of 0 and infinity
             x, y = (t.read(start, stop).astype(dtype, copy=False) for t in (a, b))
             clamped = None
-            if values is not None:
-                clamped = is_limit[values.codes_between(start, stop)]
+            if weight is not None:
+                clamped = is_limit[weight.codes_between(start, stop)]
                 at = np.flatnonzero(clamped)
                 clamped[at] = np.abs(x[at].astype(np.float64)) > np.abs(y[at]) * excess
         return weight_errors(x, y, clamped)
@@ -115,13 +108,13 @@ def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> Te
     errors = functools.reduce(operator.add, map(slab_errors, starts)) if starts else WeightErrors()
     return TensorComparison(
         name=name,
-        format=b.stored_dtype if encoding is None else encoding.array_spec.name,
+        format=b.stored_dtype if encoding is None else encoding.format_name,
         size=b.size,
         equal=not errors.differing,
         sqnr_db=errors.known_sqnr_db,
         max_error=errors.max_error,
-        saturated=None if values is None else errors.saturated_fraction,
-        flushed=None if values is None else errors.flushed_fraction,
+        saturated=None if weight is None else errors.saturated_fraction,
+        flushed=None if weight is None else errors.flushed_fraction,
         nonfinite=errors.elements - errors.compared,
     )
 

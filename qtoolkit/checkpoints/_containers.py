@@ -45,7 +45,7 @@ def container_of(path: Path, argument: str = "path") -> str:
     storage.check_path(path, argument)
     kind = storage.kind_at(path)
     if kind == "folder":
-        return "folder" if ORBAX_FILES.isdisjoint(storage.entries(path)) else "orbax"
+        return "folder" if ORBAX_FILES.isdisjoint(storage.names_in(path)) else "orbax"
     if not kind and not is_url(path) and os.path.isdir(old := old_name(os.path.realpath(path))):
         raise CheckpointError(
             f"{path}: a run that was to replace it was killed, and it is {old} now; run that "

@@ -1,16 +1,14 @@
 """`convert` and `dequantize_checkpoint`: open a source, plan, quantize, write."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from qtoolkit.checkpoints._arguments import InputScales, PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint
-from qtoolkit.checkpoints._codes import decode_quantized
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import decode_weights
-from qtoolkit.checkpoints._formats import InputScales
+from qtoolkit.checkpoints._decode import decode_quantized, decode_weights
 from qtoolkit.checkpoints._gguf_write import check_container, plan_for, write_gguf
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Plan, Progress, Report, TensorReport
@@ -18,13 +16,7 @@ from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
 from qtoolkit.checkpoints._shards import write_folder
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._target import (
-    Destination,
-    Shard,
-    check_shard,
-    file_limit,
-    worker_count,
-)
+from qtoolkit.checkpoints._target import Destination, Shard, check_shard, file_limit, worker_count
 from qtoolkit.checkpoints._tensors import CheckpointError, listed, shown
 from qtoolkit.formats import FormatLike, Rules, SpecLike
 
@@ -150,23 +142,20 @@ def convert(
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
-    with _start(destination, workers, max_memory, progress) as (opened, threads):
-        source = decode_weights(opened)
-        plan = plan_for(
-            dst,
-            source,
-            format=format,
-            scaling=scaling,
-            layout=layout,
-            skip=skip,
-            keep_dtype=keep_dtype,
-            channel_axis=channel_axis,
-            input_scales=input_scales,
-            allow_codes=allow_codes,
-            allow_split=allow_split,
-            keep_unfitting=keep_unfitting,
-        )
-        return _write(destination, source, plan, allow_nonfinite, progress, threads)
+    options = PlanOptions(
+        format=format,
+        scaling=scaling,
+        layout=layout,
+        skip=skip,
+        keep_dtype=keep_dtype,
+        channel_axis=channel_axis,
+        input_scales=input_scales,
+        allow_codes=allow_codes,
+        allow_split=allow_split,
+        keep_unfitting=keep_unfitting,
+    )
+    threads = workers, max_memory
+    return _convert(destination, decode_weights, options, allow_nonfinite, threads, progress)
 
 
 def dequantize_checkpoint(
@@ -208,44 +197,44 @@ def dequantize_checkpoint(
     destination = Destination(
         src=src, dst=dst, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
     )
-    with _start(destination, workers, max_memory, progress) as (opened, threads):
-        source = decode_quantized(opened)
-        arguments: dict[str, Any] = {"keep_dtype": dtype, "allow_codes": allow_codes}
-        plan = plan_for(dst, source, format=None, **arguments)
-        return _write(destination, source, plan, True, progress, threads)
+    options = PlanOptions(format=None, keep_dtype=dtype, allow_codes=allow_codes)
+    threads = workers, max_memory
+    return _convert(destination, decode_quantized, options, True, threads, progress)
 
 
-@contextlib.contextmanager
-def _start(
+def _convert(
     destination: Destination,
-    workers: int | None,
-    max_memory: int | str | None,
+    decode: Callable[[Checkpoint], Checkpoint],
+    options: PlanOptions,
+    allow_nonfinite: bool,
+    threads: tuple[int | None, int | str | None],
     progress: Progress | None,
-) -> Iterator[tuple[Checkpoint, Workers]]:
-    """Checks the arguments, opens the source and starts threads."""
+) -> Report:
+    """`threads` are the arguments of `worker_count`."""
     file_limit(destination.max_shard_size)
     check_shard(destination.shard)
-    count = worker_count(workers, max_memory)
+    count = worker_count(*threads)
     if progress is not None and not callable(progress):
         raise TypeError(
             f"progress={progress!r}, expected a function of (name, bytes written, bytes to write "
             "in all), or None"
         )
     destination.check()
-    with open_source(destination.src) as opened, Workers(count) as threads:
-        yield opened, threads
+    with open_source(destination.src) as opened, Workers(count) as workers:
+        source = decode(opened)
+        plan = plan_for(destination.dst, source, options)
+        production = Production(plan.tensors, workers, progress)
+        return _write(destination, source, plan, production, allow_nonfinite)
 
 
 def _write(
     destination: Destination,
     source: Checkpoint,
     plan: Plan,
+    production: Production,
     allow_nonfinite: bool,
-    progress: Progress | None,
-    threads: Workers,
 ) -> Report:
     report = plan.report(source.path, destination.dst, (), _not_written(source, plan))
-    production = Production(plan.tensors, threads, progress, source.stored)
     error_of = functools.partial(_nonfinite_error, source, allow_nonfinite)
     if source.folder is not None and plan.header is None:
         return write_folder(destination, source, plan, production, report, error_of)

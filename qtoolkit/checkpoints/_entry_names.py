@@ -132,18 +132,15 @@ def may_be_codes(entry: Entry, names: Container[str]) -> bool:
         return len(shape) > 1 and _IS_WEIGHT.search(entry.name) is not None
     if entry.dtype not in _INTEGERS or (len(shape) < 2 and math.prod(shape) <= _FEW):
         return False
-    if _MASK.search(entry.name) or (entry.name.endswith("bias") and _is_causal_mask(shape)):
+    # GPT-2's mask, named attn.bias, is of integers in old files.
+    is_causal = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    if _MASK.search(entry.name) or (entry.name.endswith("bias") and is_causal):
         return False
     if _KEY.search(entry.name) and entry.dtype == "U32" and shape[-1] in (2, 4):
         return False
     if bits > 8 and _NO_WEIGHT.search(entry.name):
         return bool(_OF_WEIGHT.search(entry.name)) or entry.name.rpartition(".")[0] in names
     return bits < 64 or not (sum(n > 2 for n in shape) < 2 or _TABLE.search(entry.name))
-
-
-def _is_causal_mask(shape: tuple[int, ...]) -> bool:
-    """Whether it is the shape of GPT-2's mask, named attn.bias, of integers in old files."""
-    return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
 
 
 def weight_names_of(name: str) -> list[str]:

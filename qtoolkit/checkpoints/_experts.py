@@ -103,6 +103,7 @@ def _experts(stack: Tensor, outputs_last: bool | None, transposer: Transposer) -
             shape=(rows // len(projections), columns),
             read_into=functools.partial(read_into, index),
             encoding=None,  # that of the stack describes all experts
+            reader=None,
             # Rounded so that the weights of a stack together have all of its bytes.
             stored_nbytes=stored * (index + 1) // weights - stored * index // weights,
         )

@@ -16,29 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts.internal import codes_from_dtype, dtype_from_codes
+from qtoolkit.checkpoints._arguments import InputScales, PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import compile_patterns
 from qtoolkit.checkpoints._experts import Piece, pieces_of
-from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._load import Names, Place
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._pytrees import is_qarray, named_arrays
 from qtoolkit.checkpoints._quantize import tensor_scales_from
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._tensors import (
-    DTYPE_OF,
-    NUMPY_DTYPES,
-    CheckpointError,
-    listed,
-    shown,
-)
-from qtoolkit.checkpoints.layouts._encoding import (
-    Encoding,
-    Packing,
-    pack_zero_points,
-    words_of,
-)
+from qtoolkit.checkpoints._tensors import DTYPE_OF, NUMPY_DTYPES, CheckpointError, listed, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, pack_zero_points, words_of
 from qtoolkit.formats import E8M0FNU, FormatLike, Rules, SpecLike
 from qtoolkit.scaling import QArray, amax, quantize
 
@@ -195,8 +184,7 @@ def export(
         pairs = [(targets.get(name, [name]), scale) for name, scale in input_scales.items()]
         input_scales = {target: scale for some, scale in pairs for target in some}
     source = Checkpoint(_WHERE, tensors, config=config or {})
-    plan = make_plan(
-        source,
+    options = PlanOptions(
         format=format,
         scaling=scaling,
         layout=layout,
@@ -207,6 +195,7 @@ def export(
         allow_split=allow_split,
         keep_unfitting=keep_unfitting,
     )
+    plan = make_plan(source, options)
     for name, piece in pieces_of(source).items():  # the layout may have a weight for each expert
         leaves.setdefault(name, leaves[piece.stack]._replace(piece=piece))
     patterns = compile_patterns(only, "only")

@@ -13,7 +13,7 @@ from qtoolkit.checkpoints._checkpoint import Checkpoint, FolderFiles, Tensor, sa
 from qtoolkit.checkpoints._safetensors import open_safetensors
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, listed, shown
-from qtoolkit.checkpoints._writing import plan_in
+from qtoolkit.checkpoints._writing import manifest_in
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -36,7 +36,7 @@ _WEIGHTS = re.compile(
 
 def open_folder(path: Path) -> Checkpoint:
     """Opens a folder of Hugging Face's. `metadata` is that of the first file."""
-    inside = storage.entries(path)
+    inside = storage.names_in(path)
     if is_under_way(path, inside):
         raise CheckpointError(
             f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
@@ -77,10 +77,7 @@ def open_folder(path: Path) -> Checkpoint:
 
 
 def _tensors(
-    path: Path,
-    files: Mapping[str, Checkpoint],
-    index: Mapping[str, str] | None,
-    index_path: str,
+    path: Path, files: Mapping[str, Checkpoint], index: Mapping[str, str] | None, index_path: str
 ) -> dict[str, Tensor]:
     """The tensors of open files. One that is in two files must be the same in both."""
     tensors: dict[str, Tensor] = {}
@@ -124,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def is_under_way(path: Path, names: Container[str]) -> bool:
     """Whether a folder with these names is unfinished. Only URLs: on disk they appear complete."""
-    return is_url(path) and UNDER_WAY in names and plan_in(join(path, UNDER_WAY)) is not None
+    return is_url(path) and UNDER_WAY in names and manifest_in(join(path, UNDER_WAY)) is not None
 
 
 def _others(
@@ -145,7 +142,7 @@ def _others(
         if is_odd or name.startswith("."):
             not_copied.append(relative)
         elif is_folder:
-            more, without = _others(path, storage.entries(where), modules, f"{relative}/")
+            more, without = _others(path, storage.names_in(where), modules, f"{relative}/")
             copied += more
             not_copied += without if more else [relative]
         elif _WEIGHTS.search(name) and prefix.rstrip("/") not in modules:

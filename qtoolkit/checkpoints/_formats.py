@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._arguments import InputScales
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import DIFFUSERS
 from qtoolkit.checkpoints._report import TensorPlan
@@ -24,14 +25,11 @@ from qtoolkit.formats import (
     BlockFormat,
     Format,
     FormatLike,
-    Rules,
     SpecLike,
 )
 from qtoolkit.formats import format as resolve
-from qtoolkit.formats.internal import values_of_rules
 
-InputScales = float | Mapping[str, float]  # one for all modules, or by module
-TargetFormat = Format | BlockFormat | Scheme  # what weights are quantized to
+WeightFormat = Format | BlockFormat | Scheme  # what weights are quantized to
 # By the names that their publishers give them; of several of a name, the first in its layout.
 _SCHEMES = {
     scheme.name: scheme
@@ -41,45 +39,42 @@ _SCHEMES = {
 }
 _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 # The formats that the plain layout holds: codes of a byte each, and 16-bit floats.
-TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
+PLAIN_FORMATS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
 
 
-def scheme_of(layout: Layout, fmt: TargetFormat, scaling: str | None) -> Scheme:
+def scheme_of(layout: Layout, fmt: WeightFormat, scaling: str | None) -> Scheme:
     """The scheme of a layout for a format and a value of `scaling`; raises where it has none."""
     if isinstance(fmt, BlockFormat) and scaling is not None:
         raise MisuseError(
             f"scaling={scaling!r}: {fmt.name} is a block format, whose scales are its own, "
             "expected no scaling=; omit it"
         )
-    needs = isinstance(fmt, BlockFormat) or fmt.needs_scale
-    try:
-        return layout.scheme(fmt, scaling if needs else None)
-    except CheckpointError as error:
-        others = [
-            other.name
-            for other in LAYOUTS.values()
-            if other is not layout and not other.experts_of
-            if any(fmt in (one, one.spec, one.spec.element) for one in other.schemes)
-        ]
-        if not others and layout.name == "plain" and isinstance(fmt, Format):
-            safetensors_dtype(fmt)  # raises with the reason
-        if not others:
-            raise
-        named, own = "", layout.spellings()
-        if layout.name == "plain":  # the others hold no other names, and would say to come back
-            named = (
-                " for weights named NAME.weight (a Flax model: quantize of qtoolkit.nnx or .linen)"
-            )
-            own = list(dict.fromkeys(scheme.spec.element.name for scheme in layout.schemes))
-        layouts = " or ".join(f"layout={name!r}" for name in others)
+    has_scales = isinstance(fmt, BlockFormat) or fmt.needs_scale
+    if scheme := layout.find(fmt, scaling if has_scales else None):
+        return scheme
+    others = [
+        other.name
+        for other in LAYOUTS.values()
+        if other is not layout and not other.experts_of and other.find(fmt)
+    ]
+    if not others and layout.name == "plain" and isinstance(fmt, Format):
+        safetensors_dtype(fmt)  # raises with the reason
+    what = f"layout {layout.name}: cannot hold {fmt.name}"
+    what += "" if scaling is None or not (others or has_scales) else f" with scaling={scaling!r}"
+    own, named = [scheme.spelling for scheme in layout.schemes], ""
+    if not others:
         raise CheckpointError(
-            f"layout {layout.name}: cannot hold {fmt.name}"
-            + ("" if scaling is None else f" with scaling={scaling!r}")
-            + f"; use {layouts}{named}, or one of {', '.join(own)}"
-        ) from error
+            f"{what}, expected one of {', '.join(own)}; `qtoolkit layouts` shows which layout "
+            "takes what"
+        )
+    if layout.name == "plain":  # the others hold no other names, and would say to come back
+        named = " for weights named NAME.weight (a Flax model: quantize of qtoolkit.nnx or .linen)"
+        own = list(dict.fromkeys(scheme.spec.element.name for scheme in layout.schemes))
+    layouts = " or ".join(f"layout={name!r}" for name in others)
+    raise CheckpointError(f"{what}; use {layouts}{named}, or one of {', '.join(own)}")
 
 
-def resolve_target(fmt: SpecLike | Scheme) -> TargetFormat:
+def weight_format(fmt: SpecLike | Scheme) -> WeightFormat:
     """The format or published block format that `fmt` spells, or that of the scheme it names; the
     scheme itself, if another one has weights of this format.
     """
@@ -112,28 +107,22 @@ def by_scheme(fmt: Any, scaling: str | None) -> tuple[Any, str | None]:
     return scheme.format, scheme.scaling
 
 
-def target_names() -> tuple[str, ...]:
+def format_names() -> tuple[str, ...]:
     """Every format that some layout holds, as `format` takes it."""
     schemes = (scheme for layout in LAYOUTS.values() for scheme in layout.schemes)
     return tuple(dict.fromkeys(scheme.format for scheme in schemes))
 
 
-def default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    """The layout if none is given: compressed-tensors for folders, else plain; for a format that
+def default_layout(source: Checkpoint, formats: Sequence[WeightFormat], scaling: str | None) -> str:
+    """The layout if none is given: compressed-tensors for folders, else plain; for formats that
     neither holds, the only one that does.
     """
-    if format is None:
-        return "plain"
-    rules = format if isinstance(format, Rules) else Rules((), default=format)
-
-    def holds(layout: Layout) -> bool:
-        try:
-            return bool([layout.scheme(resolve_target(f), scaling) for f in values_of_rules(rules)])
-        except (TypeError, ValueError):  # the planner says what is wrong with a format
-            return False
-
+    names = [
+        layout.name
+        for layout in LAYOUTS.values()
+        if formats and not layout.experts_of and all(layout.find(fmt, scaling) for fmt in formats)
+    ]
     is_diffusers = DIFFUSERS in source.config
-    names = [name for name, one in LAYOUTS.items() if not one.experts_of and holds(one)]
     if source.config and not is_diffusers and "compressed-tensors" in names:
         return "compressed-tensors"
     is_torch = any(name.endswith(".weight") for name in source.tensors) and not is_diffusers
@@ -156,7 +145,7 @@ def safetensors_dtype(fmt: FormatLike) -> str:
     """
     resolved = resolve(fmt)
     dtype = resolved.dtype
-    if resolved in TARGETS:
+    if resolved in PLAIN_FORMATS:
         assert dtype is not None
         return DTYPE_OF[dtype.name]
     if resolved.bits < 8:
@@ -167,7 +156,7 @@ def safetensors_dtype(fmt: FormatLike) -> str:
         reason = "no weights are stored in it"
     raise CheckpointError(
         f"convert: format {resolved.name}: {reason}, expected one of "
-        f"{', '.join(target.name for target in TARGETS)}"
+        f"{', '.join(one.name for one in PLAIN_FORMATS)}"
     )
 
 
@@ -182,19 +171,20 @@ def high_precision_dtype(fmt: FormatLike) -> str:
     )
 
 
-def dtype_of(fmt: TargetFormat) -> str | None:
-    """The dtype of an element format as safetensors spells it; None if it has none."""
-    dtype = None if isinstance(fmt, BlockFormat | Scheme) else fmt.dtype
+def element_dtype(scheme: Scheme) -> str | None:
+    """The dtype of codes of a scheme that its element format names; None of others."""
+    element = scheme.spec.element
+    dtype = element.dtype if scheme.format == element.name else None
     return None if dtype is None else DTYPE_OF.get(dtype.name)
 
 
 def input_scale(
-    scales: InputScales | None, info: Tensor, scheme: Scheme, layout: Layout
+    scales: InputScales | None, tensor: Tensor, scheme: Scheme, layout: Layout
 ) -> float | None:
     """The activation scale of a tensor's module; None if its scheme has no activation scales."""
     scale: Any = scales
     if isinstance(scales, Mapping):
-        scale = scales.get(module_of(info.name), scales.get(info.name))
+        scale = scales.get(module_of(tensor.name), scales.get(tensor.name))
     if scale is None and scheme.needs_input_scale:
         remedy = 'use scaling="channel" or layout="compressed-tensors", which need none'
         if scheme in layout.static.values():
@@ -202,9 +192,9 @@ def input_scale(
         elif scheme.scaling is None:
             remedy = 'use layout="compressed-tensors", which needs none'
         raise CheckpointError(
-            f"tensor {shown(info.name)}: {scheme.name} in layout {layout.name} has static "
+            f"tensor {shown(tensor.name)}: {scheme.name} in layout {layout.name} has static "
             "activation scales, expected one for "
-            f"{shown(module_of(info.name))}; give input_scales= of a calibration, or "
+            f"{shown(module_of(tensor.name))}; give input_scales= of a calibration, or "
             f"{remedy}"
         )
     if scale is None:
@@ -216,8 +206,8 @@ def input_scale(
             if 0 < number < math.inf:
                 return number
     raise CheckpointError(
-        f"tensor {shown(info.name)}: input scale {reprlib.repr(scale)}, expected a number above 0 "
-        "that float32 has; correct it in input_scales="
+        f"tensor {shown(tensor.name)}: input scale {reprlib.repr(scale)}, expected a number above "
+        "0 that float32 has; correct it in input_scales="
     )
 
 
@@ -232,7 +222,7 @@ def check_used(scales: InputScales | None, tensors: Sequence[TensorPlan], layout
             'input_scales=, or use scaling="tensor" with layout="modelopt" or '
             "compressed-tensors"
         )
-    names = {name for info in tensors for name in (info.name, module_of(info.name))}
+    names = {name for tensor in tensors for name in (tensor.name, module_of(tensor.name))}
     unknown = [
         name for name in (scales if isinstance(scales, Mapping) else {}) if name not in names
     ]

@@ -14,10 +14,18 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._checkpoint import Checkpoint, array_checkpoint
+from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoint
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, shown
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    METADATA_KEY,
+    NUMPY_DTYPES,
+    CheckpointError,
+    shown,
+)
 
+LAYOUT = "GGUF"  # of a `Plan`, and of weights that are read from blocks
+RECORD = "qtoolkit.conversion"  # the key of what files in safetensors have under METADATA_KEY
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 
 
@@ -78,17 +86,23 @@ def open_gguf(path: Path) -> Checkpoint:
         if name not in factor_names
     }
     checkpoint = array_checkpoint(path, headers, values, opened)
-    for name, tensor in checkpoint.tensors.items():
-        gguf = in_file[name]
-        if _plain_dtype(gguf) is None or name in factors:
-            nbytes = int(gguf.n_bytes) + (4 * factors[name].size if name in factors else 0)
-            stored: Any = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": nbytes}
-            checkpoint.tensors[name] = dataclasses.replace(tensor, **stored)
-            checkpoint.layout = "GGUF"
-        else:
-            read = functools.partial(raw, name)
-            checkpoint.tensors[name] = dataclasses.replace(tensor, read_into=read)
+    for name, tensor in in_file.items():
+        dtype = _plain_dtype(tensor)
+        shape = tensor.data.shape if dtype is None else tuple(map(int, reversed(tensor.shape)))
+        in_bytes = "U8" if dtype is None else DTYPE_OF[dtype.name]
+        checkpoint.raw[name] = Tensor(name, in_bytes, shape, functools.partial(raw, name))
+        if name in factor_names:
+            continue
+        if dtype is not None and name not in factors:
+            checkpoint.tensors[name] = checkpoint.raw[name]
+            continue
+        nbytes = int(tensor.n_bytes) + (4 * factors[name].size if name in factors else 0)
+        stored: Any = {"stored_dtype": tensor.tensor_type.name, "stored_nbytes": nbytes}
+        checkpoint.tensors[name] = dataclasses.replace(checkpoint.tensors[name], **stored)
+        checkpoint.layout = LAYOUT
     checkpoint.auxiliary = {name: checkpoint.tensors.pop(name) for name in input_scales}
+    if (record := reader.fields.get(RECORD)) is not None:
+        checkpoint.metadata[METADATA_KEY] = str(record.contents())
     return checkpoint
 
 

@@ -8,26 +8,31 @@ llama.cpp makes of modelopt's folders.
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path as LocalPath
 from typing import Any
 
 import numpy as np
 
+from qtoolkit._version import __version__
+from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor, array_checkpoint
 from qtoolkit.checkpoints._checks import skip_patterns
-from qtoolkit.checkpoints._codes import check_explained
+from qtoolkit.checkpoints._decode import check_explained
 from qtoolkit.checkpoints._experts import split
-from qtoolkit.checkpoints._gguf import factor_name
+from qtoolkit.checkpoints._gguf import LAYOUT, RECORD, factor_name
 from qtoolkit.checkpoints._gguf_models import Model, model_of
 from qtoolkit.checkpoints._gguf_vocab import write_vocabulary
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._tensors import (
+    FLOATS,
+    METADATA_KEY,
     NUMPY_DTYPES,
     CheckpointError,
     Entry,
@@ -81,23 +86,16 @@ def check_container(format: Any, dst: Path) -> None:
         )
 
 
-def plan_for(dst: Path, source: Checkpoint, **arguments: Any) -> Plan:
-    """The plan of a conversion to `dst`, with the arguments of `make_plan`."""
-    return (plan_gguf if is_gguf(dst) else make_plan)(source, **arguments)
+def plan_for(dst: Path, source: Checkpoint, options: PlanOptions) -> Plan:
+    """The plan of a conversion to `dst`."""
+    return (plan_gguf if is_gguf(dst) else make_plan)(source, options)
 
 
-def plan_gguf(
-    source: Checkpoint,
-    *,
-    format: Any,
-    skip: Sequence[str] = (),
-    channel_axis: str = "auto",
-    **options: Any,
-) -> Plan:
-    """The plan of a GGUF file of a folder; `options` are those that have no effect."""
+def plan_gguf(source: Checkpoint, options: PlanOptions) -> Plan:
+    """The plan of a GGUF file of a folder."""
     src = source.path
-    name, gguf = _checked(src, format, options)
-    patterns = skip_patterns(skip, source.tensors)
+    name, gguf = _checked(src, options)
+    patterns = skip_patterns(options.skip, source.tensors)
     check_explained(source, lambda name: False)
     model = model_of(src, source.config)
     tensors = tuple(_tensors(source, model, TYPES[name][0], patterns, gguf))
@@ -115,12 +113,16 @@ def plan_gguf(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     vocabulary = _vocabulary_size(source, model)
     write_vocabulary(writer, str(src), vocabulary, model.architecture.is_gemma)
+    arguments = dataclasses.replace(options, format=name, skip=patterns).to_json()
+    record = {"arguments": arguments, "layout": LAYOUT, "version": __version__}
+    record_text = json.dumps(record, sort_keys=True)
+    writer.add_string(RECORD, record_text)  # llama.cpp ignores keys that it does not know
     return Plan(
-        layout="GGUF",
+        layout=LAYOUT,
         format=_SCHEMES.get(TYPES[name][0]) or resolve(name),
         scaling="none",
         tensors=tensors,
-        metadata={},
+        metadata={METADATA_KEY: record_text},
         quantization_config={},
         files={},
         dequantizes=source.layout,
@@ -128,16 +130,19 @@ def plan_gguf(
     )
 
 
-def _checked(src: Path, format: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
+def _checked(src: Path, options: PlanOptions) -> tuple[str, Any]:
     """The key of `TYPES`, and the package gguf, which knows it."""
+    format = options.format
     name = gguf_type(format)
     if name is None:
         raise CheckpointError(
             f"{src}: format {format} for GGUF, expected one of {', '.join(TYPES)}; llama.cpp's "
             "llama-quantize makes its other types of a bfloat16 file"
         )
-    if given := next((option for option, value in options.items() if value), None):
-        raise MisuseError(f"{src}: GGUF, for which {given}= has no effect; omit it")
+    for option in dataclasses.fields(options):
+        is_used = option.name in ("format", "skip")
+        if not is_used and getattr(options, option.name) != option.default:
+            raise MisuseError(f"{src}: GGUF, for which {option.name}= has no effect; omit it")
     try:
         import gguf
     except ImportError as error:
@@ -166,6 +171,7 @@ def _tensors(
     extra = model.extra_tensors()
     headers = {name: (values.dtype, values.shape) for name, values in extra.items()}
     for tensor in array_checkpoint(source.path, headers, extra.__getitem__).tensors.values():
+        tensor = dataclasses.replace(tensor, stored_nbytes=0)  # the folder has none
         yield TensorPlan.unquantized(tensor, tensor.dtype, "of llama.cpp alone")
     for tensor in _as_computed(source, model):
         name = model.target_name(names, tensor.name)
@@ -186,9 +192,12 @@ def _tensors(
             type_, reason = "F16", f"rows are no multiple of {length}"
         if type_ in HIGH_PRECISION:
             plan = TensorPlan.unquantized(tensor, type_, reason)
-            if plan.action == "cast" and type_ == kind and not reason:
-                plan = dataclasses.replace(plan, action="quantize")
-            yield dataclasses.replace(plan, target=name)
+            action = plan.action
+            if action == "cast" and type_ == kind and not reason:
+                action = "quantize"
+            elif tensor.stored_dtype in FLOATS and tensor.stored_dtype != type_:
+                action = "cast"  # float64, and norms of Gemma, with their 1
+            yield dataclasses.replace(plan, action=action, target=name)
             continue
         *rows, columns = tensor.shape
         codes = Entry(name, "U8", (*rows, columns // length * nbytes))
@@ -284,6 +293,8 @@ def _stack(name: str, parts: list[Tensor]) -> Tensor:
         name=name,
         shape=(len(parts), *parts[0].shape),
         read_into=read_into,
+        encoding=None,
+        reader=None,
         stored_nbytes=sum(part.stored_nbytes for part in parts),
     )
 

@@ -19,9 +19,8 @@ import numpy as np
 
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import compile_patterns
-from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import comfy_marks, decode_weights
+from qtoolkit.checkpoints._decode import check_explained, check_marks, decode_weights
 from qtoolkit.checkpoints._formats import high_precision_dtype
 from qtoolkit.checkpoints._pytrees import fill_tree, is_qarray, named_arrays, structure_error
 from qtoolkit.checkpoints._safetensors import write_arrays
@@ -50,11 +49,7 @@ Reader = Callable[[Any], Any]
 
 
 def save(
-    path: Path,
-    tensors: Any,
-    metadata: Mapping[str, str] | None = None,
-    *,
-    overwrite: bool = False,
+    path: Path, tensors: Any, metadata: Mapping[str, str] | None = None, *, overwrite: bool = False
 ) -> None:
     """Write arrays of NumPy or JAX, and quantized ones, to a safetensors file.
 
@@ -260,15 +255,15 @@ def _readers(file: Checkpoint, dtype: np.dtype | None) -> tuple[dict[str, Reader
     saved = _saved_descriptions(file)
     parts = {f"{name}_{field}" for name in saved for field in (*FIELDS, FACTORS)}
     others = {n: t for n, t in file.tensors.items() if n not in saved and n not in parts}
-    # Codes that no layout finds become arrays: what ComfyUI says of them would be lost.
-    comfy_marks(file, {name for name, tensor in others.items() if tensor.dtype not in FLOATS})
+    # Codes that no layout finds become arrays: what programs say of them would be lost.
+    check_marks(file, {name for name, tensor in others.items() if tensor.dtype not in FLOATS})
     rest = dataclasses.replace(file, tensors=others)
     rest.metadata = {key: text for key, text in file.metadata.items() if key != ARRAYS_KEY}
     source = decode_weights(rest)
     check_explained(source)
     readers: dict[str, Reader] = {}
     for name, tensor in source.all_tensors.items():
-        readers[name] = functools.partial(_read, file, tensor, dtype)
+        readers[name] = functools.partial(_read, tensor, dtype)
     for name, description in saved.items():
         readers[name] = functools.partial(_read_saved, file, name, description, dtype)
     order = {name: place for place, name in enumerate(file.tensors)}
@@ -278,11 +273,9 @@ def _readers(file: Checkpoint, dtype: np.dtype | None) -> tuple[dict[str, Reader
     }
 
 
-def _read(file: Checkpoint, tensor: Tensor, dtype: np.dtype | None, kind: Any) -> Any:
+def _read(tensor: Tensor, dtype: np.dtype | None, kind: Any) -> Any:
     if dtype is None and tensor.encoding is not None:
-        from qtoolkit.checkpoints._reader import loaded_weight  # loads JAX
-
-        return loaded_weight(tensor.encoding, file.tensors, kind)
+        return tensor.weight.array(kind)
     array = tensor.read_all()
     return array.astype(dtype, copy=False) if dtype and tensor.dtype in FLOATS else array
 

@@ -130,13 +130,13 @@ def _of_one_item(path: Path) -> Path:
             f"{path}: an orbax checkpoint, which is not read from a URL; fetch it and give the "
             "folder"
         )
-    inside = storage.entries(path)
+    inside = storage.names_in(path)
     if _METADATA in inside:
         return path
     items = [
         name
         for name, is_folder in inside.items()
-        if is_folder and _METADATA in storage.entries(join(path, name))
+        if is_folder and _METADATA in storage.names_in(join(path, name))
     ]
     if len(items) != 1:
         some = ", ".join(map(shown, items)) or "none"

@@ -1,14 +1,15 @@
 """What a conversion will do with every tensor, decided from headers alone. No JAX here."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._arguments import arguments_to_json
+from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._cautions import Target, cautions_of
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._checks import (
@@ -21,159 +22,149 @@ from qtoolkit.checkpoints._checks import (
     unquantized_modules,
     used_schemes,
 )
-from qtoolkit.checkpoints._codes import check_explained
-from qtoolkit.checkpoints._decode import unused_entries
+from qtoolkit.checkpoints._decode import check_explained, unused_entries
 from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
-    InputScales,
-    TargetFormat,
+    WeightFormat,
     by_scheme,
     check_used,
     default_layout,
-    dtype_of,
+    element_dtype,
     high_precision_dtype,
     input_scale,
     model_dtype,
-    resolve_target,
     safetensors_dtype,
     scheme_of,
+    weight_format,
 )
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import (
     AXIS_CHOICES,
     EMBEDDING,
     SKIPPED,
-    AxisChoice,
     Roles,
     fused_group,
     is_stack_of_experts,
 )
-from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, listed, shown
+from qtoolkit.checkpoints._tensors import METADATA_KEY, CheckpointError, MisuseError, listed, shown
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION, SCALINGS
 from qtoolkit.checkpoints.layouts._qarrays import remaining_arrays, undecoded_parts
-from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
+from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.formats.internal import values_of_rules
 
-METADATA_KEY = "qtoolkit"
 
+def make_plan(source: Checkpoint, options: PlanOptions) -> Plan:
+    """Decides what `convert` does with each tensor of `source`, of which only headers are read.
 
-def make_plan(
-    source: Checkpoint,
-    *,
-    format: SpecLike | Rules[Any] | None = "e4m3fn",
-    scaling: str | None = None,
-    layout: str | None = None,
-    skip: Sequence[str] = (),
-    keep_dtype: FormatLike | None = None,
-    channel_axis: AxisChoice = "auto",
-    input_scales: InputScales | None = None,
-    allow_codes: bool = False,
-    allow_split: bool = False,
-    keep_unfitting: bool = False,
-) -> Plan:
-    """Decides what `convert`, of whose arguments these are, does with each tensor of `source`.
-
-    Only headers are read. A quantized checkpoint is given as `decode_weights` opens it. `format`
-    may be None: nothing is quantized.
+    A quantized checkpoint is given as `decode_weights` opens it.
     """
-    for name, value, choices in (
-        ("scaling", scaling, SCALINGS),
-        ("layout", layout, WRITTEN),
-        ("channel_axis", str(channel_axis), AXIS_CHOICES),
+    for name, choices in (
+        ("scaling", SCALINGS),
+        ("layout", WRITTEN),
+        ("channel_axis", AXIS_CHOICES),
     ):
+        value = getattr(options, name)
         if value is not None and value not in [*choices]:  # the argument may have no hash
             raise ValueError(f"convert: {name}={value!r}, expected one of {', '.join(choices)}")
-    format, scaling = by_scheme(format, scaling)
-    chosen = LAYOUTS[layout or default_layout(source, format, scaling)]
-    model = source.config.get("model_type")
-    if chosen.experts_of and model not in (None, chosen.experts_of):
+    format, scaling = by_scheme(options.format, options.scaling)
+    layout, model = LAYOUTS.get(options.layout or ""), source.config.get("model_type")
+    if layout and layout.experts_of and model not in (None, layout.experts_of):
         raise CheckpointError(
-            f"{source.path}: layout {chosen.name} holds the experts of {chosen.experts_of}, and "
+            f"{source.path}: layout {layout.name} holds the experts of {layout.experts_of}, and "
             f"the model is {shown(str(model))} by its config.json; use another layout="
         )
-    source = split_for(source, chosen.name)
+    formats = _formats(format)
+    layout = layout or LAYOUTS[default_layout(source, values_of_rules(formats), scaling)]
+    source, keep_dtype = split_for(source, layout.name), options.keep_dtype
     planner = _Planner(
         source=source,
-        layout=chosen,
-        scaling=scaling,
+        options=dataclasses.replace(options, format=format, scaling=scaling, layout=layout.name),
+        layout=layout,
         keep_dtype=None if keep_dtype is None else high_precision_dtype(keep_dtype),
-        roles=Roles(source.tensors, source.config, channel_axis),
-        input_scales=input_scales,
-        keep_unfitting=keep_unfitting,
+        roles=Roles(source.tensors, source.config, options.channel_axis),
         copied=undecoded_parts(source.metadata, source.tensors, source.encodings),
-        others={
-            "channel_axis": None if channel_axis == "auto" else channel_axis,
-            "allow_codes": allow_codes,
-            "allow_split": allow_split,
-        },
     )
-    plan = planner.plan(format, skip, allow_codes)
-    if not allow_split:
+    plan = planner.plan(formats)
+    if not options.allow_split:
         check_split(source, plan)
     check_loads(source, plan)
     return plan
 
 
+def _formats(format: SpecLike | Scheme | Rules[Any] | None) -> Rules[WeightFormat]:
+    """The formats that rules name; of a single format rules with nothing but a default."""
+    if isinstance(format, Rules):
+        with _naming_the_rule():
+            return format.map(weight_format)
+    return Rules((), default=None if format is None else weight_format(format))
+
+
+@contextlib.contextmanager
+def _naming_the_rule() -> Iterator[None]:
+    """Makes the errors of `Rules`, which name the rule, those of a checkpoint."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(shown(str(error))) from error
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """The choices of one conversion. `copied` are tensors of quantized arrays, `others` arguments
-    that are only recorded, `misfits` is what was met that a format does not fit.
+    """The choices of one conversion. `copied` are tensors of quantized arrays, `misfits` is what
+    was met that a format does not fit.
     """
 
     source: Checkpoint
+    options: PlanOptions
     layout: Layout
-    scaling: str | None
     keep_dtype: str | None
     roles: Roles
-    input_scales: InputScales | None
-    keep_unfitting: bool
     copied: set[str]
-    others: Mapping[str, Any]
     misfits: list[tuple[Tensor, Scheme, str]] = dataclasses.field(default_factory=list)
 
-    def plan(
-        self, format: SpecLike | Rules[Any] | None, skip: Sequence[str], allow_codes: bool
-    ) -> Plan:
-        chosen, rules = self._rules(format)
-        formats = values_of_rules(rules)
-        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in formats)
-        if self.scaling is not None and not has_scales:
-            names = ", ".join(dict.fromkeys(f.name for f in formats)) or "what no rule quantizes"
+    def plan(self, formats: Rules[WeightFormat]) -> Plan:
+        options = self.options
+        chosen = formats if isinstance(options.format, Rules) else formats.default
+        rules = self._schemes(formats)
+        schemes = values_of_rules(rules)
+        has_scales = any(scheme.needs_scale for scheme in schemes)
+        if options.scaling is not None and not has_scales:
+            names = ", ".join(dict.fromkeys(s.format for s in schemes)) or "what no rule quantizes"
             raise MisuseError(
-                f"scaling={self.scaling!r}: {names} has no scales, expected no scaling=; omit it"
+                f"scaling={options.scaling!r}: {names} has no scales, expected no scaling=; omit it"
             )
-        is_one_format = not isinstance(chosen, Rules)
-        patterns = skip_patterns(skip, self.source.tensors)
+        skip = skip_patterns(options.skip, self.source.tensors)
 
         def may_be_codes(name: str) -> bool:
-            is_named = any(p.search(name) for p in patterns) or rules.match_index(name) is not None
-            return allow_codes or is_named
+            is_named = any(p.search(name) for p in skip) or rules.match_index(name) is not None
+            return options.allow_codes or is_named
 
         ways = "allow_codes=True" if chosen is None else "skip= or allow_codes=True"
         remedy = f"; if it is what the model has, copy it as it is with {ways}"
         keeps_codes = check_explained(self.source, may_be_codes, remedy)
         tensors = tuple(
-            self._tensor(info, *self._choice(info, rules, is_one_format, patterns))
-            for info in self.source.tensors.values()
+            self._tensor(tensor, *self._choice(tensor, rules, skip))
+            for tensor in self.source.tensors.values()
         )
-        if not self.keep_unfitting:
+        if not options.keep_unfitting:
             check_fit(self.source, self.layout.name, self.misfits)
         check_names(self.source, tensors)
-        check_used(self.input_scales, tensors, self.layout)
+        check_used(options.input_scales, tensors, self.layout)
         used = used_schemes(tensors)
-        if format is not None:
+        if chosen is not None:
             self._check_schemes(used, tensors)
         words = dict.fromkeys(scheme.scaling or "none" for scheme in used)
         # Without any scheme in use, what was asked for.
-        word = ", ".join(words) or ((self.scaling or "tensor") if has_scales else "none")
+        word = ", ".join(words) or ((options.scaling or "tensor") if has_scales else "none")
         unquantized = unquantized_modules(tensors) if used else []
+        record = {"scaling": word} | ({"keeps_codes": True} if keeps_codes else {})
         return Plan(
             layout=self.layout.name,
             format=chosen,
             scaling=word,
             tensors=tensors,
-            metadata=self._metadata(chosen, word, tensors, keeps_codes, patterns),
+            metadata=self._metadata(chosen, record, tensors, skip),
             quantization_config=self.layout.config(used, unquantized) if used else {},
             files=self.layout.files(used, unquantized) if used else {},
             dequantizes=self.source.layout,
@@ -211,162 +202,144 @@ class _Planner:
             if used and re.search(pattern, tensor.name):
                 raise self._error(tensor.source, reason)
 
-    def _rules(
-        self, format: SpecLike | Rules[Any] | None
-    ) -> tuple[TargetFormat | Rules[Any] | None, Rules[Any]]:
-        if not isinstance(format, Rules):
-            one = None if format is None else self._target(format)
-            return one, Rules((), default=one)
-        try:
-            rules: Rules[Any] = format.map(self._target)
-            for key, _ in rules.rules:
+    def _schemes(self, formats: Rules[WeightFormat]) -> Rules[Scheme]:
+        """The schemes of the layout for formats; raises where it cannot hold one."""
+
+        def scheme(fmt: WeightFormat) -> Scheme:
+            return scheme_of(self.layout, fmt, self.options.scaling)
+
+        if not isinstance(self.options.format, Rules):
+            return Rules((), default=None if formats.default is None else scheme(formats.default))
+        with _naming_the_rule():
+            schemes = formats.map(scheme)
+            for key, _ in schemes.rules:
                 if not isinstance(key, str):
                     raise TypeError(
                         f"Rules: rule {key.__name__} is a class, which JSON cannot hold; expected "
                         "a regular expression"
                     )
-            rules.check_used(str(self.source.path), self.source.tensors)
-        except ValueError as error:
-            raise CheckpointError(shown(str(error))) from error
-        return rules, rules
-
-    def _target(self, fmt: SpecLike) -> TargetFormat:
-        """The format of this spelling; raises where the layout cannot hold it."""
-        target = resolve_target(fmt)
-        scheme_of(self.layout, target, self.scaling)
-        return target
+            schemes.check_used(str(self.source.path), self.source.tensors)
+        return schemes
 
     def _choice(
-        self, info: Tensor, rules: Rules[Any], is_one_format: bool, skip: list[re.Pattern[str]]
-    ) -> tuple[TargetFormat | None, str]:
-        """The format of a tensor, or None and the reason not to quantize it."""
-        position, fmt = rules.match_index(info.name), rules.lookup(info.name)
-        if info.name in self.copied and (is_one_format or fmt is None):
+        self, tensor: Tensor, rules: Rules[Scheme], skip: Sequence[re.Pattern[str]]
+    ) -> tuple[Scheme | None, str]:
+        """The scheme of a tensor, or None and the reason not to quantize it."""
+        is_one_format = not isinstance(self.options.format, Rules)
+        position, scheme = rules.match_index(tensor.name), rules.lookup(tensor.name)
+        if tensor.name in self.copied and (is_one_format or scheme is None):
             return None, "of a quantized array that is copied"
-        if position is None and info.dtype not in (*HIGH_PRECISION, "F64"):
-            return None, f"dtype {info.dtype}"
-        if fmt is not None and dtype_of(fmt) == info.dtype:
-            return None, f"{info.dtype} already"
-        if is_one_format and len(info.shape) < 2:
+        if position is None and tensor.dtype not in (*HIGH_PRECISION, "F64"):
+            return None, f"dtype {tensor.dtype}"
+        if scheme is not None and element_dtype(scheme) == tensor.dtype:
+            return None, f"{tensor.dtype} already"
+        if is_one_format and len(tensor.shape) < 2:
             return None, "fewer than two dimensions"
-        if any(pattern.search(info.name) for pattern in skip):
+        if any(pattern.search(tensor.name) for pattern in skip):
             return None, "skip="
-        if is_one_format and SKIPPED.search(info.name):
+        if is_one_format and SKIPPED.search(tensor.name):
             return None, "skipped by default"
-        if is_one_format and fmt is None:
+        if is_one_format and scheme is None:
             return None, "dequantized"
-        if is_one_format and (reason := self._not_held(info)):
+        if is_one_format and (reason := self._not_held(tensor)):
             return None, reason
-        if self.layout.linear_only and 0 in info.shape:
+        if self.layout.linear_only and 0 in tensor.shape:
             return None, "empty"
-        if fmt is None:
+        if scheme is None:
             return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
-        return fmt, ""
+        return scheme, ""
 
-    def _not_held(self, info: Tensor) -> str:
+    def _not_held(self, tensor: Tensor) -> str:
         """Why the layout has no place for tensors of this kind; "" if it has."""
         if self.layout.experts_of:
-            return "" if is_stack_of_experts(info) else f"{self.layout.name} holds experts only"
-        if not self.layout.linear_only or len(info.shape) == 2:
+            return "" if is_stack_of_experts(tensor) else f"{self.layout.name} holds experts only"
+        if not self.layout.linear_only or len(tensor.shape) == 2:
             return ""
         model, others = self.source.config.get("model_type"), LAYOUTS.values()
         other = next((one.name for one in others if model and one.experts_of == model), "")
-        hint = f"; layout={other!r} holds experts" if other and is_stack_of_experts(info) else ""
-        return f"{len(info.shape)} dimensions, {self.layout.name} holds matrices{hint}"
+        hint = f"; layout={other!r} holds experts" if other and is_stack_of_experts(tensor) else ""
+        return f"{len(tensor.shape)} dimensions, {self.layout.name} holds matrices{hint}"
 
-    def _tensor(self, info: Tensor, fmt: TargetFormat | None, reason: str) -> TensorPlan:
-        if fmt is None:
-            return self._unquantized(info, reason)
-        if info.name in self.copied:
+    def _tensor(self, tensor: Tensor, scheme: Scheme | None, reason: str) -> TensorPlan:
+        if scheme is None:
+            return self._unquantized(tensor, reason)
+        if tensor.name in self.copied:
             raise self._error(
-                info, "of a quantized array, which rules cannot quantize again; exclude it"
+                tensor, "of a quantized array, which rules cannot quantize again; exclude it"
             )
-        if info.dtype not in HIGH_PRECISION:
+        if tensor.dtype not in HIGH_PRECISION:
             raise self._error(
-                info, f"dtype {info.dtype}, expected F32, F16 or BF16; exclude it with skip="
+                tensor, f"dtype {tensor.dtype}, expected F32, F16 or BF16; exclude it with skip="
             )
-        if isinstance(fmt, Format) and not fmt.needs_scale:
-            dtype = safetensors_dtype(fmt)
-            spec = BlockFormat.tensor(fmt, scale=None)
-            return TensorPlan(source=info, action="quantize", dtype=dtype, spec=spec)
-        scheme = scheme_of(self.layout, fmt, self.scaling)
+        if not scheme.needs_scale:
+            dtype = safetensors_dtype(scheme.spec.element)
+            return TensorPlan(source=tensor, action="quantize", dtype=dtype, spec=scheme.spec)
         # Blocks lie in the last two axes, which in a convolution [O, I, kh, kw] have kh * kw
         # elements: a 1x1 convolution would get a float32 scale for every element.
-        is_by_block = scheme.scaling == "block" and len(info.shape) > 3
-        if is_by_block and self.roles.outputs_last(info) is False:
-            scheme = scheme_of(self.layout, fmt, "channel")
-        if self.input_scales is not None:
+        is_by_block = scheme.scaling == "block" and len(tensor.shape) > 3
+        if is_by_block and self.roles.outputs_last(tensor) is False:
+            scheme = scheme_of(self.layout, scheme.spec.element, "channel")
+        if self.options.input_scales is not None:
             scheme = self.layout.static.get(scheme, scheme)
         try:
             if self.layout.linear_only:
-                self._check_linear(info, scheme)
-            if reason := self.layout.misfit(info.shape, scheme.spec):
-                self.misfits.append((info, scheme, reason))
-                return self._unquantized(info, reason)
-            by_channel = scheme.scaling == "channel" and len(info.shape) > 1
-            axes = self.roles.axes(info) if by_channel else ()
-            scale = input_scale(self.input_scales, info, scheme, self.layout)
-            encoding = self.layout.encode(info.entry, scheme, axes, scale)
+                self._check_linear(tensor, scheme)
+            if reason := self.layout.misfit(tensor.shape, scheme.spec):
+                self.misfits.append((tensor, scheme, reason))
+                return self._unquantized(tensor, reason)
+            by_channel = scheme.scaling == "channel" and len(tensor.shape) > 1
+            axes = self.roles.axes(tensor) if by_channel else ()
+            scale = input_scale(self.options.input_scales, tensor, scheme, self.layout)
+            encoding = self.layout.store(tensor.entry, scheme, axes, scale)
         except CheckpointError as error:
             raise CheckpointError(f"{self.source.path}: {error}") from error
         shares = encoding.spec.tensor_scale is not None
-        group = fused_group(info.name) if shares else ""
-        return TensorPlan.quantized(info, encoding, scheme, group)
+        group = fused_group(tensor.name) if shares else ""
+        return TensorPlan.quantized(tensor, encoding, scheme, group)
 
-    def _check_linear(self, info: Tensor, scheme: Scheme) -> None:
+    def _check_linear(self, tensor: Tensor, scheme: Scheme) -> None:
         if self.layout.experts_of:
-            if not is_stack_of_experts(info) or not self.roles.outputs_last(info):
+            if not is_stack_of_experts(tensor) or not self.roles.outputs_last(tensor):
                 raise CheckpointError(
-                    f"tensor {shown(info.name)}, {list(info.shape)}: expected all experts of a "
+                    f"tensor {shown(tensor.name)}, {list(tensor.shape)}: expected all experts of a "
                     f"layer, [experts, inputs, outputs], as layout {self.layout.name} holds them; "
                     "exclude it by a rule or with skip=, or use another layout="
                 )
             return
         # Not "/weight": other entries replace what follows the last dot of the name.
-        if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
+        if len(tensor.shape) != 2 or not f".{tensor.name}".endswith(".weight"):
             raise CheckpointError(
-                f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "
+                f"tensor {shown(tensor.name)}, {list(tensor.shape)}: expected a matrix named "
                 f"NAME.weight, as layout {self.layout.name} holds them; exclude it with skip=, or "
                 'use layout="plain"'
             )
-        if EMBEDDING.search(info.name):
-            check_table(info, scheme, self.layout, self.roles)
-        if self.roles.outputs_last(info):
+        if EMBEDDING.search(tensor.name):
+            check_table(tensor, scheme, self.layout, self.roles)
+        if self.roles.outputs_last(tensor):
             raise CheckpointError(
-                f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
+                f"tensor {shown(tensor.name)}, {list(tensor.shape)}: it is [inputs, outputs], as "
                 f"GPT-2's Conv1D or by channel_axis=, and layout {self.layout.name} holds "
                 '[outputs, inputs] only; use layout="plain"'
             )
 
-    def _unquantized(self, info: Tensor, reason: str) -> TensorPlan:
+    def _unquantized(self, tensor: Tensor, reason: str) -> TensorPlan:
         """A tensor that is copied, or cast to another dtype of high precision."""
-        is_cast = info.dtype in HIGH_PRECISION and info.name not in self.copied
+        is_cast = tensor.dtype in HIGH_PRECISION and tensor.name not in self.copied
         wanted = self.keep_dtype if is_cast else None
-        if wanted is None and info.encoding is not None:
+        if wanted is None and tensor.encoding is not None:
             wanted = model_dtype(self.source.config)
-        return TensorPlan.unquantized(info, wanted or info.dtype, reason)
+        return TensorPlan.unquantized(tensor, wanted or tensor.dtype, reason)
 
-    def _error(self, info: Tensor, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
+    def _error(self, tensor: Tensor, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.source.path}: tensor {shown(tensor.name)}: {message}")
 
     def _metadata(
         self,
         chosen: Any,
-        word: str,
+        record: Mapping[str, Any],
         tensors: Sequence[TensorPlan],
-        keeps_codes: bool,
         skip: Sequence[re.Pattern[str]],
     ) -> dict[str, str]:
-        record: dict[str, Any] = {"scaling": word, "version": __version__}
-        if keeps_codes:
-            record["keeps_codes"] = True
-        if isinstance(chosen, Rules):
-            named = chosen.map(lambda fmt: fmt.name)
-            record["rules"] = {"rules": named.rules, "default": named.default}
-        elif chosen is not None:
-            record["format"] = chosen.name
-        if self.layout.name != "plain":
-            record["layout"] = self.layout.name
         changed = {t.name for t in tensors if t.action != "keep"}
         changed |= self.source.encodings.keys()
         metadata = remaining_arrays(self.source.metadata, changed)
@@ -375,14 +348,17 @@ class _Planner:
         if chosen is None:
             metadata.pop(METADATA_KEY, None)
             return metadata
-        record["arguments"] = arguments_to_json(
-            chosen,
-            skip,
-            scaling=self.scaling,
-            layout=self.layout.name,
-            keep_dtype=self.keep_dtype and HIGH_PRECISION[self.keep_dtype].name,
-            input_scales=self.input_scales,
-            keep_unfitting=self.keep_unfitting,
-            **self.others,
+        record = {**record, "version": __version__}
+        if isinstance(chosen, Rules):
+            named = chosen.map(lambda fmt: fmt.name)
+            record["rules"] = {"rules": named.rules, "default": named.default}
+        else:
+            record["format"] = chosen.name
+        if self.layout.name != "plain":
+            record["layout"] = self.layout.name
+        keep_dtype = None if self.keep_dtype is None else HIGH_PRECISION[self.keep_dtype].name
+        resolved = dataclasses.replace(
+            self.options, format=chosen, skip=skip, keep_dtype=keep_dtype
         )
+        record["arguments"] = resolved.to_json()
         return {**metadata, METADATA_KEY: json.dumps(record, sort_keys=True)}

@@ -1,4 +1,4 @@
-"""Makes the bytes of planned tensors: read, quantized and encoded slab by slab, in order.
+"""Makes the bytes of planned tensors: read, quantized and packed slab by slab, in order.
 
 Threads compute slabs ahead of what is asked for. The bytes do not depend on how many.
 """
@@ -7,7 +7,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -92,14 +92,14 @@ class Workers:
             concurrent.futures.wait([future for future in pending if not future.cancel()])
 
 
-class _Part(NamedTuple):
+class _Job(NamedTuple):
     """Some of a tensor: a slab of a weight, or bytes that are copied.
 
     Attributes:
-      start, stop: Its elements; of a part that is copied its bytes.
-      slab: None for a part that is copied.
+      start, stop: Its elements; its bytes where they are copied.
+      slab: None where bytes are copied.
       weight: What the slab is of, if it is quantized.
-      values: Of a slab whose stored codes and scales are written as they are: where these are.
+      reader: Of a slab whose stored codes and scales are written as they are: what reads these.
     """
 
     tensor: TensorPlan
@@ -108,7 +108,7 @@ class _Part(NamedTuple):
     is_last: bool
     slab: Slab | None = None
     weight: Weight | None = None
-    values: WeightReader | None = None
+    reader: WeightReader | None = None
 
     @property
     def batch_key(self) -> tuple[Any, ...] | None:
@@ -125,7 +125,6 @@ class Production:
     Args:
       tensors: All that are planned: some share a tensor scale.
       progress: Called after each chunk.
-      stored: The tensors of a quantized source as they are: their codes may be written unchanged.
 
     Attributes:
       reports: What was done, a report for each tensor that is made.
@@ -133,13 +132,8 @@ class Production:
     """
 
     def __init__(
-        self,
-        tensors: Iterable[TensorPlan],
-        workers: Workers,
-        progress: Progress | None = None,
-        stored: Mapping[str, Tensor] | None = None,
+        self, tensors: Iterable[TensorPlan], workers: Workers, progress: Progress | None = None
     ) -> None:
-        self._stored = stored or {}
         self.reports: list[TensorReport] = []
         self.total = 0
         self._done = 0
@@ -156,22 +150,22 @@ class Production:
         """Yields (name of an entry, the next bytes of it) for some tensors, one after the other."""
         errors: WeightErrors | None = None  # of the tensor that is being made
         zeros: list[np.ndarray] = []  # its zero points, which are packed along all rows
-        parts = (part for tensor in tensors for part in self._parts(tensor))
-        batches = self._workers.map(_outputs, _batches(parts))
-        for part, output in itertools.chain.from_iterable(batches):
-            tensor = part.tensor
+        jobs = (job for tensor in tensors for job in self._jobs(tensor))
+        batches = self._workers.map(_outputs, _batches(jobs))
+        for job, output in itertools.chain.from_iterable(batches):
+            tensor = job.tensor
             if output.zero_point is not None:
                 zeros.append(output.zero_point)
-                whole = np.concatenate(zeros) if part.is_last else None
+                whole = np.concatenate(zeros) if job.is_last else None
                 output = output._replace(zero_point=whole)
-                zeros = [] if part.is_last else zeros
-            for entry, data in _entries(part, output):
+                zeros = [] if job.is_last else zeros
+            for entry, data in _entries(job, output):
                 yield entry.name, data
                 self._done += data.nbytes
                 if self._progress is not None:
                     self._progress(shown(tensor.name), self._done, self.total)
             errors = output.errors if errors is None else errors + output.errors
-            if part.is_last:
+            if job.is_last:
                 self.reports.append(
                     tensor.report(
                         max_scale=errors.max_scale if tensor.has_scales else None,
@@ -182,16 +176,16 @@ class Production:
                 )
                 errors = None
 
-    def _parts(self, tensor: TensorPlan) -> Iterator[_Part]:
+    def _jobs(self, tensor: TensorPlan) -> Iterator[_Job]:
         source = tensor.source
         if tensor.spec is None or not source.size:
             ends = [*range(0, source.nbytes, _COPY), source.nbytes]
             for start, stop in itertools.pairwise(ends) if len(ends) > 1 else [(0, 0)]:
-                yield _Part(tensor, start, stop, stop == source.nbytes)
+                yield _Job(tensor, start, stop, stop == source.nbytes)
             return
-        values, encoding = self._same_values(tensor), tensor.encoding
+        reader, encoding = self._same_numbers(tensor), tensor.encoding
         weight = None
-        if values is not None or (encoding is not None and encoding.quantizer is not None):
+        if reader is not None or (encoding is not None and encoding.quantizer is not None):
             assert encoding is not None
             grid = grid_of(encoding)
         else:
@@ -200,19 +194,19 @@ class Production:
         for slab in grid.slabs():
             start = grid.start(slab)
             stop = start + slab.size
-            yield _Part(tensor, start, stop, stop == source.size, slab, weight, values)
+            yield _Job(tensor, start, stop, stop == source.size, slab, weight, reader)
 
-    def _same_values(self, tensor: TensorPlan) -> WeightReader | None:
-        """The stored values of a weight that the target can hold as they are; else None."""
+    def _same_numbers(self, tensor: TensorPlan) -> WeightReader | None:
+        """What reads the codes of a weight that the target can hold as they are; else None."""
         # A second rounding would cost 3 dB where scales are powers of two: the largest code of a
         # block is then seldom the largest that there is, and another scale follows from it.
         old, new = tensor.source.encoding, tensor.encoding
-        if old is None or new is None or not same_numbers(old, new) or not self._stored:
+        if old is None or new is None or not same_numbers(old, new):
             return None
-        values = WeightReader(old, self._stored)
-        scale, _ = values.scales()
+        weight = tensor.source.weight
+        scale, _ = weight.scales
         least = np.float32(new.spec.amax_epsilon) / np.float32(new.spec.largest)
-        return values if scale is not None and scale.astype(np.float32).min() >= least else None
+        return weight if scale is not None and scale.astype(np.float32).min() >= least else None
 
     def _weight(self, tensor: TensorPlan) -> Weight:
         spec, encoding, source = tensor.spec, tensor.encoding, tensor.source
@@ -238,39 +232,39 @@ class Production:
         )
 
 
-def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
     """Parts that are computed together: small weights that are alike, and follow one another."""
-    for is_small, run in itertools.groupby(parts, lambda part: part.batch_key):
+    for is_small, run in itertools.groupby(jobs, lambda job: job.batch_key):
         size, is_compiled = BATCH if is_small else 1, False
         while batch := [*itertools.islice(run, size)]:
             is_compiled |= len(batch) == size
-            yield from [batch] if is_compiled else ([part] for part in batch)
+            yield from [batch] if is_compiled else ([job] for job in batch)
 
 
-def _outputs(parts: Sequence[_Part]) -> Iterable[tuple[_Part, QuantizedSlab]]:
-    """What becomes of some parts: computed in a thread."""
-    slabs = [(p.weight, p.slab) for p in parts if p.weight is not None and p.slab is not None]
-    outputs = quantize_slabs(slabs) if slabs else [_output_of(part) for part in parts]
-    return [*zip(parts, map(_pack, parts, outputs), strict=True)]
+def _outputs(jobs: Sequence[_Job]) -> Iterable[tuple[_Job, QuantizedSlab]]:
+    """What becomes of some jobs: computed in a thread."""
+    slabs = [(j.weight, j.slab) for j in jobs if j.weight is not None and j.slab is not None]
+    outputs = quantize_slabs(slabs) if slabs else [_output_of(job) for job in jobs]
+    return [*zip(jobs, map(_pack, jobs, outputs), strict=True)]
 
 
-def _output_of(part: _Part) -> QuantizedSlab:
-    encoding = part.tensor.encoding
-    if part.slab is None:
-        return _copy_bytes(part)
-    if part.values is not None:
-        return _copy_codes(part, part.slab, part.values)
+def _output_of(job: _Job) -> QuantizedSlab:
+    encoding = job.tensor.encoding
+    if job.slab is None:
+        return _copy_bytes(job)
+    if job.reader is not None:
+        return _copy_codes(job, job.slab, job.reader)
     assert encoding is not None
     assert encoding.quantizer is not None
-    x = part.tensor.source.read(part.start, part.stop).astype(np.float32)
+    x = job.tensor.source.read(job.start, job.stop).astype(np.float32)
     data, values = encoding.quantizer(x)
     with np.errstate(invalid="ignore"):  # signaling NaNs
         return QuantizedSlab(data, None, weight_errors(x, values))
 
 
-def _pack(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
-    encoding = part.tensor.encoding
-    if part.slab is None or encoding is None or encoding.packing is None:
+def _pack(job: _Job, output: QuantizedSlab) -> QuantizedSlab:
+    encoding = job.tensor.encoding
+    if job.slab is None or encoding is None or encoding.packing is None:
         return output
     codes = pack_rows(output.codes, encoding.packing, encoding.spec.element.bits)
     if not encoding.scales_first:
@@ -281,23 +275,23 @@ def _pack(part: _Part, output: QuantizedSlab) -> QuantizedSlab:
     return output._replace(codes=codes, scale=None)
 
 
-def _copy_codes(part: _Part, slab: Slab, values: WeightReader) -> QuantizedSlab:
+def _copy_codes(job: _Job, slab: Slab, reader: WeightReader) -> QuantizedSlab:
     """The stored codes of a slab, and with the first one all scales."""
-    codes = values.codes_between(part.start, part.stop).view(np.uint8)
-    scale, _ = values.scales()
+    codes = reader.codes_between(job.start, job.stop).view(np.uint8)
+    scale, _ = reader.scales
     assert scale is not None
-    x = part.tensor.source.read(part.start, part.stop)
+    x = job.tensor.source.read(job.start, job.stop)
     largest = float(scale.astype(np.float32).max())
     errors = dataclasses.replace(weight_errors(x, x), max_scale=largest)
     shaped = codes.reshape(slab.rows, slab.columns)
-    return QuantizedSlab(shaped, scale if part.start == 0 else None, errors)
+    return QuantizedSlab(shaped, scale if job.start == 0 else None, errors)
 
 
-def _copy_bytes(part: _Part) -> QuantizedSlab:
-    source, encoding = part.tensor.source, part.tensor.encoding
-    data = np.empty(part.stop - part.start, np.uint8)
+def _copy_bytes(job: _Job) -> QuantizedSlab:
+    source, encoding = job.tensor.source, job.tensor.encoding
+    data = np.empty(job.stop - job.start, np.uint8)
     if data.size:
-        source.read_into(part.start, data.data)
+        source.read_into(job.start, data.data)
     nonfinite = 0
     if source.dtype in _NONFINITE_BYTES:
         nonfinite = int(np.count_nonzero(_NONFINITE_BYTES[source.dtype][data]))
@@ -310,16 +304,16 @@ def _copy_bytes(part: _Part) -> QuantizedSlab:
     return QuantizedSlab(data, scale, WeightErrors(nonfinite=nonfinite))
 
 
-def _entries(part: _Part, output: QuantizedSlab) -> Iterator[tuple[Entry, np.ndarray]]:
-    """The entries of which a part has bytes, with these."""
-    encoding, scale, zero_point = part.tensor.encoding, output.scale, output.zero_point
+def _entries(job: _Job, output: QuantizedSlab) -> Iterator[tuple[Entry, np.ndarray]]:
+    """The entries of which a job has bytes, with these."""
+    encoding, scale, zero_point = job.tensor.encoding, output.scale, output.zero_point
     if encoding is None:
-        yield part.tensor.entries[0], output.codes
+        yield job.tensor.entries[0], output.codes
         return
     tensor_scale = None
-    if part.start == 0:
+    if job.start == 0:
         yield from encoding.constant_pairs
-        tensor_scale = None if part.weight is None else part.weight.tensor_scale
+        tensor_scale = None if job.weight is None else job.weight.tensor_scale
     if encoding.scale is not None and scale is not None:
         dtype = NUMPY_DTYPES[encoding.scale.dtype]
         is_byte = scale.itemsize == dtype.itemsize == 1  # E8M0, which some layouts call U8

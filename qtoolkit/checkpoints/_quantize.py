@@ -1,6 +1,6 @@
 """Quantizes weights slab by slab, with the same bits as `qtoolkit.quantize` of a whole weight.
 
-A slab with whole blocks goes through one program, `_encoded`: scales, codes, the rounding error.
+A slab with whole blocks goes through one program, `_quantized`: scales, codes, the rounding error.
 Where a block is more than a slab, all amaxes are computed first, by `_amaxes`, and the scales from
 them. `_slabs.py` says how a weight is cut.
 """
@@ -106,13 +106,13 @@ def quantize_slabs(slabs: Sequence[tuple[Weight, Slab]]) -> list[QuantizedSlab]:
         for a in (weight.scale, weight.nonzero)
     )
     arguments = x, *known, tensor_scale
-    if n == 1:
-        first = (None if a is None else a[0] for a in arguments)
-        result = jax.tree.map(lambda a: a[None], jax.device_get(_encoded(*first, spec)))
+    if n == 1:  # a program with a first axis of 1 takes a fifth longer to compile
+        first = jax.tree.map(lambda a: a[0], arguments)
+        result = jax.tree.map(lambda a: a[None], jax.device_get(_quantized(*first, spec)))
     else:
         places = np.minimum(np.arange(BATCH), n - 1)  # fills the batch with the last weight
-        filled = (None if a is None else a[places] for a in arguments)
-        made = jax.device_get(_encoded_weights(*filled, spec))
+        filled = jax.tree.map(lambda a: a[places], arguments)
+        made = jax.device_get(_quantized_weights(*filled, spec))
         result = jax.tree.map(lambda a: a[:n], made)
     codes = result.codes[:, : slab.rows, : slab.columns]
     if result.scale is None:
@@ -181,10 +181,7 @@ def may_be_subnormal(rates: np.ndarray, spec: BlockFormat) -> bool:
 
 
 def exact_values(
-    codes: np.ndarray,
-    rates: np.ndarray,
-    lengths: tuple[int | None, int | None],
-    spec: BlockFormat,
+    codes: np.ndarray, rates: np.ndarray, lengths: tuple[int | None, int | None], spec: BlockFormat
 ) -> np.ndarray:
     """The float32 numbers of codes [rows, columns] with a multiplier for each block."""
     wide = rates.astype(np.float64)
@@ -248,7 +245,7 @@ def with_block_scales(weight: Weight, map_: Map = map) -> Weight:
 # The programs: compiled once for each padded shape, dtype and format.
 
 
-class _Encoded(NamedTuple):
+class _Quantized(NamedTuple):
     """The codes, scales and zero points of a slab, and its sums."""
 
     codes: jax.Array
@@ -258,13 +255,13 @@ class _Encoded(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _encoded(
+def _quantized(
     x: jax.Array,
     scale: jax.Array | None,
     nonzero: jax.Array | None,
     tensor_scale: jax.Array | None,
     spec: BlockFormat,
-) -> _Encoded:
+) -> _Quantized:
     scales, above_zero = find_scales(x, spec, Scales(scale, tensor_scale))
     if nonzero is not None:
         above_zero = blocks_of(x, spec).spread(nonzero)
@@ -277,19 +274,19 @@ def _encoded(
     wide, values = lax.optimization_barrier((exact_float32(again), values))
     limit = float(spec.element.max_finite) if _is_cast(spec) else None
     sums = slab_sums(wide, values, largest_magnitude(x), limit)
-    return _Encoded(codes, scales.scale, scales.zero_point, sums)
+    return _Quantized(codes, scales.scale, scales.zero_point, sums)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _encoded_weights(
+def _quantized_weights(
     x: jax.Array,
     scale: jax.Array | None,
     nonzero: jax.Array | None,
     tensor_scale: jax.Array | None,
     spec: BlockFormat,
-) -> _Encoded:
-    """`_encoded` of some weights, one after the other in one call."""
-    return lax.map(lambda each: _encoded(*each, spec), (x, scale, nonzero, tensor_scale))
+) -> _Quantized:
+    """`_quantized` of some weights, one after the other in one call."""
+    return lax.map(lambda each: _quantized(*each, spec), (x, scale, nonzero, tensor_scale))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "nan_wins"))

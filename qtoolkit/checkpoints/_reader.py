@@ -1,6 +1,7 @@
 """Makes numbers of a quantized weight that a file holds: a `QArray`, or float32 slab by slab."""
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -76,10 +77,8 @@ class WeightReader:
         self._loading = threading.Lock()
         # By the function that made them the elements of the last matrix, and its index.
         self._matrices: dict[Callable[..., np.ndarray], tuple[int, np.ndarray]] = {}
-        self._scales: tuple[np.ndarray | None, np.ndarray | None] | None = None
-        self._grid: Grid | None = None
-        if encoding.is_sliceable and 0 not in encoding.shape:
-            self._grid = grid_of(encoding)
+        is_read_by_rows = encoding.is_sliceable and 0 not in encoding.shape
+        self._grid = grid_of(encoding) if is_read_by_rows else None
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fills `buffer` from byte `start` of the float32 weight on; both multiples of 4."""
@@ -87,10 +86,10 @@ class WeightReader:
         if self._grid is None:
             self._copy_matrices(values_of, first, out)
             return
-        spec, done = self.encoding.spec_as_stored, 0
+        spec, done = self.encoding.spec, 0
         for slab, where in self._grid.slabs_between(first, first + len(out)):
             codes = self._slab_codes(slab)
-            part = slab_values(codes, self._grid, slab, spec, *self.scales()).reshape(-1)[where]
+            part = slab_values(codes, self._grid, slab, spec, *self.scales).reshape(-1)[where]
             out[done : done + len(part)] = part
             done += len(part)
 
@@ -119,11 +118,21 @@ class WeightReader:
         _check_range(data, encoding)
         return data
 
+    def array(self, dtype: Any) -> Any:
+        """The weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than
+        a byte; float32 where no `QArray` can hold it: without elements, with reordered groups, or
+        with what `Encoding.finish` does.
+        """
+        encoding, read = self.encoding, entry_reader(self._stored)
+        if 0 in encoding.shape or not encoding.is_array:
+            return values_of(encoding, read)
+        array = qarray_of(encoding, read, dtype=dtype)
+        return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
+
+    @functools.cached_property
     def scales(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Scales and tensor scales, flat, as stored."""
-        if self._scales is None:
-            self._scales = _scales(self.encoding, entry_reader(self._stored))
-        return self._scales
+        return _scales(self.encoding, entry_reader(self._stored))
 
     def _copy_matrices(
         self, make: Callable[[Encoding, ReadEntry], np.ndarray], start: int, out: np.ndarray
@@ -204,18 +213,6 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     return np.ascontiguousarray(values.swapaxes(-1, -2)) if encoding.transposed else values
 
 
-def loaded_weight(encoding: Encoding, stored: Mapping[str, Tensor], dtype: Any) -> Any:
-    """A weight as a `QArray` of numbers of `dtype`, packed where its codes are narrower than a
-    byte; float32 where no `QArray` can hold it: without elements, with reordered groups, or with
-    what `Encoding.finish` does.
-    """
-    read = entry_reader(stored)
-    if 0 in encoding.shape or not encoding.is_array:
-        return values_of(encoding, read)
-    array = qarray_of(encoding, read, dtype=dtype)
-    return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
-
-
 def qarray_of(
     encoding: Encoding,
     read: ReadEntry,
@@ -226,7 +223,7 @@ def qarray_of(
 
     `order` says in which order the codes are, and along which axis; None: as they are.
     """
-    spec, shape = encoding.spec_as_stored, encoding.matrix_shape
+    spec, shape = encoding.spec, encoding.matrix_shape
     bits = spec.element.bits
     codes = unpack_entry(encoding.codes, read, encoding.packing, bits, shape)
     if encoding.packing is None:
@@ -246,7 +243,7 @@ def qarray_of(
     array = QArray(
         jnp.asarray(codes.view(spec.element.code_dtype).reshape(shape)),
         None if scale is None else jnp.asarray(scale.reshape(counts)),
-        dataclasses.replace(encoding, spec=spec).array_spec,
+        encoding.array_spec,
         tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
         zero_point=zero,
         dtype=dtype,

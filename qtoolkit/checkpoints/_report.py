@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from qtoolkit.checkpoints._checkpoint import Tensor
-from qtoolkit.checkpoints._safetensors import TensorInfo
-from qtoolkit.checkpoints._safetensors import layout as placed
+from qtoolkit.checkpoints._safetensors import in_data_order
 from qtoolkit.checkpoints._tensors import Entry, shown
 from qtoolkit.checkpoints.layouts import Encoding, Scheme
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
@@ -143,9 +142,9 @@ class Plan:
     header: Any = None
 
     @property
-    def outputs(self) -> tuple[TensorInfo, ...]:
-        """Every tensor of the target, placed in one file."""
-        return placed(entry for tensor in self.tensors for entry in tensor.entries)
+    def outputs(self) -> tuple[Entry, ...]:
+        """Every tensor of the target, in the order of their data in one file."""
+        return in_data_order(entry for tensor in self.tensors for entry in tensor.entries)
 
     def report(
         self,

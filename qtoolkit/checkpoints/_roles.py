@@ -102,9 +102,9 @@ def experts_of(name: str, rank: int = 2) -> str:
     return f"{name[: match.start()]}{match[1]}experts" if match else ""
 
 
-def is_stack_of_experts(info: Tensor) -> bool:
+def is_stack_of_experts(tensor: Tensor) -> bool:
     """Whether a tensor has the weights of all experts of a layer, as in Llama 4 and gpt-oss."""
-    return len(info.shape) == 3 and _EXPERTS.search(info.name) is not None
+    return len(tensor.shape) == 3 and _EXPERTS.search(tensor.name) is not None
 
 
 def module_of(name: str) -> str:
@@ -119,10 +119,7 @@ class Roles:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        config: Mapping[str, Any],
-        choice: AxisChoice = "auto",
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], choice: AxisChoice = "auto"
     ) -> None:
         self._tensors = tensors
         self._config = config
@@ -131,30 +128,30 @@ class Roles:
         self._by_word: dict[str, list[str]] = {}  # names by their last part
         self._last: dict[str, bool | None] = {}  # by name: each weight is asked for several times
 
-    def outputs_last(self, info: Tensor) -> bool | None:
+    def outputs_last(self, tensor: Tensor) -> bool | None:
         """Whether the last axes of a weight hold its outputs, not the first; None if not known.
 
         A bias decides if its length is that of only one of the axes; else the naming convention.
         """
-        if info.name not in self._last:
-            self._last[info.name] = self._outputs_last(info)
-        return self._last[info.name]
+        if tensor.name not in self._last:
+            self._last[tensor.name] = self._outputs_last(tensor)
+        return self._last[tensor.name]
 
-    def _outputs_last(self, info: Tensor) -> bool | None:
+    def _outputs_last(self, tensor: Tensor) -> bool | None:
         if self._choice != "auto":
             return self._choice == "last"
-        last = re.split(r"[./]", info.name)[-1]
-        if _EXPERTS.search(info.name):
-            return self._experts_outputs_last(info)
+        last = re.split(r"[./]", tensor.name)[-1]
+        if _EXPERTS.search(tensor.name):
+            return self._experts_outputs_last(tensor)
         if last == "kernel":
             return True
-        if _PARALLEL_EXPERTS.search(info.name) and len(info.shape) == 3:
+        if _PARALLEL_EXPERTS.search(tensor.name) and len(tensor.shape) == 3:
             return False
-        if _CONV1D.search(info.name):
+        if _CONV1D.search(tensor.name):
             return self._has_conv1d
-        by_bias = self._by_bias(info)
+        by_bias = self._by_bias(tensor)
         if last == "weight":
-            return False if by_bias is None or len(info.shape) != 2 else by_bias
+            return False if by_bias is None or len(tensor.shape) != 2 else by_bias
         return by_bias
 
     def has_tied_head(self) -> bool:
@@ -169,24 +166,24 @@ class Roles:
         has_head = any(re.search(r"(^|[./])(lm_head|embed_out|output|head)$", n) for n in names)
         return bool(self._config) and not has_head and False not in said
 
-    def axes(self, info: Tensor) -> tuple[int, ...]:
+    def axes(self, tensor: Tensor) -> tuple[int, ...]:
         """The axes of a weight that hold its outputs; raises where nothing says which."""
-        last = self.outputs_last(info)
+        last = self.outputs_last(tensor)
         if last is None:
             raise CheckpointError(
-                f"tensor {shown(info.name)}, {list(info.shape)}: cannot tell which axis holds the "
-                'outputs, which a scale per channel needs; say it with channel_axis="first" (as in '
-                'PyTorch) or channel_axis="last" (as in Flax and GPT-2), use scaling="tensor", or '
-                "keep the tensor as it is with skip="
+                f"tensor {shown(tensor.name)}, {list(tensor.shape)}: cannot tell which axis holds "
+                "the outputs, which a scale per channel needs; say it with "
+                'channel_axis="first" (as in PyTorch) or channel_axis="last" (as in Flax and '
+                'GPT-2), use scaling="tensor", or keep the tensor as it is with skip='
             )
-        rank, stack = len(info.shape), self._stack_axis(info)
-        of_all = _EXPERTS.search(info.name) or _PARALLEL_EXPERTS.search(info.name)
+        rank, stack = len(tensor.shape), self._stack_axis(tensor)
+        of_all = _EXPERTS.search(tensor.name) or _PARALLEL_EXPERTS.search(tensor.name)
         if of_all and rank == 3:
             return (0, 2) if last else (0, 1)
         if not last:
             return (0,)
         # In Flax's attention kernels [inputs, heads, head length] the last two axes are outputs.
-        is_query = re.search(r"(^|[./])(query|key|value)[./]kernel$", info.name)
+        is_query = re.search(r"(^|[./])(query|key|value)[./]kernel$", tensor.name)
         one = rank - (stack is not None)  # of a layer alone
         outputs = (rank - 2, rank - 1) if one == 3 and is_query else (rank - 1,)
         inputs = [axis for axis in range(rank) if axis not in (stack, *outputs)]
@@ -196,13 +193,13 @@ class Roles:
             return outputs
         return tuple(sorted((stack, *outputs)))
 
-    def _stack_axis(self, info: Tensor) -> int | None:
+    def _stack_axis(self, tensor: Tensor) -> int | None:
         """The axis along which `nn.scan` or `nnx.vmap` stacked Flax's layers; None for one layer.
 
         A norm tells it: its `scale` has one axis, and in a stack two. MaxText stacks along axis 1.
         """
-        parts = re.split(r"(?<=[./])", info.name)
-        if len(info.shape) < 3 or parts[-1] != "kernel":
+        parts = re.split(r"(?<=[./])", tensor.name)
+        if len(tensor.shape) < 3 or parts[-1] != "kernel":
             return None
         for end in range(len(parts) - 1, -1, -1):  # from the layer outwards, to the next norm
             around = "".join(parts[:end])
@@ -226,48 +223,55 @@ class Roles:
         names = (name for name in self._by_word[word] if name.startswith(around))
         return [tuple(self._tensors[name].shape) for name in names]
 
-    def _by_bias(self, info: Tensor) -> bool | None:
-        bias = self._tensors.get(re.sub(r"[^./]+$", "bias", info.name))
-        if bias is None or bias.name == info.name or len(bias.shape) != 1 or len(info.shape) < 2:
+    def _by_bias(self, tensor: Tensor) -> bool | None:
+        bias = self._tensors.get(re.sub(r"[^./]+$", "bias", tensor.name))
+        if (
+            bias is None
+            or bias.name == tensor.name
+            or len(bias.shape) != 1
+            or len(tensor.shape) < 2
+        ):
             return None
-        first, last = info.shape[0] == bias.shape[0], info.shape[-1] == bias.shape[0]
+        first, last = tensor.shape[0] == bias.shape[0], tensor.shape[-1] == bias.shape[0]
         return None if first == last else last
 
     def _finds_conv1d(self) -> bool:
         """Whether weights named as GPT-2's are stored as its Conv1D does, [inputs, outputs]."""
-        weights = [info for info in self._tensors.values() if _CONV1D.search(info.name)]
-        for info in weights:
-            by_bias = self._by_bias(info)
+        weights = [tensor for tensor in self._tensors.values() if _CONV1D.search(tensor.name)]
+        for tensor in weights:
+            by_bias = self._by_bias(tensor)
             if by_bias is not None:
                 return by_bias
-        for info in weights:  # outputs are three times (query, key, value) or four times the inputs
-            if len(info.shape) == 2 and re.search(r"c_(attn|fc)\.weight$", info.name):
-                first, last = info.shape
+        for (
+            tensor
+        ) in weights:  # outputs are three times (query, key, value) or four times the inputs
+            if len(tensor.shape) == 2 and re.search(r"c_(attn|fc)\.weight$", tensor.name):
+                first, last = tensor.shape
                 if first != last:
                     return last > first
         return str(self._config.get("model_type", "")) in ("gpt2", "openai-gpt", "imagegpt")
 
-    def _experts_outputs_last(self, info: Tensor) -> bool | None:
+    def _experts_outputs_last(self, tensor: Tensor) -> bool | None:
         """Whether the weights of all experts in one tensor are [E, in, out], as Llama 4 and GPT-OSS
         have them, or [E, out, in]; None if nothing says it.
         """
-        if len(info.shape) != 3:
+        if len(tensor.shape) != 3:
             return None
         sizes = (part.get("hidden_size") for part in reversed(configs_in(self._config)))
         hidden = next((size for size in sizes if isinstance(size, int)), None)
-        _, first, last = info.shape
-        is_down = re.search(r"(down_proj|w2)$", info.name) is not None
+        _, first, last = tensor.shape
+        is_down = re.search(r"(down_proj|w2)$", tensor.name) is not None
         if hidden is not None and first != last and hidden in (first, last):
             return (last == hidden) == is_down
-        bias = self._tensors.get(f"{info.name}_bias")
+        bias = self._tensors.get(f"{tensor.name}_bias")
         if bias is not None and len(bias.shape) == 2 and first != last:
             return bias.shape[1] == last
-        other = self._tensors.get(info.name.replace("gate_up_proj", "down_proj"))
-        if other is not None and other.name != info.name and len(other.shape) == 3:
+        other = self._tensors.get(tensor.name.replace("gate_up_proj", "down_proj"))
+        if other is not None and other.name != tensor.name and len(other.shape) == 3:
             # The two projections are inverse: inputs of one are outputs of the other. The outputs
             # of gate and up together are twice as long.
             in_out = (other.shape[2], 2 * other.shape[1]) == (first, last)
             out_in = (2 * other.shape[2], other.shape[1]) == (first, last)
             return None if in_out == out_in else in_out
-        pair = self._tensors.get(info.name.replace("down_proj", "gate_up_proj"))
-        return self._experts_outputs_last(pair) if pair and pair.name != info.name else None
+        pair = self._tensors.get(tensor.name.replace("down_proj", "gate_up_proj"))
+        return self._experts_outputs_last(pair) if pair and pair.name != tensor.name else None

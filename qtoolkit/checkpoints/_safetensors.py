@@ -5,8 +5,8 @@ do not all fit in memory. Headers are parsed with suspicion, and built byte for 
 """
 
 import contextlib
-import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -25,6 +25,7 @@ from qtoolkit.checkpoints._tensors import (
     DTYPE_RANK,
     NUMPY_DTYPES,
     CheckpointError,
+    Entry,
     shown,
 )
 from qtoolkit.checkpoints._writing import check_target, new_file, write_chunks
@@ -33,28 +34,6 @@ MAX_HEADER_BYTES = 100_000_000  # the reference implementation refuses more
 _METADATA = "__metadata__"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DAMAGED = "it is damaged or no safetensors file; fetch or write it again"
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorInfo:
-    """The place of a tensor in a file.
-
-    Attributes:
-      name: As in the file.
-      dtype: As in the file: "F8_E4M3".
-      shape: Elements along each axis; () for a scalar.
-      start, stop: Where its bytes lie, counted from the end of the header.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
 
 
 # Reading.
@@ -77,29 +56,27 @@ def open_safetensors(path: Path) -> Checkpoint:
                 )
             text = bytearray(length)
             storage.fill(file, 8, memoryview(text), f"{path}: header")
-        infos, metadata = _parsed(path, text, file.size - 8 - length)
+        places, metadata = _parsed(path, text, file.size - 8 - length)
 
-        def read(info: TensorInfo, first: int, buffer: memoryview) -> None:
-            if first + len(buffer) > info.nbytes:
-                raise IndexError(
-                    f"tensor {shown(info.name)}: bytes {first}:{first + len(buffer)} of "
-                    f"{info.nbytes}"
-                )
+        def read(name: str, start: int, stop: int, first: int, buffer: memoryview) -> None:
+            end = first + len(buffer)
+            if end > stop - start:
+                raise IndexError(f"tensor {shown(name)}: bytes {first}:{end} of {stop - start}")
             with storage.naming(path):
-                where = f"{path}: tensor {shown(info.name)}"
-                storage.fill(file, 8 + length + info.start + first, memoryview(buffer), where)
+                where = f"{path}: tensor {shown(name)}"
+                storage.fill(file, 8 + length + start + first, memoryview(buffer), where)
 
         tensors = {
-            info.name: Tensor(info.name, info.dtype, info.shape, functools.partial(read, info))
-            for info in infos
+            entry.name: Tensor(*entry, functools.partial(read, entry.name, start, stop))
+            for start, stop, entry in places
         }
         return Checkpoint(path, tensors, metadata, resources=opening.pop_all())
 
 
 def _parsed(
     path: Path, text: bytearray, data_bytes: int
-) -> tuple[list[TensorInfo], dict[str, str]]:
-    """The tensors that a header describes, in the order of their data, and the metadata."""
+) -> tuple[list[tuple[int, int, Entry]], dict[str, str]]:
+    """Where the data of each tensor begin and end, in their order, and the metadata."""
     try:
         if text[:1] != b"{":
             raise ValueError(f"starts with {bytes(text[:1])!r}, expected b'{{'")
@@ -108,23 +85,23 @@ def _parsed(
         metadata = {} if metadata is None else metadata  # MLX writes null
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise ValueError("__metadata__ is not an object of strings, as it has to be")
-        tensors = [_info(name, entry) for name, entry in header.items()]
-        tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
+        places = [_place(name, fields) for name, fields in header.items()]
+        places.sort(key=lambda place: place[:2])
         end = 0
-        for tensor in tensors:
-            if tensor.start != end:
-                what = "overlap" if tensor.start < end else "hole"
+        for start, stop, entry in places:
+            if start != end:
+                what = "overlap" if start < end else "hole"
                 raise ValueError(
-                    f"tensor {shown(tensor.name)}: data starts at {tensor.start}, expected {end}, "
+                    f"tensor {shown(entry.name)}: data starts at {start}, expected {end}, "
                     f"where the one before ends ({what})"
                 )
-            end = tensor.stop
+            end = stop
         if end != data_bytes:
             what = "truncated" if end > data_bytes else "bytes left over"
             raise ValueError(f"{data_bytes} bytes of data, expected {end} by the header ({what})")
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError, JSONDecodeError, our own
         raise CheckpointError(f"{path}: header: {shown(str(error))}; {_DAMAGED}") from error
-    return tensors, metadata
+    return places, metadata
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,9 +113,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _info(name: str, entry: Any) -> TensorInfo:
-    """A tensor of a header; raises ValueError with what is wrong with its entry."""
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+def _place(name: str, described: Any) -> tuple[int, int, Entry]:
+    """Where the data of a tensor lie; raises ValueError with what is wrong with its description."""
+    fields: dict[str, Any] = described if isinstance(described, dict) else {}
     dtype: Any = fields.get("dtype")
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
@@ -157,7 +134,7 @@ def _info(name: str, entry: Any) -> TensorInfo:
             f"{math.prod(shape) * DTYPE_BITS[dtype] / 8} for shape {_brief(shape)} of {dtype}"
         )
     else:
-        return TensorInfo(name, dtype, tuple(shape), *offsets)
+        return offsets[0], offsets[1], Entry(name, dtype, tuple(shape))
     raise ValueError(f"tensor {shown(name)}: {wrong}")
 
 
@@ -178,30 +155,23 @@ def _brief(value: Any) -> str:
 # Writing.
 
 
-def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
-    """Place (name, dtype, shape) triples in a file as the reference does: aligned, without holes.
-
-    The result is in the order of the data: large elements first, then by name.
+def in_data_order(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:
+    """Entries, (name, dtype, shape), in the order of the reference: large elements first, then by
+    name. So their data are aligned, without holes.
     """
-    placed: list[TensorInfo] = []
-    start = 0
-    tensors = list(tensors)
-    for name, dtype, shape in tensors:
+    entries = sorted((Entry(*t) for t in tensors), key=lambda e: (-DTYPE_RANK[e.dtype], e.name))
+    for name, dtype, shape in entries:
         if math.prod(shape) * DTYPE_BITS[dtype] % 8:
             raise CheckpointError(
                 f"tensor {name!a}: {dtype} of shape {shape} ends within a byte, expected a "
                 "multiple of 8 bits; pad the last axis"
             )
-    for name, dtype, shape in sorted(tensors, key=lambda t: (-DTYPE_RANK[t[1]], t[0])):
-        stop = start + math.prod(shape) * DTYPE_BITS[dtype] // 8
-        placed.append(TensorInfo(name, dtype, shape, start, stop))
-        start = stop
-    return tuple(placed)
+    return tuple(entries)
 
 
 def write_safetensors(
     path: Path,
-    tensors: Sequence[TensorInfo],
+    entries: Sequence[Entry],
     chunks: Iterable[tuple[str, Any]],
     metadata: Mapping[str, str] | None = None,
     *,
@@ -214,19 +184,21 @@ def write_safetensors(
     killed, the next run does. Of two runs with the same target the one that began first fails. For
     a URL the data is first written to a local temporary file.
 
+    `entries` are in the order of `in_data_order`.
+
     `chunks` are (name, bytes or array) pairs, the next bytes of a tensor; tensors may come in any
     order and interleaved. They are written while the next ones are made: a buffer that was handed
     over must not be used again.
     """
     if not is_url(path):
         with new_file(path, overwrite) as file:
-            _write_all(file, path, tensors, chunks, metadata)
+            _write_all(file, path, entries, chunks, metadata)
         return
     check_target(path, overwrite)
     # A file without a name: nothing is left of it if the process is killed.
     with tempfile.TemporaryFile() as scratch:
         with storage.naming(tempfile.gettempdir()):
-            _write_all(scratch.fileno(), path, tensors, chunks, metadata)
+            _write_all(scratch.fileno(), path, entries, chunks, metadata)
         check_target(path, overwrite)
         storage.upload(scratch, path)
 
@@ -241,29 +213,34 @@ def write_arrays(
                 f"{path}: tensor {shown(str(name))}: dtype {array.dtype}, expected one of "
                 f"{', '.join(DTYPE_OF)}; convert it first"
             )
-    infos = layout((name, DTYPE_OF[a.dtype.name], a.shape) for name, a in arrays.items())
+    entries = in_data_order((n, DTYPE_OF[a.dtype.name], a.shape) for n, a in arrays.items())
     # order="C": the bytes of a transposed array would otherwise be written in another order.
     chunks = (
-        (info.name, np.asarray(arrays[info.name], NUMPY_DTYPES[info.dtype], order="C"))
-        for info in infos
+        (name, np.asarray(arrays[name], NUMPY_DTYPES[dtype], order="C"))
+        for name, dtype, _ in entries
     )
-    write_safetensors(path, infos, chunks, metadata, overwrite=overwrite)
+    write_safetensors(path, entries, chunks, metadata, overwrite=overwrite)
 
 
 def _write_all(
     descriptor: int,
     path: Path,
-    tensors: Sequence[TensorInfo],
+    entries: Sequence[Entry],
     chunks: Iterable[tuple[str, Any]],
     metadata: Mapping[str, str] | None,
 ) -> None:
-    header = _header_bytes(tensors, metadata)
-    start = len(header)
-    places = {tensor.name: (start + tensor.start, start + tensor.stop) for tensor in tensors}
+    ends = [*itertools.accumulate((entry.nbytes for entry in entries), initial=0)]
+    header = _header_bytes(entries, ends, metadata)
+    places = {
+        entry.name: (len(header) + start, len(header) + stop)
+        for entry, (start, stop) in zip(entries, itertools.pairwise(ends), strict=True)
+    }
     write_chunks(descriptor, path, header, places, chunks)
 
 
-def _header_bytes(tensors: Iterable[TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
+def _header_bytes(
+    entries: Sequence[Entry], ends: Sequence[int], metadata: Mapping[str, str] | None
+) -> bytes:
     """The length, the header and its padding: the same bytes for the same arguments."""
     header: dict[str, Any] = {}
     if metadata:
@@ -273,17 +250,13 @@ def _header_bytes(tensors: Iterable[TensorInfo], metadata: Mapping[str, str] | N
                 "convert them first, e.g. with json.dumps"
             )
         header[_METADATA] = dict(sorted(metadata.items()))
-    for tensor in tensors:
-        if tensor.name in header or tensor.name == _METADATA or not _is_text(tensor.name):
+    for (name, dtype, shape), offsets in zip(entries, itertools.pairwise(ends), strict=True):
+        if name in header or name == _METADATA or not _is_text(name):
             raise CheckpointError(
-                f"tensor {tensor.name!a}: expected a name that is text, given once and not "
+                f"tensor {name!a}: expected a name that is text, given once and not "
                 "'__metadata__'; rename it"
             )
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [tensor.start, tensor.stop],
-        }
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:

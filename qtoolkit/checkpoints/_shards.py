@@ -27,8 +27,7 @@ from qtoolkit.checkpoints import _storage as storage
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
-from qtoolkit.checkpoints._safetensors import layout as safetensors_layout
-from qtoolkit.checkpoints._safetensors import open_safetensors, write_safetensors
+from qtoolkit.checkpoints._safetensors import in_data_order, open_safetensors, write_safetensors
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._target import (
     Destination,
@@ -42,13 +41,13 @@ from qtoolkit.checkpoints._target import (
 from qtoolkit.checkpoints._tensors import CheckpointError, listed
 from qtoolkit.checkpoints._writing import (
     CONTENT,
-    PLAN,
+    MANIFEST,
     OvertakenError,
     clear_partial,
     json_in,
+    manifest_in,
     noting_complete,
     partial_name,
-    plan_in,
     removal,
     rename_folder,
     restore,
@@ -213,7 +212,7 @@ def _begin(folder: _PartialFolder, manifest: Mapping[str, Any], overwrite: bool)
     """Writes plan.json and returns True; returns False if there is one with this fingerprint."""
     # Files of another plan are removed. But a shard removes none, and without `overwrite` nobody
     # removes files that shards have written.
-    path, there = folder.path, plan_in(folder.partial)
+    path, there = folder.path, manifest_in(folder.partial)
     if there is not None and there["fingerprint"] == manifest["fingerprint"]:
         return False
     if there is not None and (manifest["shards"] or (there["shards"] and not overwrite)):
@@ -227,7 +226,7 @@ def _begin(folder: _PartialFolder, manifest: Mapping[str, Any], overwrite: bool)
             clear_partial(folder.target, path, overwrite)
         os.makedirs(folder.content, exist_ok=True)
     elif manifest["shards"]:
-        existing = storage.entries(folder.target)
+        existing = storage.names_in(folder.target)
         if existing and not is_under_way(path, existing):
             raise CheckpointError(
                 f"{path}: exists already, and shards cannot replace what lies behind a URL; "
@@ -237,7 +236,7 @@ def _begin(folder: _PartialFolder, manifest: Mapping[str, Any], overwrite: bool)
         folder.remove(there)
     elif overwrite:  # the old checkpoint goes first: no rename can replace it later
         storage.remove_folder(folder.target)
-    folder.write_json(folder.partial, PLAN, manifest)
+    folder.write_json(folder.partial, MANIFEST, manifest)
     return True
 
 
@@ -278,13 +277,13 @@ def _write(
             continue
         # The old record goes first, so that no record describes a file that is half-written.
         storage.remove(join(folder.partial, f"{name}.json"))
-        outputs = safetensors_layout(entry for tensor in tensors for entry in tensor.entries)
+        outputs = in_data_order(entry for tensor in tensors for entry in tensor.entries)
         file = folder.inside(name)
         checksums = {output.name: 0 for output in outputs}
         chunks = _summed(production.chunks(tensors), checksums)
         write_safetensors(file, outputs, chunks, plan.metadata, overwrite=True)
         reports = production.reports[done:]
-        if (plan_in(folder.partial) or {}).get("fingerprint") != manifest["fingerprint"]:
+        if (manifest_in(folder.partial) or {}).get("fingerprint") != manifest["fingerprint"]:
             raise OvertakenError(
                 f"{folder.path}: finalized, removed or begun anew by another process "
                 "meanwhile; nothing more was written"
@@ -342,7 +341,7 @@ def _open_partial(dst: Path) -> tuple[_PartialFolder, dict[str, Any]]:
     storage.check_path(dst, "dst")
     storage.check_writable(dst)
     folder = _PartialFolder.of(dst)
-    manifest = plan_in(folder.partial)
+    manifest = manifest_in(folder.partial)
     if manifest is not None and storage.kind_at(folder.content) == "folder":
         return folder, manifest
     there = storage.kind_at(folder.target) == "folder"
@@ -373,7 +372,7 @@ def _complete(folder: _PartialFolder, manifest: Mapping[str, Any], overwrite: bo
         with noting_complete(str(path)):
             storage.remove_folder(folder.partial)
     else:
-        for name, is_folder in storage.entries(folder.content).items():
+        for name, is_folder in storage.names_in(folder.content).items():
             if name not in own:  # a process was killed while it wrote this
                 stray = folder.inside(name)
                 shutil.rmtree(stray) if is_folder else storage.remove(stray)

@@ -127,10 +127,7 @@ class Grid:
     def lengths(self, slab: Slab) -> tuple[int | None, int | None]:
         """The lengths of blocks in a slab; None along an axis on which one block has all of it."""
         is_one = self.height >= slab.rows and (self.height > 1 or self.width == 1)
-        return (
-            None if is_one else self.height,
-            None if self.width >= slab.columns else self.width,
-        )
+        return (None if is_one else self.height, None if self.width >= slab.columns else self.width)
 
     def program_shape(self, slab: Slab) -> tuple[int, int]:
         """Rows and columns for which a program is compiled that takes the slab."""

@@ -85,7 +85,7 @@ def kind_at(path: Path) -> Kind:
     return "folder" if info["type"] == "directory" else "file"
 
 
-def entries(path: Path) -> dict[str, bool]:
+def names_in(path: Path) -> dict[str, bool]:
     """The names in a folder, in order, and whether each is a folder."""
     if not is_url(path):
         with os.scandir(path) as inside:

@@ -31,7 +31,7 @@ from qtoolkit.checkpoints._report import Plan, Report, TensorPlan
 from qtoolkit.checkpoints._storage import Path, is_url, join
 from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, configs_in, listed, shown
 from qtoolkit.checkpoints._writing import GGUF, check_target, exists_already, is_gguf
-from qtoolkit.checkpoints.layouts import _mlx
+from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._layout import HIGH_PRECISION
 
 Shard = tuple[int, int]  # (index, count)
@@ -97,7 +97,7 @@ class Destination:
                 "CheckpointManager one step"
             )
         else:
-            visible = {name for name in storage.entries(self.src) if not name.startswith(".")}
+            visible = {name for name in storage.names_in(self.src) if not name.startswith(".")}
             check_folder(self.dst, self.overwrite, visible)
 
     def _check_unsharded(self, why: str) -> None:
@@ -131,7 +131,7 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     kind = storage.kind_at(target)
     if kind not in ("folder", ""):
         raise CheckpointError(f"{path}: is a file, expected the name of a folder, which is written")
-    inside = storage.entries(target) if kind == "folder" else {}
+    inside = storage.names_in(target) if kind == "folder" else {}
     if not inside or is_under_way(path, inside):
         return
     if not overwrite:
@@ -315,7 +315,7 @@ def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     new = copy.deepcopy(dict(config))
     part: Any
     for part in configs_in(new):
-        keys = _CONFIGS | ({_mlx.KEY} if _mlx.config_of(part) else set())
+        keys = _CONFIGS | {one.own_key for one in LAYOUTS.values() if one.own_config(part)}
         for key in keys & part.keys():
             del part[key]
         for key in ("dtype", "torch_dtype"):

@@ -40,6 +40,7 @@ DTYPE_BITS = {dtype: bits for dtype, (bits, _) in _DTYPES.items()}
 DTYPE_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 NUMPY_DTYPES = {dtype: np.dtype(name) for dtype, (_, name) in _DTYPES.items() if name}
 DTYPE_OF = {dtype.name: name for name, dtype in NUMPY_DTYPES.items()}
+METADATA_KEY = "qtoolkit"  # under which `convert` records what it did, in the metadata
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 # Fills a buffer with the bytes of a tensor from a byte on. Threads may call it at the same time.

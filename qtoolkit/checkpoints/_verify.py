@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _storage as storage
-from qtoolkit.checkpoints._arguments import arguments_from_json
+from qtoolkit.checkpoints._arguments import PlanOptions
 from qtoolkit.checkpoints._checkpoint import Checkpoint, Tensor
-from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import decode_weights, own_metadata
+from qtoolkit.checkpoints._decode import check_explained, decode_weights, own_metadata
 from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._folder import CONFIG, read_json
+from qtoolkit.checkpoints._gguf import LAYOUT as GGUF
+from qtoolkit.checkpoints._gguf_write import plan_gguf
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers
-from qtoolkit.checkpoints._reader import WeightReader
 from qtoolkit.checkpoints._report import Plan, Progress, TensorPlan
 from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._target import json_files
@@ -61,7 +61,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
 
     `convert` stores its arguments in the metadata of the weights. Planned again with them, each
     tensor must have the same dtype, shape and bytes, static input scales too, and config.json the
-    same content. Other files are not compared. Memory is a few slabs.
+    same content. Other files, and the metadata and tokenizer in GGUF, are not compared. Memory is a
+    few slabs.
 
     A checkpoint of another program has no such arguments. Then only weights are compared: each
     tensor of `src` must be there, unchanged, rounded to another dtype of high precision, or
@@ -93,8 +94,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     storage.check_path(converted, "converted")
     with open_source(src) as opened, open_source(converted) as target:
         source = decode_weights(opened)
-        record = own_metadata(target).get("arguments")
-        if record is None:
+        record = own_metadata(target)
+        if record.get("arguments") is None:
             check_explained(source)
             tensors, quantized, problems = _by_codes(source, target, progress)
         else:
@@ -104,7 +105,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
             converted=str(converted),
             tensors=tensors,
             quantized=quantized,
-            codes_only=record is None,
+            codes_only=record.get("arguments") is None,
             problems=tuple(problems),
         )
 
@@ -113,11 +114,13 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
 
 
 def _by_arguments(
-    source: Checkpoint, target: Checkpoint, record: Any, progress: Progress | None
+    source: Checkpoint, target: Checkpoint, record: Mapping[str, Any], progress: Progress | None
 ) -> tuple[int, int, list[str]]:
     """How many tensors were compared, how many of them are quantized, and what differs."""
+    stored = target.raw or target.tensors
     try:
-        plan = make_plan(source, **arguments_from_json(record))
+        planned = plan_gguf if record.get("layout") == GGUF else make_plan
+        plan = planned(source, PlanOptions.from_json(record["arguments"]))
     except CheckpointError as error:
         return 0, 0, [f"planned again as it was converted: {error}"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -127,13 +130,13 @@ def _by_arguments(
         ) from error
     expected = {entry.name for tensor in plan.tensors for entry in tensor.entries}
     problems = [*_config_problems(source, target, plan)]
-    problems += _tensor_problems(plan.tensors, source, target.tensors, progress)
+    problems += _tensor_problems(plan.tensors, source, stored, progress)
     problems += [
         f"{shown(name)}: is there, expected no such tensor; {_AGAIN}"
-        for name in target.tensors
+        for name in stored
         if name not in expected
     ]
-    present = [t for t in plan.tensors if all(e.name in target.tensors for e in t.entries)]
+    present = [t for t in plan.tensors if all(e.name in stored for e in t.entries)]
     return len(present), sum(t.encoding is not None for t in present), problems
 
 
@@ -196,7 +199,7 @@ def _by_codes(
     plans = {tensor.name: _plan_by_codes(tensor, target) for tensor in source.tensors.values()}
     planned = [plan for plan in plans.values() if isinstance(plan, TensorPlan)]
     stored = {
-        entry.name: (target.all_tensors if plan.encoding is None else target.stored)[entry.name]
+        entry.name: (target.all_tensors if plan.encoding is None else target.raw)[entry.name]
         for plan in planned
         for entry in plan.entries
     }
@@ -227,15 +230,15 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
                 f"in layout {target.layout} as {converted.encoding.spec.name}, which is read, not "
                 "written, expected codes that can be made again; measure it with `qtoolkit compare`"
             )
-        encoding = _with_scale_rules(converted.encoding, target)
+        encoding = _with_scale_rules(converted, converted.encoding, target.layout)
         entry, group = encoding.tensor_scale, ""
         if entry is not None and entry.nbytes == 4:  # weights with an equal one may share it
-            group = target.stored[entry.name].read().tobytes().hex()
+            group = target.raw[entry.name].read().tobytes().hex()
         return TensorPlan(
             source=tensor,
             action="quantize",
             dtype=encoding.codes.dtype,
-            spec=encoding.spec_as_stored,
+            spec=encoding.spec,
             encoding=dataclasses.replace(encoding, constants=()),
             group=group,
         )
@@ -252,18 +255,18 @@ def _plan_by_codes(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
     return TensorPlan.unquantized(tensor, converted.dtype)
 
 
-def _with_scale_rules(encoding: Encoding, target: Checkpoint) -> Encoding:
-    """The encoding, with the rules of scales of its layout."""
+def _with_scale_rules(converted: Tensor, encoding: Encoding, layout: str) -> Encoding:
+    """The encoding of a weight, with the rules of scales of its layout."""
     spec = encoding.spec
-    if target.layout in LAYOUTS:
-        spec = LAYOUTS[target.layout].with_scale_rules(spec)
+    if layout in LAYOUTS:
+        spec = LAYOUTS[layout].with_scale_rules(spec)
     encoding = dataclasses.replace(encoding, spec=spec)
     # No file says whether DeepSeek's least amax of 1e-4 was used. If the least scale is exactly
     # 1e-4 / 448, it was: blocks with a smaller amax have that scale then.
     least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
     if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
         return encoding
-    scale, _ = WeightReader(encoding, target.stored).scales()
+    scale, _ = converted.weight.scales
     if scale is None or np.nanmin(scale, initial=np.inf) != least:
         return encoding
     spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
@@ -283,7 +286,7 @@ def _tensor_problems(
     planned = [*planned]
     problems = {plan.name: _header_problem(plan, stored) for plan in planned}
     # All that is planned is given: some share a tensor scale.
-    production = Production(planned, Workers(), progress, source.stored)
+    production = Production(planned, Workers(), progress)
     written = [plan for plan in planned if not problems[plan.name]]
     production.total = sum(plan.nbytes for plan in written)
     plan_of = {entry.name: plan for plan in written for entry in plan.entries}

@@ -24,10 +24,10 @@ from qtoolkit.checkpoints._tensors import CheckpointError, json_object, shown
 
 CONTENT = "checkpoint"
 OLD = "old"
-PLAN = "plan.json"
+MANIFEST = "plan.json"
 PARTIAL = ".qtoolkit-partial"
 COMPLETE = "is written and whole"
-_PLAN_KEYS = {"fingerprint", "shards", "files", "copied", "json", "report"}
+_MANIFEST_KEYS = {"fingerprint", "shards", "files", "copied", "json", "report"}
 _MAX_JSON = 2**30
 GGUF = ".gguf"
 _OTHER_FILES = (".npz", ".npy", ".msgpack", GGUF, ".bin", ".pt", ".pth", ".ckpt", ".h5")
@@ -126,10 +126,10 @@ def rename_folder(target: str, path: Path) -> None:
         shutil.rmtree(partial)
 
 
-def plan_in(partial: Path) -> dict[str, Any] | None:
+def manifest_in(partial: Path) -> dict[str, Any] | None:
     """The plan.json of a checkpoint that is being written; None if there is none that we know."""
-    plan = json_in(join(partial, PLAN))
-    return plan if plan.keys() >= _PLAN_KEYS else None
+    plan = json_in(join(partial, MANIFEST))
+    return plan if plan.keys() >= _MANIFEST_KEYS else None
 
 
 def json_in(path: Path) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def clear_partial(target: str, path: Path, overwrite: bool) -> None:
     restore(target)
     partial = partial_name(target)
     if os.path.isdir(partial) and not os.path.islink(partial):
-        has_plan = os.path.lexists(os.path.join(partial, PLAN))
-        if has_plan and not overwrite and (plan_in(partial) or {}).get("shards") != 0:
+        has_plan = os.path.lexists(os.path.join(partial, MANIFEST))
+        if has_plan and not overwrite and (manifest_in(partial) or {}).get("shards") != 0:
             raise CheckpointError(
                 f"{path}: files of a conversion in shards are there; finalize it, or "
                 f"{removal(path)}"

@@ -14,6 +14,7 @@ from qtoolkit import checkpoints
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import (
     Destination,
+    PlanOptions,
     check_container,
     decode_quantized,
     decode_weights,
@@ -23,8 +24,8 @@ from qtoolkit.checkpoints.internal import (
     open_source,
     plan_for,
     read_json,
-    resolve_target,
     shown,
+    weight_format,
 )
 from qtoolkit.cli import _options as options
 from qtoolkit.cli._errors import failure, one_line_errors, printing
@@ -81,7 +82,7 @@ def convert(
         }
         destination = _destination(src, dst, writing)
         if function is None:
-            _dry_run(destination, plan, writing.style)
+            _dry_run(destination, PlanOptions(**plan), writing.style)
         else:
             run = functools.partial(function, **plan, allow_nonfinite=allow_nonfinite)
             _write(run, "converting", destination, writing)
@@ -105,7 +106,7 @@ def dequantize(
     with one_line_errors(f"{dst} was not written"):
         destination, allow_codes = _destination(src, dst, writing), writing.allow_codes
         if function is None:
-            plan = {"format": None, "keep_dtype": dtype, "allow_codes": allow_codes}
+            plan = PlanOptions(format=None, keep_dtype=dtype, allow_codes=allow_codes)
             _dry_run(destination, plan, writing.style)
         else:
             run = functools.partial(function, dtype=dtype, allow_codes=allow_codes)
@@ -164,15 +165,15 @@ def _print_report(report: checkpoints.Report, style: str) -> None:
                     typer.echo(line)
 
 
-def _dry_run(destination: Destination, arguments: dict[str, Any], style: str) -> None:
-    """Print the plan that `make_plan` makes with these arguments."""
-    check_container(arguments["format"], destination.dst)
+def _dry_run(destination: Destination, arguments: PlanOptions, style: str) -> None:
+    """Print the plan of a conversion."""
+    check_container(arguments.format, destination.dst)
     destination.check()
     dst, shard = str(destination.dst), destination.shard
     files = []
     with open_source(destination.src) as opened:
-        source = decode_weights(opened) if arguments["format"] else decode_quantized(opened)
-        plan = plan_for(destination.dst, source, **arguments)
+        source = decode_weights(opened) if arguments.format else decode_quantized(opened)
+        plan = plan_for(destination.dst, source, arguments)
         if shard is not None and opened.folder is not None:
             limit = file_limit(destination.max_shard_size)
             names, count = files_of_shard(plan, opened, limit, shard)
@@ -200,5 +201,5 @@ def _read_rules(file: Path) -> Rules[Any]:
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             data = json.loads(text)
             named = Rules([(key, value) for key, value in data["rules"]], data.get("default"))
-            return named.map(resolve_target)
+            return named.map(weight_format)
         raise CheckpointError(f"{file}: {error}") from error

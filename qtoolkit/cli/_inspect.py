@@ -106,7 +106,7 @@ def _scales(encoding: Encoding | None) -> str:
     # Codes that are packed have another shape than the weight.
     is_same = encoding.shape == encoding.codes.shape
     shape = "" if is_same else f" {[*encoding.shape]}"
-    return f"{encoding.array_spec.name}{shape}: {', '.join(parts)}"
+    return f"{encoding.format_name}{shape}: {', '.join(parts)}"
 
 
 def _summary(source: Checkpoint) -> list[str]:
@@ -145,7 +145,7 @@ def _data(source: Checkpoint) -> dict[str, Any]:
         ],
         "quantized": {
             name: {
-                "format": encoding.array_spec.name,
+                "format": encoding.format_name,
                 "shape": list(encoding.shape),
                 "entries": [entry.name for entry in encoding.entries],
             }
@@ -155,7 +155,7 @@ def _data(source: Checkpoint) -> dict[str, Any]:
 
 
 def _layout_page(layout: Layout) -> list[str]:
-    texts = [re.sub("[()]", "", as_options(text)) for text in layout.spellings()]
+    texts = [re.sub("[()]", "", as_options(one.spelling)) for one in layout.schemes]
     width = max(map(len, texts), default=0)
     lines = [f"{layout.name}: {layout.title}", f"loaders: {layout.loaders}"]
     lines += [*textwrap.wrap(layout.note, 100), ""]

@@ -22,10 +22,10 @@ from qtoolkit.checkpoints.internal import (
     AxisChoice,
     byte_count,
     compile_pattern,
-    resolve_target,
+    format_names,
     scheme_named,
     shown,
-    target_names,
+    weight_format,
     worker_count,
 )
 from qtoolkit.cli._errors import failure
@@ -65,13 +65,13 @@ def _target(name: str | None) -> str | None:
     if name is None or scheme_named(name) is not None or name.lower() in OWN_TYPES:
         return name
     try:
-        return resolve_target(name).name
+        return weight_format(name).name
     except ValueError as error:
         message = str(error).removeprefix("format: ")
         if name.lower() in LAYOUTS:
             kind = "a layout" if name.lower() in WRITTEN else "a layout that is read, not written"
             message = f"{name!r} is {kind}, expected a format of weights"
-        takes = ", ".join(target_names())
+        takes = ", ".join(format_names())
         raise failure(f"--format: {message}; convert takes {takes}", 2) from error
 
 
@@ -118,9 +118,9 @@ DST = typer.Argument(
 FORMAT = typer.Option(
     metavar="NAME",
     callback=_target,
-    autocompletion=completion(target_names()),
+    autocompletion=completion(format_names()),
     show_default="e4m3fn",
-    help=f"Number format: {', '.join(target_names())}; or a scheme of `qtoolkit layouts NAME`; "
+    help=f"Number format: {', '.join(format_names())}; or a scheme of `qtoolkit layouts NAME`; "
     f"for a DST that ends with .gguf also {', '.join(OWN_TYPES)}.",
 )
 LAYOUT = typer.Option(

@@ -65,7 +65,7 @@ def allocate(
             return loss_fn(wrapped, variables, batch)
 
         call = Bound.of(loss, variables, (batch,), {})
-        kernels = KernelUses.of(call.traced, call.leaves)
+        kernels = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
         sizes = _kernel_bytes(variables["params"], kernels)
         return sensitivity(wrapped, variables, batch, loss), *sizes
 

@@ -22,7 +22,6 @@ from qtoolkit.products.internal import (
     hashes,
     is_eager,
     is_step_by_step,
-    matching,
     needs_numbers,
     not_started,
     remembering_no_matmuls,
@@ -181,10 +180,8 @@ def _check_scales(call: Applied, inputs: Any) -> None:
         return call(call.method, variables, rngs, args, kwargs)
 
     bound = Bound.of(plain, variables, others, {})
-    matmuls = bound.traced.program(bound.leaves).matmuls
-    multiply = bound.traced.quantizing()
-    ran = [matmul for matmul in matmuls if multiply.recipe_of(matmul) is not None]
-    for key in matching(ran, states).values():
+    program = bound.traced.program(bound.leaves)
+    for _, _, key in bound.traced.quantizing().uses_of_states(program, states):
         check_started(f"wrap: {key.path or MODEL}: {key.name}", states[key])
 
 

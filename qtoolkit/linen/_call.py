@@ -29,7 +29,6 @@ from qtoolkit.linen._function import (
     check_dtypes,
     has_whole,
     params_of,
-    planted_with,
     rules_of,
 )
 from qtoolkit.linen._state import (
@@ -53,6 +52,7 @@ from qtoolkit.products.internal import (
     is_step_by_step,
     needs_numbers,
     needs_state,
+    planted_with,
     refusing_kept_arrays,
     runs_step_by_step,
     started,

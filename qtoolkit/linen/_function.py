@@ -27,8 +27,8 @@ from qtoolkit.products.internal import (
     in_module,
     is_traced_numpy,
     is_whole,
-    lead_of,
     own_traces,
+    planted_with,
     tracing_function,
     with_numbers,
 )
@@ -324,13 +324,6 @@ class Bound:
     def planted(self) -> dict[Key, Planted]:
         """What the matmuls are given, see `Program.run`."""
         return planted_with(self.states, {})
-
-
-def planted_with(
-    states: Mapping[Key, Mapping[str, Any]], zeros: Mapping[Key, Any]
-) -> dict[Key, Planted]:
-    given = {key: Planted(dict(x), zeros.get(key), lead_of(x)) for key, x in states.items()}
-    return {key: Planted({}, x) for key, x in zeros.items()} | given
 
 
 def _path_in_variables(path: Any) -> Sequence[Any] | None:

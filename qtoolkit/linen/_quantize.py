@@ -11,8 +11,7 @@ from flax.core import DenyList, unfreeze
 from flax.traverse_util import flatten_dict
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.linen._call import keeps_state
-from qtoolkit.linen._function import Bound
+from qtoolkit.linen._function import Bound, parameters_of
 from qtoolkit.linen._post_training import plain_model, with_params
 from qtoolkit.linen._state import (
     COLLECTION,
@@ -21,6 +20,7 @@ from qtoolkit.linen._state import (
     check_variables,
     unboxed,
     with_part,
+    with_read_state,
 )
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.post_training.internal import (
@@ -36,8 +36,10 @@ from qtoolkit.products.internal import (
     Batch,
     KernelUse,
     KernelUses,
+    Key,
     KVCacheLike,
     of_kernel,
+    read_by,
 )
 from qtoolkit.scaling import QArray
 
@@ -90,9 +92,10 @@ def quantize(
 
     Returns:
       The module from `wrap`, and the variables with `QArray`s in "params"; everything else in them
-      is unchanged, but for parameters that took factors or rotations, and for the collection
-      "qtoolkit", which goes if the recipe has no state. Kernels in boxes such as
-      `nn.Partitioned` stay in them.
+      is unchanged, but for parameters that took factors or rotations, and for state in the
+      collections "qtoolkit" and "qtoolkit_scales" that no traced matmul reads any more, such as
+      the histories of another recipe or the learned scales of stored kernels. Kernels in boxes such
+      as `nn.Partitioned` stay in them.
 
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
@@ -121,7 +124,7 @@ def quantize(
             "recipe leaves them unquantized, or nothing is multiplied; expected a format for "
             "kernels, e.g. qtoolkit.recipes.weight_only_e4m3"
         )
-    return served.module, served.variables
+    return served.module, served.finished()
 
 
 class _Served:
@@ -131,8 +134,6 @@ class _Served:
         self, module: Any, variables: Any, recipe: Any, kv_cache: Any, inputs: Any, method: Any
     ) -> None:
         self.module = _served(module, recipe, kv_cache)
-        if not keeps_state(self.module.qtoolkit_rules):  # histories of a training by other scales
-            variables = {k: x for k, x in variables.items() if k != COLLECTION}
         self.original, self.given, self.method = module, variables, method
         self.variables = variables
         apply = functools.partial(
@@ -143,7 +144,9 @@ class _Served:
         )
         batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
         call = Bound.of(apply, variables, *batch.arguments)
-        self.uses, self.states = KernelUses.of(call.traced, call.leaves), call.states
+        program, multiply = call.traced.program(call.leaves), call.traced.quantizing()
+        self.uses, self.states = KernelUses.of(program, multiply), call.states
+        self.uses_of_states = multiply.uses_of_states(program, self.states)
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original, self.given, self.method)
@@ -152,6 +155,7 @@ class _Served:
         self.variables = {**self.given, "params": with_params(self.given, params)}
 
     def kernels(self) -> Iterator[tuple[tuple[Any, ...], Storable]]:
+        known = {matmul.key: self.states[key] for matmul, _, key in self.uses_of_states}
         for place, use, x, lead in stored_kernels(self.variables["params"], self.uses):
             name = "/".join(map(str, place))
             where = f"quantize: {name}"
@@ -160,7 +164,8 @@ class _Served:
                 continue
             if use.operand is None:
                 continue
-            kept = self.states.get(use.key, {})
+            kept = known.get(use.key, {})
+            kept = {part: kept[part] for part in read_by(use.recipe, kept)}
             state = tuple(
                 None if part is None else jnp.broadcast_to(part, (*x.shape[:lead], *own))
                 for part, own in zip(of_kernel(kept), ((), (2,), (), ()), strict=True)
@@ -172,6 +177,18 @@ class _Served:
         params = self.variables["params"]
         params = with_part(params, place, boxed_as(at(params, place), array))
         self.variables = {**self.variables, "params": params}
+
+    def finished(self) -> dict[str, Any]:
+        """The variables, without state that no matmul reads.
+
+        That is of a training by another recipe, which `apply` would refuse, or of stored kernels.
+        """
+        stored = {name for name, x in parameters_of(self.variables) if isinstance(x, QArray)}
+        reads: dict[Key, set[str]] = {}
+        for matmul, recipe, key in self.uses_of_states:
+            recipe = recipe.with_stored(1) if matmul.parameter in stored else recipe
+            reads[key] = reads.get(key, set()) | read_by(recipe, self.states[key])
+        return with_read_state(self.variables, reads)
 
 
 def stored_kernels(

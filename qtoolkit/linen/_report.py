@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.core import DenyList
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
-from qtoolkit.linen._function import Bound, found_modules
+from qtoolkit.linen._function import Bound, found_modules, rules_of
 from qtoolkit.linen._state import COLLECTION, check_arguments
 from qtoolkit.products import Report
 from qtoolkit.products.internal import (
@@ -108,7 +108,8 @@ def report(
             rules, found_modules(call.layers, rules, program.matmuls, variables)
         )
     )
-    return dataclasses.replace(found, unreached=unused)
+    idle = tuple(name for name in found.idle if name not in unused)
+    return dataclasses.replace(found, unreached=unused, idle=idle)
 
 
 def _check_no_options(**options: Any) -> None:
@@ -125,7 +126,8 @@ def kernels_of(wrapped: nn.Module, inputs: Any) -> list[str]:
     apply = functools.partial(wrapped.apply, rngs={"params": jax.random.key(0)}, mutable=True)
     args, options = strict_inputs(inputs)
     call = Bound.of(apply, types_of_init(wrapped, args or options), args, options)
-    return call.traced.program(call.leaves).paths_of_kernels
+    paths, rules = call.traced.program(call.leaves).paths_of_kernels, rules_of(wrapped)
+    return [path for path in paths if call.layers.at(path).rules == rules]
 
 
 def types_of_init(wrapped: nn.Module, batch: Any) -> Any:

@@ -7,7 +7,7 @@ or its place, "attend@matmul(q,k_T)", with arrays as `products._states` names th
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -93,6 +93,17 @@ def with_states(
         kept = functools.reduce(lambda part, key: part.get(key, {}), rest, tree)
         changed[first] = with_part(tree, rest, {**kept, **as_before(arrays, kept)})
     return changed
+
+
+def with_read_state(variables: Any, reads: Mapping[Key, Collection[str]]) -> dict[str, Any]:
+    """The variables, with those arrays of each matmul's state that somebody reads, by name."""
+    new = {name: x for name, x in variables.items() if name not in (COLLECTION, SCALES)}
+    for collection in (COLLECTION, SCALES):
+        for path, arrays in products_of(variables.get(collection)):
+            names = reads.get(_key((), path), ())
+            if part := {name: x for name, x in arrays.items() if name in names}:
+                new[collection] = with_part(new.get(collection, {}), path, part)
+    return new
 
 
 def as_before(arrays: Kept, before: Kept) -> dict[str, Any]:

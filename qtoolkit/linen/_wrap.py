@@ -101,8 +101,10 @@ def wrap(
       either module accepts them; only the collections "qtoolkit" and "qtoolkit_scales" may be
       added. Equal modules wrapped by equal recipes are equal. A module that is wrapped already gets
       the new recipe; it accepts its old collection "qtoolkit" if the histories have the same number
-      of steps, and raises if not. Quantized are the module's methods and all that they call. A
-      submodule that is called from outside, `wrapped.bind(variables).layer(x)`, is not.
+      of steps, and raises if not. A module inside that was wrapped by itself, or is a `Fp8Dense`,
+      keeps its recipe, and rules do not reach it. Quantized are the module's methods and all that
+      they call. A submodule that is called from outside, `wrapped.bind(variables).layer(x)`, is
+      not.
 
     Raises:
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a

@@ -41,8 +41,8 @@ from qtoolkit.products.internal import (
     is_eager,
     is_step_by_step,
     is_whole,
-    matching,
     needs_numbers,
+    planted_with,
     remembering_no_matmuls,
     runs_step_by_step,
     step_of,
@@ -117,13 +117,8 @@ def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     tap = None if measured is None else measured.tap
     multiply = traced.quantizing(moves=moves and not is_ours, observes=not is_ours, tap=tap)
     outs, new = multiply.run(program, leaves, planted)
-    known = matching(program.matmuls, planted)
-    used = (
-        known[matmul.key]
-        for matmul in program.matmuls
-        if matmul.key in known and multiply.recipe_of(matmul) is not None
-    )
-    return outs, program.codes(leaves), (program.static, tuple(used)), new
+    used = tuple(key for _, _, key in multiply.uses_of_states(program, planted))
+    return outs, program.codes(leaves), (program.static, used), new
 
 
 class Bound:
@@ -159,27 +154,16 @@ class Bound:
         names = (*parameters, *(None,) * unknown)
         self.traced = Traced(pure, modules.rules, modules.by_path, names)
 
-    def planted(
-        self, zeros: Mapping[Key, Any] | None = None, *, has_probes: bool = False
-    ) -> dict[Key, Planted]:
-        """What the matmuls are given, see `Program.run`.
-
-        Args:
-          zeros: What a training step measures, by matmul.
-          has_probes: Whether somebody may differentiate by probes.
-        """
-        zeros = {} if zeros is None else zeros
-        given = {
-            key: kept.planted(zeros.get(key), has_probe=has_probes)
-            for key, kept in self.states.items()
-        }
-        return {key: Planted({}, x) for key, x in zeros.items()} | given
+    def planted(self, zeros: Mapping[Key, Any] | None = None) -> dict[Key, Planted]:
+        """What the matmuls are given. `zeros`: for what a training step measures, by matmul."""
+        states = {key: kept.arrays for key, kept in self.states.items()}
+        return planted_with(states, {} if zeros is None else zeros)
 
     def call(self) -> Any:
         """Calls the method. Writes what it changes, and the new states of matmuls."""
         _, measured = step_of("nnx")
         zeros = None if measured is None else measured.zeros_in(_around(self.nodes[0], measured))
-        planted = self.planted(zeros, has_probes=True)
+        planted = self.planted(zeros)
         moves = all(kept.is_writable for kept in self.states.values())
         given = self.traced, moves, self.leaves, planted
         if is_eager(self.leaves) and hashes(self.traced):

@@ -18,7 +18,7 @@ from qtoolkit.nnx._modules import (
 )
 from qtoolkit.nnx._post_training import parameter_names, plain_model, with_params
 from qtoolkit.nnx._state import product_states
-from qtoolkit.nnx._wrap import quantizing_of, rewired, traced_call
+from qtoolkit.nnx._wrap import keep, quantizing_of, rewired, traced_call
 from qtoolkit.post_training import InputStatistics
 from qtoolkit.post_training.internal import (
     AS_WRAPPED,
@@ -102,8 +102,9 @@ def quantize(
 
     Args:
       model: Any `nnx.Module`. It is not changed.
-      recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
-        with unquantized activations. "wrapped" keeps the recipes and scales of a model from `wrap`.
+      recipe: As for `wrap`, but it reaches parts that were wrapped by themselves, too. A format,
+        "e4m3fn" or a `BlockFormat`, means kernels of that format with unquantized activations.
+        "wrapped" keeps the recipes and scales of a model from `wrap`.
       calibration: Batches of inputs, as for `calibrate`, all of one shape; the model must not be
         wrapped then. For GPTQ that is not sequential also what `calibrate(model, batches,
         "hessian")` returns.
@@ -176,7 +177,6 @@ class _Place(NamedTuple):
     layer: Any
     attribute: str
     product: str
-    operand: Operand | None
 
 
 class _Served:
@@ -188,7 +188,7 @@ class _Served:
         self.traced = KernelUses({}, frozenset())
         if inputs is not None:
             call = traced_call("quantize", self.model, inputs)
-            self.traced = KernelUses.of(call.traced, call.leaves)
+            self.traced = KernelUses.of(call.traced.program(call.leaves), call.traced.quantizing())
 
     def plain(self) -> PlainModel:
         return plain_model("quantize", self.original)
@@ -219,14 +219,14 @@ class _Served:
                 elif recipe is None or operand is None or (is_table and not recipe.lookups):
                     continue
                 kept = product_states(layer).get(product)
-                scale = kept.scales[1] if kept and operand and operand.is_learned else None
+                scale = None if kept is None else kept.variables.get("rhs_scale")
                 state = of_kernel({} if kept is None else kept.arrays)
                 where = f"quantize: {one.shown}: {type(layer).__name__}.{attribute}"
                 name = names.get(Same(parameter), "")
                 is_table = is_table or name in self.traced.tables
                 this = Storable(name, where, value, operand, axes, lead, state, is_table)
                 key = Same(parameter), operand, axes, Same(scale)
-                place = _Place(layer, attribute, product, operand)
+                place = _Place(layer, attribute, product)
                 found.setdefault(key, ([], this))[0].append(place)
         return list(found.values())
 
@@ -256,14 +256,16 @@ class _Served:
 
     def store(self, places: list[_Place], array: QArray) -> None:
         first = getattr(places[0].layer, places[0].attribute)
-        if array is first.get_value():
-            return
-        stored = type(first).from_metadata(array, first.get_metadata())
-        for layer, attribute, product, operand in places:
+        is_new = array is not first.get_value()
+        stored = type(first).from_metadata(array, first.get_metadata()) if is_new else first
+        for layer, attribute, product in places:
             setattr(layer, attribute, stored)
-            kept = product_states(layer).get(product)
-            if kept is not None and operand is not None and operand.is_learned:
-                kept.scales[1] = kept.offsets[1] = None  # they are those of the codes now
+            states = product_states(layer)
+            wanted = {name: (state.recipe, state.lead) for name, state in states.items()}
+            if product in wanted:
+                recipe, lead = wanted[product]
+                wanted[product] = recipe.with_stored(1), lead
+                keep(layer, wanted, states, is_traced=True)
 
 
 def _check_stored(found: FoundModule, name: str, kernel: QArray, operand: Operand) -> None:
@@ -293,8 +295,9 @@ def kernel_axes(layer: Any) -> Axes | None:
         case nnx.LinearGeneral():
             first = len(layer.batch_axis)
             last = first + len(layer.in_features)
-            kept = range(last, last + len(layer.out_features))
-            return Axes(tuple(range(first, last)), tuple(kept))
+            shape = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
+            axes = Axes(tuple(range(first, last)), tuple(range(last, len(shape))))
+            return axes.ones_first(shape)
         case nnx.Einsum() if layer.einsum_str:
             return einsum_axes(layer.einsum_str, tuple(layer.kernel_shape))
         case nnx.Conv():

@@ -15,7 +15,6 @@ from qtoolkit.products.internal import (
     LEARNED,
     MOVING,
     PROBE,
-    Planted,
     advance,
     as_float32,
     check_started,
@@ -160,12 +159,11 @@ class ProductState(nnx.Module):
         """Its arrays, of float32 also if somebody has cast all floats of the model."""
         return as_float32({name: variable[...] for name, variable in self.variables.items()})
 
-    def planted(self, zeros: jax.Array | None, *, has_probe: bool) -> Planted:
-        """What the matmul is given, see `Program.run`."""
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The leading axes of its arrays, which belong to stacks of layers."""
         arrays = self.arrays
-        if not has_probe:
-            arrays.pop(PROBE, None)
-        return Planted(arrays, zeros, lead_of(arrays))
+        return tuple(next(iter(arrays.values())).shape[: lead_of(arrays)])
 
     def write(self, state: Mapping[str, jax.Array]) -> None:
         """Stores arrays in its variables, which nnx brings out of `nnx.jit`, `nnx.grad`, ..."""

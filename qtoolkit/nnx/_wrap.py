@@ -10,7 +10,7 @@ from qtoolkit.formats import Rules
 from qtoolkit.nnx._cache import narrow_cache
 from qtoolkit.nnx._call import Bound, bound_function, call_model
 from qtoolkit.nnx._classes import become, set_attribute, set_site
-from qtoolkit.nnx._function import PRODUCTS, Site, site_of
+from qtoolkit.nnx._function import PRODUCTS, Site, site_of, sites_in
 from qtoolkit.nnx._modules import (
     LAYERS,
     FoundModule,
@@ -37,7 +37,6 @@ from qtoolkit.products.internal import (
     kernels_as_modules,
     strict_inputs,
     training_rules,
-    warn,
 )
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -101,11 +100,13 @@ def wrap(
 
     Returns:
       A model of subclasses of the same names. Parameters are shared, their paths
-      unchanged: training one trains the other, and checkpoints of parameters fit both. A layer that
-      is wrapped already gets the new recipe, or is a plain layer again if a rule excludes it. It
-      then keeps, as a copy: histories, if the number of steps is the same; calibrated scales, if
-      the operand is the same; and the count of steps.
-      Learned scales are shared if the operand is the same. All other state starts anew.
+      unchanged: training one trains the other, and checkpoints of parameters fit both. A model that
+      is wrapped already gets the new recipe, and a layer of it is plain again if a rule excludes
+      it. It then keeps, as a copy: histories, if the number of steps is the same; calibrated
+      scales, if the operand is the same; and the count of steps.
+      Learned scales are shared if the operand is the same. All other state starts anew. A part that
+      was wrapped by itself, with another recipe or before the whole, keeps its recipe, and so does
+      `Fp8Linear`; rules do not reach it. To give it another one, wrap the part again.
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
@@ -129,9 +130,9 @@ def wrap(
     if given is not None and not callable(given):
         strict_inputs(given, "strict" if inputs is None else "inputs")
     if isinstance(recipe, FirstLast):
-        plain = rewired("wrap", model, training_rules(recipe.recipe), None)
-        recipe = recipe.rules_for(given, functools.partial(_kernels_of, plain))
-    wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
+        model = rewired("wrap", model, training_rules(recipe.recipe), None, keeps_parts=True)
+        recipe = recipe.rules_for(given, functools.partial(_kernels_of, model))
+    wrapped = rewired("wrap", model, training_rules(recipe), kv_cache, keeps_parts=True)
     if given is not None:
         keep_traced("wrap", wrapped, given)
     if strict is not None:
@@ -146,24 +147,31 @@ def wrap(
 
 def _kernels_of(wrapped: Any, given: Any) -> list[str]:
     call = traced_call("wrap", wrapped, given)
-    return call.traced.program(call.leaves).paths_of_kernels
+    paths, quantizing = call.traced.program(call.leaves).paths_of_kernels, call.traced.quantizing()
+    return [path for path in paths if quantizing.module_at(path).rules is None]
 
 
 def rewired(
-    where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: KVCacheLike | None
+    where: str,
+    model: Any,
+    rules: Rules[Recipe] | None,
+    kv_cache: KVCacheLike | None,
+    *,
+    keeps_parts: bool = False,
 ) -> Any:
     """A copy of a model that shares its variables and computes by `rules`; None: by its own.
 
     Args:
       where: The caller: "wrap", which refuses stored kernels, or "quantize".
+      keeps_parts: Whether parts that were wrapped by themselves stay as they are.
     """
     check_module(where, model)
     cache = None if kv_cache is None else cache_format(where, kv_cache)
     modules = modules_of(model)
+    if keeps_parts:
+        modules = _without_parts(where, model, modules, rules)
     _check_layers(where, model, modules, rules, cache)
     found = {path: one for one in modules for path in one.paths}
-    if rules is not None:
-        _warn_of_parts(where, model, modules, rules)
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         one = found.get("/".join(map(str, path)))
@@ -184,20 +192,21 @@ def rewired(
     return copied
 
 
-def _warn_of_parts(
-    where: str, model: nnx.Module, modules: "list[FoundModule]", rules: Rules[Recipe]
-) -> None:
-    """Warns if a part of a model that is not wrapped was wrapped with another recipe."""
-    if site_of(model) is not None:
-        return
-    for one in modules:
-        site = site_of(one.module)
-        if site is not None and site.rules != rules:
-            warn(
-                f"{where}: {one.shown} was wrapped before with another recipe, which the one for "
-                f"{type(model).__name__} replaces; to keep it, give the path a rule with its recipe"
-            )
-            return
+def _without_parts(
+    where: str, model: nnx.Module, modules: "list[FoundModule]", rules: Rules[Recipe] | None
+) -> "list[FoundModule]":
+    """The modules, without the parts that were wrapped by themselves and not with the model."""
+    whole = site_of(model)
+    known = (rules, None if whole is None else whole.rules)
+    sites = [(one, site_of(one.module)) for one in modules]
+    own = [one for one, site in sites if site is None or site.rules in known]
+    if len(own) < len(modules) and not any(one.has_products for one in own):
+        raise ValueError(
+            f"{where}: all layers of {type(model).__name__} are in parts that were wrapped by "
+            "themselves, which keep their recipes, expected a layer outside of them; wrap these "
+            "parts by the new recipe"
+        )
+    return own
 
 
 def _check_layers(
@@ -326,9 +335,8 @@ def keep_traced(where: str, wrapped: Any, given: Any) -> None:
             inner = (lead for path, lead in stacks.items() if _is_in(path, matmul.path))
             stack = next(inner, ()) if matmul.parameter is None else matmul.stack
             found.setdefault(matmul.path, {})[matmul.name] = recipe, stack
-    for _, module in list(nnx.iter_modules(wrapped, graph=True)):
-        site = site_of(module)
-        if site is not None and site.path in found:
+    for site, module in sites_in(wrapped):
+        if site.path in found:
             keep(module, found[site.path], product_states(module))
 
 

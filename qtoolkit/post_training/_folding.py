@@ -283,14 +283,16 @@ def _put(params: Params, key: Key, array: Array) -> None:
     params[name] = params[name].at[index].set(array.astype(params[name].dtype))
 
 
-def axes_of(how: Contraction, rank: int) -> Axes:
+def axes_of(how: Contraction, shape: tuple[int, ...]) -> Axes:
     """The axes of a kernel in its product."""
     others = (*how.contracted, *how.batch)
-    return Axes(how.contracted, tuple(axis for axis in range(rank) if axis not in others))
+    kept = tuple(axis for axis in range(len(shape)) if axis not in others)
+    axes = Axes(how.contracted, kept)
+    return axes if how.places else axes.ones_first(shape)  # places: of a convolution
 
 
 def spec_of(operand: Operand, how: Contraction, shape: tuple[int, ...]) -> BlockFormat:
-    made = rounding_of(operand, axes_of(how, len(shape)), shape, ()).operand
+    made = rounding_of(operand, axes_of(how, shape), shape, ()).operand
     assert made is not None
     return made.spec
 

@@ -288,9 +288,9 @@ def _rounded(
     name: str, array: Array, operand: Operand, use: Use, transform: InputTransform
 ) -> QArray:
     """A kernel rounded to nearest after its factors or its rotation."""
-    rank = use.kernel.ndim
-    axes, where = axes_of(use.how, rank), f"quantize: {name}"
-    made = stored_kernel(where, transform.of_kernel(array), operand, axes, array.ndim - rank)
+    shape, where = use.kernel.shape, f"quantize: {name}"
+    axes, stacked = axes_of(use.how, shape), array.ndim - len(shape)
+    made = stored_kernel(where, transform.of_kernel(array), operand, axes, stacked)
     return dataclasses.replace(made, dtype=array.dtype, **transform._asdict())
 
 

@@ -5,7 +5,7 @@ They are made with the arguments of JAX's functions after the operands.
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -55,8 +55,9 @@ def einsum(*args: Any, **options: Any) -> Any:
 class Axes(NamedTuple):
     """The axes of one operand in one product. Batch axes are in neither tuple.
 
-    `along_contracted` says along which of them blocks are cut. The contracted axes of both operands
-    are in the same order: the i-th of lhs is multiplied with the i-th of rhs.
+    `along_contracted` says along which of them blocks are cut: usually the last ones. So axes of
+    length 1, along which a block would be a single element, come first. The contracted axes of both
+    operands are in the same order: the i-th of lhs is multiplied with the i-th of rhs.
 
     Attributes:
       contracted: The axes that are summed over.
@@ -80,6 +81,13 @@ class Axes(NamedTuple):
         """The same axes, numbered as in `a`, if this operand is `a.transpose(order)`."""
         contracted, kept, fixed = (tuple(order[axis] for axis in axes) for axes in self)
         return Axes(contracted, kept, frozenset(fixed))
+
+    def ones_first(self, shape: Sequence[Any]) -> "Axes":
+        """The same axes of an operand of this shape, those of length 1 before the others."""
+        # Flax's attention sums over queries and, behind them, over the heads that share a key:
+        # usually one.
+        contracted, kept = (sorted(x, key=lambda axis: shape[axis] != 1) for x in self[:2])
+        return Axes(tuple(contracted), tuple(kept), self.fixed)
 
     def turned(self) -> "Axes":
         """The axes in the derivative product, which sums over the axes that were kept."""
@@ -201,8 +209,12 @@ class DotGeneral:
         first = len(batch_l)
         middle = first + len(kept_l)
         of_lhs, of_rhs = range(first, middle), range(middle, middle + len(kept_r))
-        out = Axes(tuple(of_rhs), tuple(of_lhs))
-        return Axes(tuple(contract_l), kept_l), Axes(tuple(contract_r), kept_r), out
+        out = [*(lhs[axis] for axis in (*batch_l, *kept_l)), *(rhs[axis] for axis in kept_r)]
+        return (
+            Axes(tuple(contract_l), kept_l).ones_first(lhs),
+            Axes(tuple(contract_r), kept_r).ones_first(rhs),
+            Axes(tuple(of_rhs), tuple(of_lhs)).ones_first(out),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,9 +255,15 @@ class Einsum:
         joint = {label for label in a if label in b}
         # One order for both operands, that of lhs: in "bij,jic->bc" the contracted labels are i, j
         # for rhs, too, though there j comes first. Labels that one operand alone sums come before
-        # them, so that the last contracted axis is one that both operands have if possible.
-        summed = sorted((label for label in a + b if label not in out), key=joint.__contains__)
-        of_a, of_b = ([x for x in labels if x not in joint and x in out] for labels in (a, b))
+        # them, so that the last contracted axis is one that both operands have if possible. If the
+        # lengths of a label differ, that of rhs counts: `einsum_axes` knows no other.
+        length = dict([*zip(a, lhs, strict=True), *zip(b, rhs, strict=True)])
+        summed = [label for label in a + b if label not in out]
+        summed.sort(key=lambda label: (label in joint, length[label] != 1))
+        of_a, of_b = (
+            sorted((x for x in labels if x not in joint and x in out), key=lambda x: length[x] != 1)
+            for labels in (a, b)
+        )
         alone = set(summed) - joint
         twice = {label for labels in (a, b) for label in labels if labels.count(label) > 1}
         lengths = {*zip(a, lhs, strict=True), *zip(b, rhs, strict=True)}

@@ -70,8 +70,8 @@ def with_joined_scales(
     parameters = {name.full_path: x for name, x in pairs if name is not None}
     found = dict(planted)
     for matmul in program.matmuls:
-        recipe, parameter, kernel = recipe_of(matmul), matmul.parameter, matmul.kernel
-        if recipe is None or parameter is None or kernel is None or matmul.origins[kernel].stored:
+        recipe, parameter = recipe_of(matmul), matmul.parameter
+        if recipe is None or parameter is None or matmul.is_stored:
             continue
         own = found.get(matmul.key, Planted({}))
         lead = own.lead if own.arrays else len(matmul.stack)

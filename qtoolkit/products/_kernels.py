@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._matmul import Key, Matmul
 from qtoolkit.products._operand import Operand
-from qtoolkit.products._quantizing import Traced
+from qtoolkit.products._program import Program
+from qtoolkit.products._quantizing import Quantizing
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import needs_state
 
@@ -48,8 +49,7 @@ class KernelUses:
     tables: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, traced: Traced, leaves: list[Any]) -> "KernelUses":
-        program, multiply = traced.program(leaves), traced.quantizing()
+    def of(cls, program: Program, multiply: Quantizing) -> "KernelUses":
         uses: dict[str, list[KernelUse]] = {}
         others = {parameter.full_path for parameter in program.other_uses}
         for matmul in program.matmuls:

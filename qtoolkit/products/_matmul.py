@@ -98,6 +98,11 @@ class Matmul(NamedTuple):
         return Key(self.path, self.name)
 
     @property
+    def is_stored(self) -> bool:
+        """Whether its kernel is stored as codes."""
+        return self.kernel is not None and bool(self.origins[self.kernel].stored)
+
+    @property
     def loops(self) -> tuple[Loop, ...]:
         """The scans that slice the kernel."""
         return () if self.kernel is None else self.origins[self.kernel].loops

@@ -218,13 +218,13 @@ class Operand:
     Attributes:
       spec: A block format, or whatever `qtoolkit.spec` takes; "mxfp8" is short for "mxfp8_e4m3".
         Blocks without `axes` are cut along the contracted axis of the matmul. If there are several
-        contracted axes, it is the last one in the order in which lhs (in dgrad: rhs) names them;
-        but a block of length None, a whole vector, covers all of them. A block of two lengths is
-        cut along the last axis that is not contracted, and the contracted one. Blocks with `axes`
-        are cut along these, with one exception: in a wrapped model the axis -1, as in
-        `BlockFormat.token(...)`, means the axis of features, even if the model has transposed the
-        activation, and for the input of a layer the axis that is summed with the kernel. An axis
-        shorter than a block is one block.
+        contracted axes, it is the last one in the order in which lhs (in dgrad: rhs) names them, of
+        those that are longer than 1 (in convolutions the features); but a block of length None, a
+        whole vector, covers all of them. A block of two lengths is cut along the last axis that is
+        not contracted, and the contracted one. Blocks with `axes` are cut along these, with one
+        exception: in a wrapped model the axis -1, as in `BlockFormat.token(...)`, means the axis of
+        features, even if the model has transposed the activation, and for the input of a layer the
+        axis that is summed with the kernel. An axis shorter than a block is one block.
       projection: Rounding and saturation.
       scaling: Where the scales come from. `Delayed` and `Static` need a format with one scale.
       transform: A `Hadamard` transform before the rounding, for both operands of a matmul.

@@ -333,66 +333,50 @@ def _result_of(matmul: Matmul) -> Origin:
 def _run(
     block: Block, args: Sequence[Any], multiply: Multiply, planted: Mapping[Key, Planted]
 ) -> tuple[list[Any], dict[Key, Seen]]:
-    """Runs a jaxpr. Its arguments may be `QArray`s and `Cast`s."""
+    """Runs a jaxpr. Its arguments may be `QArray`s and `Cast`s.
+
+    A value of it is an array, or a `Cast`: an array that was cast from another, or is stored.
+    """
     jaxpr, seen = block.jaxpr, dict[Key, Seen]()
     values = dict(zip(jaxpr.constvars, block.consts, strict=True))
-    originals: dict[Any, Any] = {}
     for variable, x in zip(jaxpr.invars, args, strict=True):
-        values[variable] = array_of(x)
-        if isinstance(x, QArray | Cast):
-            originals[variable] = x.original if isinstance(x, Cast) else x
+        values[variable] = Cast(array_of(x), x) if isinstance(x, QArray) else x
 
     def read(x: Any) -> Any:
         return x.val if isinstance(x, Literal) else values[x]
 
-    def original(x: Any) -> Any:
-        return None if isinstance(x, Literal) else originals.get(x)
-
-    def operand(x: Any) -> Any:
-        found = original(x)
-        return read(x) if found is None else found
-
-    def argument(x: Any) -> Any:
-        found = original(x)
-        if found is None:
-            return read(x)
-        return found if isinstance(found, QArray) else Cast(read(x), found)
-
     for number, eqn in enumerate(jaxpr.eqns):
-        inputs = [read(x) for x in eqn.invars]
+        given = [read(x) for x in eqn.invars]
+        inputs = [array_of(x) for x in given]
+        operands = [x.original if isinstance(x, Cast) else x for x in given]
+        bind = lambda x: _bound(eqn, [x, *inputs[1:]])[0]  # noqa: B023, E731
         info = eqn.source_info
         stack = source_info_util.current_name_stack() + info.name_stack
         with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
             if number in block.matmuls:
                 matmul = block.matmuls[number]
                 plain: Any = _Plain(eqn, inputs)
-                call = Call(operand(eqn.invars[0]), operand(eqn.invars[1]), (*inputs[2:],), plain)
+                call = Call(operands[0], operands[1], (*inputs[2:],), plain)
                 out, own = multiply(matmul, call, planted.get(matmul.key))
                 outs = [plain() if out is None else out]
                 if own is not None:
                     merge(seen, {matmul.key: own})
             elif number in block.lookups:
-                bind = lambda x: _bound(eqn, [x, *inputs[1:]])[0]  # noqa: B023, E731
-                table = operand(eqn.invars[0])
-                outs = [looked_up(block.lookups[number], eqn, table, inputs, bind)]
+                outs = [looked_up(block.lookups[number], eqn, operands[0], inputs, bind)]
             elif number in block.bodies and not is_opaque(eqn):
                 inner = Inner(_run, block.bodies[number], multiply, planted)
-                given = [
-                    x if y is None else y
-                    for x, y in zip(inputs, map(argument, eqn.invars), strict=True)
-                ]
-                outs, own_seen = RULES[eqn.primitive.name](inner, eqn.params, given)
+                pairs = zip(given, operands, strict=True)
+                whole = [y if isinstance(y, QArray) else x for x, y in pairs]
+                outs, own_seen = RULES[eqn.primitive.name](inner, eqn.params, whole)
                 merge(seen, own_seen)
             else:
                 outs = _bound(eqn, inputs)
-                first = eqn.invars[0] if eqn.invars else None
-                if len(outs) == 1 and (original(first) is not None or number in block.casts):
-                    bind = lambda x: _bound(eqn, [x, *inputs[1:]])[0]  # noqa: B023, E731
-                    found = original_of(Step.of(eqn), bind, inputs[0], original(first))
-                    if found is not None:
-                        originals[eqn.outvars[0]] = found
+                before = given[0].original if given and isinstance(given[0], Cast) else None
+                if len(outs) == 1 and (before is not None or number in block.casts):
+                    original = original_of(Step.of(eqn), bind, inputs[0], before)
+                    outs = outs if original is None else [Cast(outs[0], original)]
         values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(x) for x in jaxpr.outvars], seen
+    return [array_of(read(x)) for x in jaxpr.outvars], seen
 
 
 class _Plain(NamedTuple):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from qtoolkit.products._program import Program
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._states import HISTORY, KEY, STEP, moved, state_of
 from qtoolkit.products._taps import Seen, Tap
+from qtoolkit.scaling import QArray
 
 BY_RULE, BY_RECIPE = "excluded by a rule", "unquantized by the recipe"
 INTEGERS = "integers are not rounded"
@@ -46,6 +47,13 @@ class Module(NamedTuple):
     kinds: tuple[type, ...]
     computes_unquantized: bool = False
     rules: Rules[Recipe] | None = None
+
+    def with_path_of(self, parameter: Parameter | None) -> "Module":
+        """The same with the paths of a parameter, which rules may name, too."""
+        if parameter is None:
+            return self
+        own = (parameter._replace(path=path).full_path for path in self.paths)
+        return self._replace(paths=(*self.paths, *own))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,22 +110,29 @@ class Quantizing:
         return ""
 
     def _by_rules(self, matmul: Matmul) -> Recipe | None:
+        return self._recipe(self._module_of(matmul), matmul.parameter)
+
+    def _module_of(self, matmul: Matmul) -> Module:
         module, running = self.module_at(matmul.path), self.modules.get(matmul.module or "")
         if matmul.path not in self.modules and running is not None:
             # Equal modules under `nn.jit` share one trace, in which the first of them runs.
             module = module._replace(kinds=(*running.kinds, *module.kinds))
-        return self._recipe(module, matmul.parameter)
+        return module
 
     def by_rules(self, path: str, parameter: Parameter | None) -> Recipe | None:
         """The recipe of matmuls with a parameter of a module, or of two activations in it."""
         return self._recipe(self.module_at(path), parameter)
 
     def _recipe(self, module: Module, parameter: Parameter | None) -> Recipe | None:
-        if parameter is None:
-            recipe = self._lookup(module)
-            return None if recipe is None else recipe.of_activations()
-        own = (parameter._replace(path=path).full_path for path in module.paths)
-        return self._lookup(module._replace(paths=(*module.paths, *own)))
+        recipe = self._lookup(module.with_path_of(parameter))
+        return recipe.of_activations() if recipe is not None and parameter is None else recipe
+
+    def deciding_rules(self, program: Program) -> set[tuple[Rules[Recipe], int | None]]:
+        """The rules, and the places in them, that decide the matmuls and look-ups of modules."""
+        uses = [(self._module_of(x), x.parameter) for x in program.matmuls if x.module is not None]
+        uses += [(self.module_at(x.parameter.path), x.parameter) for x in program.lookups]
+        named = [module.with_path_of(parameter) for module, parameter in uses]
+        return {(self._rules_of(x), self._rules_of(x).match_index(x.paths, x.kinds)) for x in named}
 
     def recipe_of_rows(self, lookup: Lookup) -> Recipe | None:
         """The recipe by which a look-up rounds the rows; None if they stay as they are."""
@@ -129,8 +144,10 @@ class Quantizing:
         return self._lookup(self.module_at(path))
 
     def _lookup(self, module: Module) -> Recipe | None:
-        rules = self.rules if module.rules is None else module.rules
-        return rules.lookup(module.paths, module.kinds)
+        return self._rules_of(module).lookup(module.paths, module.kinds)
+
+    def _rules_of(self, module: Module) -> Rules[Recipe]:
+        return self.rules if module.rules is None else module.rules
 
     def module_at(self, path: str) -> Module:
         """The module of a path, or what the nearest module around tells of it."""
@@ -145,8 +162,7 @@ class Quantizing:
         self, matmul: Matmul, call: Call, planted: Planted | None
     ) -> tuple[Any, Seen | None]:
         recipe = self.recipe_of(matmul)
-        is_stored = matmul.kernel is not None and bool(matmul.origins[matmul.kernel].stored)
-        if recipe is None or not (any(recipe.operands) or self.tap or is_stored):
+        if recipe is None or not (any(recipe.operands) or self.tap or matmul.is_stored):
             return None, None
         return self.product(matmul, call, recipe, planted)
 
@@ -161,10 +177,8 @@ class Quantizing:
         if self.is_measured:
             recipe = dataclasses.replace(recipe, warm_up=0)
             kept = with_first_scales(kept, operands, recipe)
-        if matmul.kernel is not None and matmul.origins[matmul.kernel].stored:
-            if recipe.learned[1]:  # as `quantized_product` does it, which no longer sees `learned`
-                side = ("lhs", "rhs")[matmul.kernel]
-                call = call._replace(**{side: getattr(call, side).dequantize()})
+        is_learned = recipe.learned[1] and isinstance(operands[1], QArray)
+        if matmul.is_stored and not is_learned:  # `quantized_product` takes care of learned ones
             recipe = recipe.with_stored(1)
         if not kept and self.rng is None:
             if recipe.is_delayed or recipe.warm_up:
@@ -203,15 +217,21 @@ class Quantizing:
         Args:
           planted: By the keys of states, see `matching`.
         """
-        known = matching(program.matmuls, planted)
         outs, seen = program.run(inputs, self, self.replanted(program, inputs, planted))
-        recipes = {matmul.key: self.recipe_of(matmul) for matmul in program.matmuls}
         new = {}
-        for key, one in seen.items():
-            recipe = recipes[key]
-            if key in known and self.moves and recipe is not None:
-                new[known[key]] = moved(planted[known[key]].arrays, one.total, recipe.delayed)
+        for matmul, recipe, key in self.uses_of_states(program, planted):
+            if self.moves and matmul.key in seen:
+                total = seen[matmul.key].total
+                new[key] = moved(planted[key].arrays, total, recipe.delayed)
         return outs, new
+
+    def uses_of_states(
+        self, program: Program, states: Collection[Key]
+    ) -> list[tuple[Matmul, Recipe, Key]]:
+        """The matmuls that use known states, each with its recipe and the key of the state."""
+        known = matching(program.matmuls, states)
+        pairs = ((x, self.recipe_of(x)) for x in program.matmuls if x.key in known)
+        return [(x, recipe, known[x.key]) for x, recipe in pairs if recipe is not None]
 
     def replanted(
         self, program: Program, inputs: Sequence[Any], planted: Mapping[Key, Planted]

@@ -11,7 +11,7 @@ import numpy as np
 
 from qtoolkit.formats.internal import add_json_kinds
 from qtoolkit.products._derivative import Cotangent
-from qtoolkit.products._matmul import MATMULS, Call, Key, Matmul, Planted
+from qtoolkit.products._matmul import MATMULS, Call, Key, Matmul, Planted, matching
 from qtoolkit.products._origins import following_features
 from qtoolkit.products._place import MODEL
 from qtoolkit.products._plan import State
@@ -70,6 +70,8 @@ class Report:
       left: Those that are not quantized, each with its reason and its line.
       unreached: Paths of layers that have a recipe but ran no matmul.
       lookups: Look-ups whose rows are rounded or stored: "embed/embedding: int4_group32".
+      idle: Rules that decided nothing here, because an earlier one did or nothing ran that they
+        match, "rule mlp"; and names that `policies.join` was given in vain, "join of q, k, v".
       is_forward_only: Whether matmuls lie in a `lax.while_loop`, of which JAX has no derivative.
       compiled: The `NativeCalls` of the compiled program that was given, or None.
     """
@@ -79,6 +81,7 @@ class Report:
     unreached: tuple[str, ...] = ()
     is_forward_only: bool = False
     lookups: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
     compiled: Any = None
 
     @property
@@ -127,6 +130,8 @@ class Report:
             lines.append(f"looked up: {', '.join(self.lookups)}")
         if self.is_forward_only:
             lines.append("forward only: JAX has no derivative of lax.while_loop")
+        if self.idle:
+            lines.append(f"decided nothing: {', '.join(self.idle)}")
         if self.unreached:
             lines.append(f"ran no matmul with these inputs: {', '.join(self.unreached)}")
         ran = [] if self.compiled is None else ["", str(self.compiled)]
@@ -180,11 +185,12 @@ def report_of(
     """
     program, multiply = traced_with_axes(traced, leaves), traced.quantizing()
     native = _native_parts(program, multiply, leaves)
-    planted = multiply.replanted(program, leaves, planted)
+    known = matching(program.matmuls, planted)
+    states = {key: planted[state] for key, state in known.items()}
     products = counted(
         product
         for matmul in program.matmuls
-        for product in _products(multiply, matmul, planted.get(matmul.key, Planted({})), native)
+        for product in _products(multiply, matmul, states.get(matmul.key, Planted({})), native)
     )
     lookups = [x for x in program.lookups if x.stored or x.operand is not None]
     reached = {product.path for product in products} | {x.parameter.path or MODEL for x in lookups}
@@ -194,7 +200,27 @@ def report_of(
         tuple(path for path in dict.fromkeys(paths) if path not in reached),
         any(not matmul.has_derivative for matmul in program.matmuls),
         tuple(dict.fromkeys(map(str, lookups))),
+        _idle(program, multiply),
     )
+
+
+def _idle(program: Program, multiply: Quantizing) -> tuple[str, ...]:
+    """The rules and the joins that decide nothing, see `Report.idle`."""
+    decide, names = multiply.deciding_rules(program), dict[str, None]()
+    own = (module.rules for module in multiply.modules.values() if module.rules is not None)
+    for rules in dict.fromkeys((multiply.rules, *own)):
+        for place, (key, _) in enumerate(rules.rules):
+            if (rules, place) not in decide:
+                names[f"rule {key if isinstance(key, str) else key.__name__}"] = None
+    joined, used = dict[tuple[str, ...], None](), set[tuple[str, ...]]()
+    for matmul in program.matmuls:
+        recipe, kernel = multiply.recipe_of(matmul), matmul.parameter
+        if kernel is not None and recipe is not None and recipe.forward[1] is not None:
+            groups = recipe.forward[1].joined
+            joined |= dict.fromkeys(groups)
+            used |= {group for group in groups if {*group} & {*kernel.full_path.split("/")}}
+    idle = (f"join of {', '.join(group)}" for group in joined if group not in used)
+    return (*names, *idle)
 
 
 def traced_with_axes(

@@ -29,6 +29,7 @@ from jax import lax
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._learned import unstarted_error
+from qtoolkit.products._matmul import Key, Planted
 from qtoolkit.products._operand import Delayed, Learned, Operand, Static
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import Recipe
@@ -78,6 +79,13 @@ def unstarted(recipe: Recipe, lead: tuple[int, ...] = ()) -> dict[str, Array]:
         return {name: jnp.full(lead, jnp.nan, jnp.float32) for name in names}
 
 
+def read_by(recipe: Recipe, kept: Kept) -> set[str]:
+    """Which arrays of a state a matmul by a recipe reads."""
+    is_other = HISTORY in kept and kept[HISTORY].shape[-1] != recipe.history
+    first = started(recipe, "") | uncalibrated(recipe) | unstarted(recipe)
+    return {n for n in first if n in kept and not (is_other and n in (HISTORY, BAD))}
+
+
 def not_started(kept: Kept) -> str:
     """The first scale without a value, "" if all have one. Of those under `jit` nobody knows."""
     for name in (AMAX, *LEARNED):
@@ -119,6 +127,12 @@ def lead_of(kept: Kept) -> int:
     """How many leading axes of its arrays belong to a stack of layers."""
     own_axes = {HISTORY: 2, PROBE: 2, KEY: 1, AMAX: 1}
     return min((x.ndim - own_axes.get(name, 0) for name, x in kept.items()), default=0)
+
+
+def planted_with(states: Mapping[Key, Kept], zeros: Mapping[Key, Any]) -> dict[Key, Planted]:
+    """What matmuls are given: their states, and zeros for what is measured, see `Program.run`."""
+    given = {key: Planted(dict(x), zeros.get(key), lead_of(x)) for key, x in states.items()}
+    return {key: Planted({}, x) for key, x in zeros.items()} | given
 
 
 def probe_of(kept: Kept) -> Array:

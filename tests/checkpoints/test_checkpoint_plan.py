@@ -10,14 +10,14 @@ import pytest
 from refused import refused
 
 from qtoolkit.checkpoints import CheckpointError, save
-from qtoolkit.checkpoints.internal import make_plan, open_source, safetensors_dtype
+from qtoolkit.checkpoints.internal import PlanOptions, make_plan, open_source, safetensors_dtype
 from qtoolkit.formats import E4M3FN, Rules, format
 
 
 def plan_of(tmp_path, tensors, metadata=None, **options):
     save(tmp_path / "model.safetensors", tensors, metadata, overwrite=True)
     with open_source(tmp_path / "model.safetensors") as source:
-        return make_plan(source, **options)
+        return make_plan(source, PlanOptions(**options))
 
 
 def actions(plan):

@@ -13,7 +13,7 @@ from command import run
 from refused import refused
 
 from qtoolkit.checkpoints import CheckpointError, convert, save, verify
-from qtoolkit.checkpoints.internal import make_plan, open_source
+from qtoolkit.checkpoints.internal import PlanOptions, make_plan, open_source
 from qtoolkit.formats import Rules
 
 RNG = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def of_layers(*names, count=2):
 
 def plan(path, **options):
     with open_source(path) as source:
-        return make_plan(source, **options)
+        return make_plan(source, PlanOptions(**options))
 
 
 def kept(made):
@@ -191,7 +191,7 @@ def test_a_name_with_another_scaling_is_refused(tmp_path):
 
 def test_a_folder_is_not_written_into_the_name_of_a_file(tmp_path):
     src = folder(tmp_path / "src", {"model.layers.0.mlp.down_proj.weight": (128, 128)})
-    with refused(CheckpointError, r"out.safetensors: named as a file, .* is a folder"):
+    with refused(CheckpointError, r"out.safetensors: ends in .safetensors, but .* is a folder"):
         convert(src, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
 

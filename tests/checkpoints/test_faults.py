@@ -16,7 +16,7 @@ from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, convert, save
-from qtoolkit.checkpoints.internal import layout, write_safetensors
+from qtoolkit.checkpoints.internal import in_data_order, write_safetensors
 
 TARGET = "dst.safetensors"
 CONVERT = [sys.executable, "-m", "qtoolkit", "convert"]
@@ -30,7 +30,7 @@ def temporaries(folder):
 @pytest.mark.parametrize("ended", [True, False])
 def test_of_two_writers_of_a_file_one_fails(tmp_path, ended):
     """They have one temporary name and no lock: the one that began first finds its file gone."""
-    outputs = layout([("x", "U8", (4,))])
+    outputs = in_data_order([("x", "U8", (4,))])
 
     def second():
         yield "x", b"5678"

@@ -422,7 +422,7 @@ def test_reading_any_source_does_not_load_jax(source, tmp_path):
     code = (
         "import sys\nfrom qtoolkit.checkpoints import internal as c\n"
         "for path in sys.argv[1:]:\n"
-        "    c.make_plan(c.open_source(path))\n"
+        "    c.make_plan(c.open_source(path), c.PlanOptions())\n"
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, source, tmp_path / "file"], check=True)

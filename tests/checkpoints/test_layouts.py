@@ -13,8 +13,8 @@ from refused import refused
 from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save, verify
-from qtoolkit.checkpoints.internal import LAYOUTS, open_source
-from qtoolkit.checkpoints.internal import layout as place
+from qtoolkit.checkpoints.internal import LAYOUTS, Headers, open_source
+from qtoolkit.checkpoints.internal import in_data_order as place
 from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
@@ -303,7 +303,7 @@ def test_every_scheme_has_a_case():
     for layout in LAYOUTS.values():
         if layout.name in ("plain", "gpt-oss"):
             continue  # `test_checkpoint_convert`, `test_experts`
-        for text in layout.spellings():
+        for text in [scheme.spelling for scheme in layout.schemes]:
             fmt, _, word = text.partition(" (scaling='")
             wanted = {(layout.name, fmt, word.removesuffix("')") or None), (layout.name, fmt, None)}
             # `test_zero_points_written` has the other one.
@@ -735,7 +735,7 @@ def test_verify_knows_the_least_amax_of_deepseek(tmp_path, amax):
 def test_the_config_says_what_scales_belong_to(weights, shape, scale, block):
     """8 scales of 1000 columns: groups of 128, the last one shorter; not of 125."""
     placed = place([("a.weight", "I8", shape), ("a.weight_scale", "F32", scale)])
-    tensors = {info.name: info for info in placed}
+    headers = Headers({entry.name: entry for entry in placed}, "here", {}, None)
     config = {"config_groups": {"group_0": {"weights": weights}}}
-    (found,) = LAYOUTS["compressed-tensors"].decode(config, tensors, "here").values()
+    (found,) = LAYOUTS["compressed-tensors"].decode(config, headers).values()
     assert found.lengths == block

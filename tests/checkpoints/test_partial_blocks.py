@@ -18,8 +18,8 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints.internal import LAYOUTS
-from qtoolkit.checkpoints.internal import layout as place
+from qtoolkit.checkpoints.internal import LAYOUTS, Headers
+from qtoolkit.checkpoints.internal import in_data_order as place
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -67,11 +67,11 @@ def test_the_size_of_a_block_is_not_found_by_dividing(layout):
     """2 scales for 192 columns were read as groups of 96; they are for 128 and for 64."""
     suffix = {"finegrained-fp8": "_scale_inv"}.get(layout, "_scale")
     entries = ("a.weight", "F8_E4M3", (256, 192)), (f"a.weight{suffix}", "F32", (256, 2))
-    headers = {info.name: info for info in place(entries)}
+    headers = Headers({entry.name: entry for entry in place(entries)}, "here", {}, None)
     if layout == "finegrained-fp8":
         with refused(CheckpointError, r"\[256, 192\] with scales \[256, 2\]"):
-            LAYOUTS[layout].decode({}, headers, "here")
+            LAYOUTS[layout].decode({}, headers)
         config = {"weight_block_size": [1, 96]}
-        assert LAYOUTS[layout].decode(config, headers, "here")["a.weight"].lengths == (1, 96)
+        assert LAYOUTS[layout].decode(config, headers)["a.weight"].lengths == (1, 96)
     else:
-        assert LAYOUTS[layout].decode({}, headers, "here")["a.weight"].lengths == (1, 128)
+        assert LAYOUTS[layout].decode({}, headers)["a.weight"].lengths == (1, 128)

@@ -8,7 +8,7 @@ import pytest
 from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, compare, convert, load, save
-from qtoolkit.checkpoints.internal import make_plan, open_source
+from qtoolkit.checkpoints.internal import PlanOptions, make_plan, open_source
 from qtoolkit.formats import Rules
 
 # Of each model with one layer the weights of linear layers and experts, and the other matrices,
@@ -193,7 +193,7 @@ def test_only_linear_layers_of_real_models_are_quantized(tmp_path, model):
         linear, wide = (names.split() for names in MODELS[model])
     save(tmp_path / "f", {name: np.zeros((2, 4), np.float32) for name in (*linear, *wide)})
     with open_source(tmp_path / "f") as source:
-        plan = make_plan(source)
+        plan = make_plan(source, PlanOptions())
     found = {tensor.name: tensor.reason for tensor in plan.tensors}
     assert found == dict.fromkeys(linear, "") | dict.fromkeys(wide, "skipped by default")
 
@@ -208,7 +208,7 @@ def scale_shapes(tmp_path, shapes, config=None, **options):
 
     source = open_source(tmp_path / "src")
     try:
-        plan = make_plan(source, scaling="channel", layout="plain", **options)
+        plan = make_plan(source, PlanOptions(scaling="channel", layout="plain", **options))
     finally:
         source.close()
     return {
@@ -354,7 +354,7 @@ def test_tables_are_targeted_by_their_class(tmp_path, others, targets):
     save(tmp_path / "f", {f"{name}.weight": x for name in ("embed_tokens", "mlp", "lm_head")})
     with open_source(tmp_path / "f") as source:
         rules = Rules({"embed_tokens": "int8_group128", "mlp": others})
-        plan = make_plan(source, format=rules, layout="compressed-tensors")
+        plan = make_plan(source, PlanOptions(format=rules, layout="compressed-tensors"))
     groups = plan.quantization_config["config_groups"].values()
     assert [group["targets"] for group in groups] == targets
     assert "lm_head" in plan.quantization_config["ignore"]
@@ -366,7 +366,9 @@ def test_embeddings_are_refused_for_layouts_of_linear_layers(tmp_path, name):
     save(tmp_path / "f", tensors | {"embed_out.weight": np.zeros((128, 128), np.float32)})
     with open_source(tmp_path / "f") as source:
         with pytest.raises(CheckpointError, match="a table of embeddings by its name"):
-            make_plan(source, format=Rules((), default="e4m3fn"), layout="compressed-tensors")
+            make_plan(
+                source, PlanOptions(format=Rules((), default="e4m3fn"), layout="compressed-tensors")
+            )
         rules = Rules({"embed_out": "e4m3fn"})
-        plan = make_plan(source, format=rules, layout="compressed-tensors")
+        plan = make_plan(source, PlanOptions(format=rules, layout="compressed-tensors"))
     assert [t.name for t in plan.tensors if t.action == "quantize"] == ["embed_out.weight"]

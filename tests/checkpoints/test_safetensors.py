@@ -14,7 +14,7 @@ from stored import stored
 
 from qtoolkit.checkpoints import CheckpointError, save
 from qtoolkit.checkpoints._safetensors import open_safetensors
-from qtoolkit.checkpoints.internal import layout, write_safetensors
+from qtoolkit.checkpoints.internal import in_data_order, write_safetensors
 
 DTYPES = {
     "BOOL": np.bool_,
@@ -306,7 +306,7 @@ def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
 
 def test_layouts_of_what_safetensors_cannot_hold():
     with pytest.raises(CheckpointError, match=r"'a': F4 of shape \(3,\) ends within a byte.*pad"):
-        layout([("a", "F4", (3,))])
+        in_data_order([("a", "F4", (3,))])
 
 
 def test_targets_that_cannot_be(tmp_path):
@@ -349,7 +349,9 @@ def test_any_failure_leaves_the_folder_as_it_was(tmp_path, failure):
         raise failure
 
     with pytest.raises(failure):
-        write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks(), overwrite=True)
+        write_safetensors(
+            tmp_path / TARGET, in_data_order([("x", "U8", (4,))]), chunks(), overwrite=True
+        )
     assert os.listdir(tmp_path) == [TARGET]
     assert (tmp_path / TARGET).read_bytes() == before
 
@@ -364,7 +366,7 @@ def test_any_failure_leaves_the_folder_as_it_was(tmp_path, failure):
 )
 def test_chunks_that_break_the_plan_write_nothing(tmp_path, chunks, message):
     with pytest.raises(CheckpointError, match=message):
-        write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks)
+        write_safetensors(tmp_path / TARGET, in_data_order([("x", "U8", (4,))]), chunks)
     assert os.listdir(tmp_path) == []
 
 

@@ -16,7 +16,7 @@ import transformers
 from command import run
 
 from qtoolkit import quantize
-from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, save
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, save, verify
 from qtoolkit.checkpoints.internal import open_source
 
 QWEN = (
@@ -307,6 +307,42 @@ def test_a_quantized_source_is_dequantized_first(tmp_path, folders):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(found[name].data, tensor.data, err_msg=name)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "q4_1"), ("qwen3moe", "nvfp4")])
+def test_verify_plans_a_file_again_by_the_arguments_in_its_metadata(tmp_path, folders, name, kind):
+    convert(folders(name), tmp_path / "m.gguf", format=kind, skip=["o_proj"])
+    fields, tensors = contents(tmp_path / "m.gguf")
+    arguments = json.loads(fields["qtoolkit.conversion"])["arguments"]
+    assert arguments == {"format": kind, "skip": ["o_proj"]}
+    verification = verify(folders(name), tmp_path / "m.gguf")
+    assert (verification.problems, verification.codes_only) == ((), False)
+    assert verification.tensors == sum(not name.endswith(".scale") for name in tensors)
+    place = tensors["blk.1.attn_q.weight"].data_offset + 5
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    data[place] ^= 1
+    (tmp_path / "m.gguf").write_bytes(data)
+    (problem,) = verify(folders(name), tmp_path / "m.gguf").problems
+    assert problem.startswith("model.layers.1.self_attn.q_proj.weight: blk.1.attn_q.weight: byte 5")
+
+
+def test_what_becomes_float32_is_cast_and_what_the_folder_lacks_has_no_bytes(tmp_path, folders):
+    source = shutil.copytree(folders("llama3"), tmp_path / "m") / "model.safetensors"
+    with open_source(source) as opened:
+        tensors = {name: tensor.read_all() for name, tensor in opened.tensors.items()}
+    norm = "model.norm.weight"
+    tensors[norm] = np.float64(1) / np.arange(1, 1 + tensors[norm].size)
+    save(source, tensors, overwrite=True)
+    report = convert(tmp_path / "m", tmp_path / "m.gguf", format="q8_0")
+    by_name = {tensor.name: tensor for tensor in report.tensors}
+    assert (by_name[norm].action, by_name[norm].dtype) == ("cast", "F32")
+    assert (by_name[norm].bytes_before, by_name[norm].bytes_after) == (128 * 8, 128 * 4)
+    assert by_name["model.layers.0.input_layernorm.weight"].action == "keep"  # float32 before
+    assert report.bytes_before == sum(array.nbytes for array in tensors.values())
+    _, written = contents(tmp_path / "m.gguf")
+    np.testing.assert_array_equal(
+        written["output_norm.weight"].data, tensors[norm].astype(np.float32)
+    )
 
 
 def test_rows_that_blocks_do_not_fit_are_float16(tmp_path, folders):

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from refused import refused
+from state_of import shapes_of
 
 import qtoolkit
 import qtoolkit as qt
-from qtoolkit.products import Recipe
+from qtoolkit.products import Delayed, Learned, Operand, Recipe
 from qtoolkit.scaling import QArray
 
 WEIGHTS = qt.recipes.weight_only_e4m3
@@ -325,6 +326,74 @@ def test_a_transposed_kernel_keeps_what_a_method_made_of_it(algorithm):
     np.testing.assert_allclose(
         served.apply(weights, x), np.asarray(x, np.float64) @ kernel.T, rtol=1e-4, atol=1e-5
     )
+
+
+DELAYED, LSQ = qt.recipes.te_delayed_hybrid, qt.recipes.int4_lsq
+STOCHASTIC = Operand("e4m3fn", qt.casts.Projection("stochastic"))
+KERNELS = {  # recipes of kernels alone: nobody reads their state once these are stored
+    "history": Operand("e4m3fn", scaling=Delayed()),
+    "key": STOCHASTIC,
+    "scale": Operand("int4", scaling=Learned()),
+}
+
+
+class Three(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name in "abc":
+            x = nn.tanh(nn.Dense(16, name=name)(x))
+        return x
+
+
+def trained(recipe):
+    """A wrapped module, and its variables after a step."""
+    module = qt.linen.wrap(Three(), recipe)
+    variables = jax.jit(module.init)(jax.random.key(0), X)
+    if "qtoolkit_scales" in variables:
+        variables = qt.linen.start_scales(module, variables, X)
+    step = qt.linen.value_and_grad(lambda v: jnp.sum(module.apply(v, X)))
+    return module, {**variables, "qtoolkit": step(variables)[2]}
+
+
+def shapes(variables):
+    return {path: kernels["kernel"] for path, kernels in shapes_of(variables).items()}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_state_of_kernels_goes_when_they_are_stored(name):
+    """Oracle: the wrapped module with all of its state."""
+    module, variables = trained(Recipe((None, KERNELS[name]), gradient=None))
+    assert len(shapes(variables)) == 3
+    served, weights = qt.linen.quantize(module, variables, "wrapped", X)
+    assert set(weights) == {"params"}
+    np.testing.assert_array_equal(served.apply(weights, X), module.apply(variables, X))
+
+
+def test_each_layer_keeps_what_its_recipe_reads():
+    """It kept all histories or none, and then refused those of layers with another recipe.
+
+    Oracle: the module wrapped by the same rules, with the state of layer "a" alone.
+    """
+    _, variables = trained(DELAYED)
+    longer = Recipe(Operand("e4m3fn", scaling=Delayed(history=4)), gradient=None)
+    for other in (WEIGHTS, None, longer):
+        rules = qt.Rules({"a": DELAYED, "b": other}, default=WEIGHTS)
+        served, weights = qt.linen.quantize(Three(), variables, rules, X)
+        assert shapes(weights) == {"a": {"history", "bad"}}
+        state = {"self.a": variables["qtoolkit"]["self.a"]}
+        wrapped = qt.linen.wrap(Three(), rules)
+        expected = wrapped.apply({"params": variables["params"], "qtoolkit": state}, X)
+        np.testing.assert_array_equal(served.apply(weights, X), expected)
+
+
+def test_learned_scales_of_inputs_stay_and_those_of_other_recipes_go():
+    module, variables = trained(LSQ)
+    served, weights = qt.linen.quantize(module, variables, "wrapped", X)
+    assert shapes(weights) == {name: {"lhs_scale"} for name in "abc"}
+    np.testing.assert_array_equal(served.apply(weights, X), module.apply(variables, X))
+    rules = qt.Rules({"a": LSQ}, default=WEIGHTS)
+    assert shapes(qt.linen.quantize(Three(), variables, rules, X)[1]) == {"a": {"lhs_scale"}}
+    assert set(qt.linen.quantize(Three(), variables, WEIGHTS, X)[1]) == {"params"}
 
 
 def test_histories_of_another_recipe_go_with_it():

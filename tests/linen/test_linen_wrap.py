@@ -772,3 +772,25 @@ def test_spectral_norm_estimates_in_high_precision():
     report = qt.linen.report(wrapped, variables, x, mutable="batch_stats")
     assert {p.path for p in report.left} == {"SpectralNorm_0", "Dense_0"}  # the owner
     assert {p.path for p in report.quantized} == {"Dense_0", "(model)"}
+
+
+class Parts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = qt.linen.Fp8Dense(16, recipe=recipes.mxfp8, name="always")(x)
+        x = nn.Dense(16, name="first")(x)
+        return nn.Dense(16, name="last")(wrap(nn.Dense(16, parent=None), recipes.mxfp8)(x))
+
+
+def test_parts_that_were_wrapped_by_themselves_keep_their_recipes():
+    """Policies do not count them."""
+    x = jnp.ones((4, 16))
+    policy = qt.policies.first_last_high_precision(recipes.te_current, last=0)
+    for recipe, kept in ((recipes.te_current, set()), (policy, {"first"})):
+        module = wrap(wrap(Parts(), recipes.nvfp4), recipe, inputs=(x,))
+        found = report(module, module.init(jax.random.key(0), x), x)
+        forward = {p.path: p.operands for p in found.quantized if p.part == "forward"}
+        by_part = {path for path, text in forward.items() if "mxfp8" in text}
+        assert by_part == {"always", "Dense_0"}
+        assert set(forward) - by_part == {"first", "last"} - kept
+        assert {p.path for p in found.left} == kept

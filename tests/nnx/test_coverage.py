@@ -261,8 +261,7 @@ def test_native_blocks_train_and_every_product_is_reported(name):
         sum(p.count for p in one.quantized if end in p.operands)
         for one, end in ((of_emulated, ""), (report, "(native)"))
     )
-    # One of attention's products by two activations stays emulated in the backward pass.
-    assert natively >= total - 1
+    assert natively == total
 
     @nnx.jit
     def step(model):

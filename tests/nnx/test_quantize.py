@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from refused import refused
+from state_of import shapes_of, states_of
 
 import qtoolkit
 import qtoolkit as qt
-from qtoolkit.products import Delayed, Operand, Recipe
+from qtoolkit.products import Delayed, Learned, Operand, Recipe
 from qtoolkit.scaling import QArray
 
 WEIGHTS = qt.recipes.weight_only_e4m3
@@ -65,6 +66,17 @@ def test_it_computes_what_the_wrapped_model_does(model, name):
         assert isinstance(layer.kernel.get_value(), QArray)
     assert isinstance(model.first.kernel.get_value(), jax.Array)  # not changed
     assert served.norm.scale is model.norm.scale
+
+
+def test_axes_of_length_1_have_no_blocks():
+    rngs, fmt = nnx.Rngs(0), "int4_group32"
+    general = nnx.LinearGeneral((32, 1), (16, 1), axis=(-2, -1), rngs=rngs)
+    einsum = nnx.Einsum("btdk,dko->bto", (32, 1, 16), rngs=rngs)
+    for layer in (general, einsum):
+        served, x = qt.nnx.quantize(layer, fmt), X[..., None]
+        assert served.kernel.get_value().scale.size == 16
+        wrapped = qt.nnx.wrap(layer, Recipe((None, fmt), gradient=None))
+        np.testing.assert_array_equal(served(x), wrapped(x))
 
 
 @pytest.mark.quick
@@ -146,6 +158,33 @@ def test_a_trained_model_keeps_its_delayed_scales():
     np.testing.assert_array_equal(served(X), wrapped(X))
     current = qt.nnx.quantize(nnx.clone(wrapped), qt.recipes.te_current)
     assert served.kernel.get_value().scale != current.kernel.get_value().scale
+
+
+KERNELS = {  # recipes of kernels alone: nobody reads their state once these are stored
+    "history": Operand("e4m3fn", scaling=Delayed()),
+    "key": Operand("e4m3fn", qt.casts.Projection("stochastic")),
+    "scale": Operand("int4", scaling=Learned()),
+}
+
+
+@pytest.mark.sample("history")
+@pytest.mark.parametrize("name", KERNELS)
+def test_state_of_kernels_goes_when_they_are_stored(name):
+    """Oracle: the wrapped model, with all of its state."""
+    operand = KERNELS[name]
+    wrapped = qt.nnx.wrap(Small(nnx.Rngs(0)), Recipe((None, operand), gradient=None))
+    if operand.is_learned:
+        qt.nnx.start_scales(wrapped, X)
+    qt.nnx.value_and_grad(lambda model: jnp.sum(model(X)))(wrapped)
+    served = qt.nnx.quantize(wrapped)
+    np.testing.assert_array_equal(served(X), wrapped(X))
+    assert (len(states_of(wrapped)), len(states_of(served))) == (2, 0)
+    again = qt.nnx.quantize(served, Recipe((None, operand), gradient=None))
+    assert not states_of(again)
+    both = qt.nnx.wrap(Small(nnx.Rngs(0)), Recipe((Operand("int8", scaling=Learned()), operand)))
+    qt.nnx.start_scales(both, X)
+    kept = shapes_of(qt.nnx.quantize(both))
+    assert kept == {f"layers/{i}": {"kernel": {"lhs_scale"}} for i in range(2)}
 
 
 @pytest.mark.quick

@@ -43,6 +43,40 @@ def expected(x, scale, fmt=ml_dtypes.float8_e4m3fn, largest=464):
 
 
 @pytest.mark.quick
+def test_a_trainer_that_drops_the_state_sees_what_saturates():
+    """Oracle: NumPy, with the scale of the only step whose history was kept."""
+    recipe = qt.recipes.te_delayed_hybrid
+    model = qt.nnx.wrap(nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), recipe)
+    qt.nnx.value_and_grad(loss)(model, X)
+    graph, state = nnx.split(model)
+    scale = history_of(model)[0, 0] / np.float32(448)
+
+    @jax.jit
+    def step(state, x):
+        model = nnx.merge(graph, state)
+        _, _, metrics = qt.nnx.value_and_grad(loss, metrics=True)(model, x)
+        return metrics, nnx.state(model)
+
+    kept = state
+    for steps in range(3):
+        metrics, _ = step(state, 100 * X)  # the new state is dropped
+        (operands,) = by_matmul(metrics).values()
+        wanted = expected(100 * X, scale)
+        for part in ("saturated", "bad"):
+            assert wanted[part] > 0.1
+            np.testing.assert_allclose(operands["lhs"][part], wanted[part], rtol=1e-6)
+        metrics, kept = step(kept, 100 * X)
+        (operands,) = by_matmul(metrics).values()
+        assert (operands["lhs"]["bad"] > 0) == (steps == 0)
+    # Evaluation computes with the same scale.
+    x = np.clip(100 * X / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    w = np.asarray(model.kernel[...])
+    of_kernel = history_of(model)[1, 0] / np.float32(448)
+    w = (w / of_kernel).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_allclose(model(100 * X), x @ w * scale * of_kernel, rtol=1e-5)
+
+
+@pytest.mark.quick
 def test_a_step_says_what_its_rounding_lost():
     model = qt.nnx.wrap(nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), STATIC)
     step = nnx.jit(qt.nnx.value_and_grad(loss, metrics=True))

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from refused import refused
-from state_of import recipe_of
+from state_of import histories_of, recipe_of
 
 import qtoolkit as qt
 from qtoolkit import Recipe
@@ -183,6 +183,44 @@ def test_wrapping_again_replaces_the_recipe(model, x):
     np.testing.assert_allclose(
         wrap(wrap(model), Recipe(forward=None, gradient=None))(x), model(x), rtol=1e-5, atol=1e-5
     )
+
+
+class Parts(nnx.Module):
+    """Layers; a part that somebody has wrapped; a layer that is always quantized."""
+
+    def __init__(self, recipe):
+        rngs = nnx.Rngs(0)
+        self.own = nnx.Linear(16, 16, rngs=rngs)
+        self.part = wrap(nnx.Sequential(nnx.Linear(16, 16, rngs=rngs)), recipe)
+        self.always = qt.nnx.Fp8Linear(16, 16, rngs=rngs, recipe=recipe)
+        self.last = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.always(self.part(nnx.relu(self.own(x)))))
+
+
+def test_parts_that_were_wrapped_by_themselves_keep_their_recipes():
+    """As in linen. Oracle: the parts, called one after the other."""
+    delayed, other = qt.recipes.te_delayed_hybrid, Recipe("e5m2")
+    model, x = Parts(delayed), jnp.linspace(-1, 2, 64).reshape(4, 16)
+    wrapped = wrap(wrap(model, qt.recipes.mxfp8, inputs=(x,)), other, inputs=(x,))  # the whole
+    qt.nnx.value_and_grad(lambda m: jnp.sum(m(x)))(wrapped)  # moves the histories of the parts
+    inner = wrapped.always(wrapped.part(nnx.relu(wrap(model.own, other)(x))))
+    np.testing.assert_array_equal(wrapped(x), wrap(model.last, other)(inner))
+    assert all(np.any(history) for history in histories_of(wrapped))
+    assert len(histories_of(wrapped)) == 2
+    shown = {p.path: p.operands for p in qt.nnx.report(wrapped, x).quantized if p.part == "forward"}
+    assert {path for path, text in shown.items() if "delayed" in text} == {
+        "part/layers/0",
+        "always",
+    }
+    policy = qt.policies.first_last_high_precision(other, last=0)
+    left = {p.path for p in qt.nnx.report(wrap(Parts(delayed), policy, inputs=(x,)), x).left}
+    assert left == {"own"}
+    refused(ValueError, "rule 'part' matches nothing", wrap, model, Rules({"part": None}, other))
+    with refused(ValueError, "all layers of List are in parts that were wrapped by themselves"):
+        wrap(nnx.List([model.part]), other)
+    assert len(qt.nnx.report(wrap(nnx.List([model.part]), delayed)[0], x).quantized) == 2
 
 
 @pytest.mark.exhaustive

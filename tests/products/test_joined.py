@@ -1,5 +1,6 @@
 """One tensor scale for q, k and v. Oracle: NVFP4 in NumPy, after compressed-tensors' formulas."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -148,3 +149,21 @@ def test_what_cannot_be_joined():
         qt.nnx.quantize(Attention(nnx.Rngs(0)), RECIPE, batches, method="gptq")
     assert qt.recipes.from_json(qt.recipes.to_json(RECIPE)) == RECIPE
     assert "one scale for q, k, v" in str(qt.nnx.report(wrapped, jnp.eye(32)))
+
+
+@pytest.mark.parametrize("package", [qt.nnx, qt.linen], ids=["nnx", "linen"])
+def test_the_report_names_rules_and_joins_that_decide_nothing(package):
+    """Neither raises: a rule may stand behind another one, a model may have one of two groups."""
+    joined = qt.policies.join(RECIPE, ["q", "k", "v"], ["gate", "up"])
+    kind = nnx.Linear if package is qt.nnx else linen.Dense
+    rules = qt.Rules({"^q$": joined, "q|^k": None, "out": None, "out/kernel": joined, kind: joined})
+    x = jnp.ones((1, 32))
+    if package is qt.nnx:
+        found = qt.nnx.report(qt.nnx.wrap(Attention(nnx.Rngs(0)), rules, strict=(x,)), x)
+    else:
+        module = qt.linen.wrap(LinenAttention(), rules, strict=(x,))
+        found = qt.linen.report(module, LinenAttention().init(jax.random.key(0), x), x)
+    assert {p.path for p in found.left if p.part == "forward"} == {"k", "out"}
+    assert found.idle == ("rule out/kernel", "join of gate, up")
+    assert str(found).splitlines()[-2] == "decided nothing: rule out/kernel, join of gate, up"
+    assert found.unreached == ()

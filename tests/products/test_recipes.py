@@ -806,6 +806,39 @@ def test_native_derivatives_of_any_dimension_numbers(numbers):
         np.testing.assert_allclose(native, emulated, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample("mxfp8-einsum")
+@pytest.mark.parametrize("product", ["einsum", "dot_general"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "deepseek_v3"])
+def test_blocks_do_not_lie_along_an_axis_of_length_1(name, product):
+    """Flax's attention has one, of heads that share a key. Oracle: the product without it.
+
+    Along it each element was a block by itself, and the matmul could not be native.
+    """
+    recipe = getattr(recipes, name)
+    q, k, ct = draw(2, 20, 3, 40), draw(2, 24, 3, 40, seed=1), draw(2, 3, 20, 24, seed=2)
+
+    def run(labels):
+        kept = labels.replace("b", "").replace("h", "").replace("d", "")  # q, or q and g
+        if product == "einsum":
+            function = functools.partial(qt.einsum, f"{labels},bkhd->bh{kept}k")
+        else:
+            b, h, d = map(labels.index, "bhd")
+            numbers = (((d,), (3,)), ((b, h), (0, 2)))
+            function = functools.partial(qt.dot_general, dimension_numbers=numbers)
+        shape, of_result = q.shape, ct.shape
+        if "g" in labels:
+            shape = np.expand_dims(q, labels.index("g")).shape
+            of_result = np.expand_dims(ct, 2 + kept.index("g")).shape
+        y, back = jax.vjp(lambda q, k: function(q, k, recipe=recipe), q.reshape(shape), k)
+        return [x.reshape(-1) for x in (y, *back(ct.reshape(of_result)))]
+
+    expected = run("bqhd")
+    for labels in ("bgqhd", "bqghd", "bqhgd", "bqhdg"):
+        for mine, wanted in zip(run(labels), expected, strict=True):
+            atol = 1e-5 * np.abs(wanted).max()  # XLA may sum in another order
+            np.testing.assert_allclose(mine, wanted, rtol=0, atol=atol)
+
+
 def test_the_format_of_gradients_that_are_not_given():
     e5m2 = Operand(BlockFormat.tensor("e5m2"))
     for forward in ("e4m3fn", (None, "int4_group128"), ("mxfp8", "e4m3fn")):

@@ -122,6 +122,32 @@ def test_delayed_scales_gather_codes_by_their_history():
     assert moved["all-gather", "u8"] == 3 * KERNELS
 
 
+def test_codes_are_gathered_inside_of_a_shard_map_over_another_axis():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    w = jnp.float32(np.random.default_rng(1).normal(size=(256, 64)))
+    x = X.reshape(256, 256)
+
+    def gradients(x, w, recipe):
+        product = lambda x, w: qt.einsum("ni,io->no", x, w, recipe=recipe)  # noqa: E731
+        return jax.grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), (0, 1))(x, w)
+
+    def of_shards(x, w):
+        dx, dw = gradients(x, w, qt.policies.gather_codes(qt.recipes.mxfp8, "fsdp", 0))
+        return dx, jax.lax.psum(dw, "data")
+
+    pairs = [gradients(part, w, qt.recipes.mxfp8) for part in jnp.split(x, 2)]
+    with jax.set_mesh(mesh):
+        specs = {"in_specs": (P("data"), P()), "out_specs": (P("data"), P())}
+        step = jax.shard_map(of_shards, axis_names={"data"}, check_vma=False, **specs)
+        arrays = jax.device_put((x, w), (P("data"), P("fsdp")))
+        compiled = jax.jit(step).lower(*arrays).compile()
+        found = compiled(*arrays)
+    close(found, (jnp.concatenate([dx for dx, _ in pairs]), sum(dw for _, dw in pairs)))
+    moved = {(t.op, t.dtype): t.bytes for t in qt.products.native_calls(compiled).transfers}
+    assert moved["all-gather", "u8"] == 2 * w.size  # forward, dgrad
+    assert moved.get(("all-gather", "f32"), 0) <= 2 * w.size // 32 * 4  # their scales
+
+
 def test_without_a_mesh_a_warning_says_so():
     step, params, rest = nnx_step(qt.policies.gather_codes(qt.recipes.te_current, "fsdp"))
     with pytest.warns(RuntimeWarning, match="jax.set_mesh"):

@@ -16,6 +16,7 @@ from qtoolkit.checkpoints.layouts import (
     _torchao,
 )
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import SCALINGS, Layout, Scheme
 
 LAYOUTS: dict[str, Layout] = {
@@ -38,4 +39,4 @@ LAYOUTS: dict[str, Layout] = {
 }
 WRITTEN = [name for name, layout in LAYOUTS.items() if layout.schemes]  # others are only read
 
-__all__ = ["LAYOUTS", "SCALINGS", "WRITTEN", "Encoding", "Layout", "Packing", "Scheme"]
+__all__ = ["LAYOUTS", "SCALINGS", "WRITTEN", "Encoding", "Headers", "Layout", "Packing", "Scheme"]

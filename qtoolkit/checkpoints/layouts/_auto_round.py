@@ -11,7 +11,7 @@ from typing import Any
 
 from qtoolkit.checkpoints.layouts import _awq, _gptq
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers, config_error
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import Layout
 
 METHOD = "auto-round"
@@ -27,7 +27,7 @@ _VERSIONS = {
 }
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     if not config:  # the readers of GPTQ and AutoAWQ say what is missing
         return {}
     # Old versions call it "backend". transformers takes "auto_round:gptq" if there is neither.
@@ -36,16 +36,14 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     if packing not in _VERSIONS or not data_type.startswith("int"):
         key = "packing_format" if packing not in _VERSIONS else "data_type"
         known = ", ".join(_VERSIONS) if packing not in _VERSIONS else "int"
-        raise config_error(where, key, packing if key != "data_type" else data_type, known)
+        raise headers.config_error(key, packing if key != "data_type" else data_type, known)
     others = config.get("extra_config")
     plain = {"sym": config.get("sym"), "group_size": config.get("group_size")}
     if version := _VERSIONS[packing]:
-        return _gptq.decode(
-            {**plain, "checkpoint_format": version, "dynamic": others}, headers, where
-        )
+        return _gptq.decode({**plain, "checkpoint_format": version, "dynamic": others}, headers)
     is_same = not others and plain["group_size"]
     groups = {"group_size": plain["group_size"]} if is_same else {}
-    return _awq.decode({"version": "gemm", **groups}, headers, where)
+    return _awq.decode({"version": "gemm", **groups}, headers)
 
 
 LAYOUT = Layout(

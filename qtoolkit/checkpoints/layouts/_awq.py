@@ -11,39 +11,33 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
-from qtoolkit.checkpoints.layouts._headers import (
-    Headers,
-    check_entry,
-    config_error,
-    entry_beside,
-    entry_error,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, Layout, block_format
 from qtoolkit.formats import UINT4
 
 _PACKED = Packing(32, order=(0, 4, 1, 5, 2, 6, 3, 7))
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     if config and str(config.get("version") or "gemm").lower() != "gemm":
-        raise config_error(where, "version", config["version"], "gemm", "AutoAWQ")
+        raise headers.config_error("version", config["version"], "gemm", "AutoAWQ")
     encodings = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         if not f".{name}".endswith(".qweight"):
             continue
-        encoding = _decode_weight(config, headers, info)
+        encoding = _decode_weight(config, headers, entry)
         if encoding is not None:
             encodings[encoding.name] = encoding
         elif config:
-            check_entry(headers, name, ("I32",), where)
-            zero = check_entry(headers, entry_beside(name, "qzeros"), ("I32",), where)
-            scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
+            headers.check(name, ("I32",))
+            zero = headers.check(entry_beside(name, "qzeros"), ("I32",))
+            scale = headers.check(entry_beside(name, "scales"), FLOAT_SCALES)
             what = (
-                f"{list(info.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, "
+                f"{list(entry.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, "
                 "expected [inputs, outputs / 8], [groups, outputs] and [groups, outputs / 8] in "
                 "the groups of config.json"
             )
-            raise entry_error(where, name, what, "AutoAWQ")
+            raise headers.error(name, what, "AutoAWQ")
     return encodings
 
 

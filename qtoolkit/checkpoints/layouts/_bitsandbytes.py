@@ -19,13 +19,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import Entry, json_object
 from qtoolkit.checkpoints.layouts._encoding import HIGH_NIBBLES, Encoding, ReadEntry
-from qtoolkit.checkpoints.layouts._headers import (
-    Headers,
-    OpenHeaders,
-    check_entry,
-    entry_beside,
-    entry_error,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import Layout, by_channel
 from qtoolkit.formats import INT8, NF4, NF4_BLOCK64, UINT4, BlockFormat
 
@@ -38,29 +32,27 @@ _TABLES = {
 }
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     encodings = {}
     for name in headers:
         weight, state, table = name.rpartition(_STATE)
-        if state and isinstance(headers, OpenHeaders):
-            encodings[weight] = _of_table(headers, weight, table, where)
+        if state:
+            encodings[weight] = _of_table(headers, weight, table)
         elif name.rpartition(".")[2] == "SCB":
             weight = entry_beside(name, "weight")
             if config or weight in headers:
-                encodings[weight] = _of_rows(headers, weight, where)
+                encodings[weight] = _of_rows(headers, weight)
     return encodings
 
 
-def _of_rows(headers: Headers, name: str, where: str) -> Encoding:
-    codes = check_entry(headers, name, ("I8",), where)
-    scale = check_entry(headers, entry_beside(name, "SCB"), ("F32",), where)
+def _of_rows(headers: Headers, name: str) -> Encoding:
+    codes = headers.check(name, ("I8",))
+    scale = headers.check(entry_beside(name, "SCB"), ("F32",))
     if len(codes.shape) != 2 or scale.shape != codes.shape[:1]:
-        raise entry_error(
-            where, scale.name, f"{scale}, expected one for each row of {codes}", METHOD
-        )
+        raise headers.error(scale.name, f"{scale}, expected one for each row of {codes}", METHOD)
     order = headers.get(entry_beside(name, "weight_format"))
-    if order is not None and isinstance(headers, OpenHeaders) and headers.read(order.name).any():
-        raise entry_error(where, order.name, "codes in the order of a GPU, expected row", METHOD)
+    if order is not None and headers.read(order.name).any():
+        raise headers.error(order.name, "codes in the order of a GPU, expected row", METHOD)
     return Encoding(
         name=name,
         shape=codes.shape,
@@ -73,23 +65,23 @@ def _of_rows(headers: Headers, name: str, where: str) -> Encoding:
     )
 
 
-def _of_table(headers: OpenHeaders, name: str, table: str, where: str) -> Encoding:
+def _of_table(headers: Headers, name: str, table: str) -> Encoding:
     state_name = f"{name}{_STATE}{table}"
     state = json_object(headers.read(state_name).tobytes())
     shape, length = tuple(state.get("shape") or ()), _length(state, "blocksize")
-    codes = check_entry(headers, name, ("U8", "I8", "F32", "BF16", "F16"), where)
-    scale = check_entry(headers, f"{name}.absmax", ("F32", "U8"), where)
+    codes = headers.check(name, ("U8", "I8", "F32", "BF16", "F16"))
+    scale = headers.check(f"{name}.absmax", ("F32", "U8"))
     count = math.prod(shape)
     is_whole = length and count and shape[-1] % 2 == 0
     is_whole = is_whole and state.get("quant_type") == table
     fits = is_whole and codes.nbytes == count // 2 and scale.shape == (-(-count // length),)
     if not fits or table not in _TABLES or (codes.shape[0] == 1 < codes.shape[-1]):
         what = f"{codes} and absmax {scale} of {state}, expected two codes of nf4 or fp4 a byte"
-        raise entry_error(where, name, f"{what}, in one column, and a scale for each block", METHOD)
-    values = check_entry(headers, f"{name}.quant_map", ("F32",), where)
+        raise headers.error(name, f"{what}, in one column, and a scale for each block", METHOD)
+    values = headers.check(f"{name}.quant_map", ("F32",))
     if not np.allclose(headers.read(values.name), _TABLES[table], 0, 1e-6):
-        raise entry_error(where, values.name, f"other values than those of {table}", METHOD)
-    nested = _nested(headers, name, scale, state, where)
+        raise headers.error(values.name, f"other values than those of {table}", METHOD)
+    nested = _nested(headers, name, scale, state)
     others = (headers[state_name], values, *nested)
 
     def scales(read: ReadEntry) -> np.ndarray:
@@ -126,13 +118,13 @@ def _length(state: Mapping[str, Any], key: str) -> int:
 
 
 def _nested(
-    headers: Headers, name: str, scale: Entry, state: Mapping[str, Any], where: str
+    headers: Headers, name: str, scale: Entry, state: Mapping[str, Any]
 ) -> tuple[Entry, ...]:
     """The entries of which scales are made that are codes themselves; () where they are numbers."""
     if scale.dtype == "F32":
         return ()
-    absmax = check_entry(headers, f"{name}.nested_absmax", ("F32",), where)
-    table = check_entry(headers, f"{name}.nested_quant_map", ("F32",), where)
+    absmax = headers.check(f"{name}.nested_absmax", ("F32",))
+    table = headers.check(f"{name}.nested_quant_map", ("F32",))
     length, has_offset = _length(state, "nested_blocksize"), "nested_offset" in state
     if (
         not length
@@ -141,7 +133,7 @@ def _nested(
         or table.shape != (256,)
     ):
         what = f"{absmax} and {table} of {scale} and {state}"
-        raise entry_error(where, absmax.name, f"{what}, expected one for each block", METHOD)
+        raise headers.error(absmax.name, f"{what}, expected one for each block", METHOD)
     return absmax, table
 
 

@@ -14,94 +14,104 @@ tensor/int8_utils.py, _build_hadamard, _rotate_weight; backends/eager/quantizati
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._tensors import Entry, json_object
+from qtoolkit.checkpoints._tensors import Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import HIGH_NIBBLES, NIBBLES, Encoding, ReadEntry
-from qtoolkit.checkpoints.layouts._headers import (
-    Headers,
-    OpenHeaders,
-    check_entry,
-    entry_beside,
-    entry_error,
-)
-from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout, decode_bytes, decode_tiled
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
+from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout, decode_bytes, decode_groups
 from qtoolkit.formats import INT4, MXFP8_E4M3, NVFP4
 
 _FOUR_BITS = ("convrot_w4a4", "int4_tensorwise")
-FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "nvfp4", "mxfp8", *_FOUR_BITS)
-# Keys of the JSON that change no weight, or that are read.
-KEYS = {"format", "per_row", "full_precision_matrix_mult", "linear_dtype"}
-KEYS |= {"convrot", "convrot_groupsize"}
-MARK, METADATA = ".comfy_quant", "_quantization_metadata"
+# The kinds in which a value is a code multiplied by its scale, as in other programs' layouts, and
+# keys of the JSON that do not change this; then all that are read.
+_PLAIN_KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+_PLAIN_KEYS = {"format", "per_row", "full_precision_matrix_mult", "linear_dtype"}
+_KINDS = (*_PLAIN_KINDS, "nvfp4", "mxfp8", *_FOUR_BITS)
+_KEYS = _PLAIN_KEYS | {"convrot", "convrot_groupsize"}
+_MARK, _METADATA = ".comfy_quant", "_quantization_metadata"
 _SCALE = "scale_weight"
 _FOUR = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32)
 
 
-def marks_of(headers: Headers) -> dict[str, Any]:
+def _marks(headers: Headers) -> dict[str, Any]:
     """What ComfyUI says of the modules that it quantized, by their names."""
-    if not isinstance(headers, OpenHeaders):
-        return {}
-    of_all = json_object(headers.metadata.get(METADATA, "{}")).get("layers")
+    of_all = json_object(headers.metadata.get(_METADATA, "{}")).get("layers")
     marks = {
-        name.removesuffix(MARK): json_object(headers.read(name).tobytes())
+        name.removesuffix(_MARK): json_object(headers.read(name).tobytes())
         for name in headers
-        if name.endswith(MARK)
+        if name.endswith(_MARK)
     }
     return marks | (of_all if isinstance(of_all, dict) else {})
 
 
-def is_mark(entry: Entry) -> bool:
+def _is_mark(entry: Entry) -> bool:
     """Whether a tensor is such JSON, or marks a file with `scale_weight`."""
     is_empty = entry.dtype[:2] == "F8" and entry.nbytes <= 2
-    return entry.name.endswith(MARK) or (is_empty and entry.name.endswith("scaled_fp8"))
+    return entry.name.endswith(_MARK) or (is_empty and entry.name.endswith("scaled_fp8"))
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def check_marks(headers: Headers, weights: Container[str], by_config: bool) -> set[str]:
+    """The names of such tensors; raises where a weight is stored in a way that is not read, or that
+    looks like that of the layout in the config, but has other values: rotated ones, or scales in
+    tiles and the first code of each byte in the high bits.
+    """
+    # Without a config the marks have been read here.
+    kinds, keys = (_PLAIN_KINDS, _PLAIN_KEYS) if by_config else (_KINDS, _KEYS)
+    for module, mark in _marks(headers).items():
+        weight, settings = f"{module}.weight", mark if isinstance(mark, dict) else {}
+        others = {key for key, value in settings.items() if value} - keys
+        if weight in weights and (others or settings.get("format") not in kinds):
+            what = f"ComfyUI describes it by {shown(str(settings)[:80])}, expected only "
+            raise headers.error(weight, what + ", ".join(kinds), "ComfyUI")
+    return {name for name, entry in headers.items() if _is_mark(entry)}
+
+
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     encodings = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         scale_name = entry_beside(name, _SCALE)
-        is_float = info.dtype in ("F8_E4M3", "F8_E5M2")
+        is_float = entry.dtype in ("F8_E4M3", "F8_E5M2")
         if is_float and f".{name}".endswith(".weight") and scale_name in headers:
-            scale = check_entry(headers, scale_name, FLOAT_SCALES, where)
+            scale = headers.check(scale_name, FLOAT_SCALES)
             if scale.nbytes not in (2, 4):
-                raise entry_error(where, scale_name, f"{scale}, expected one number", "ComfyUI")
-            one = {name: info, scale_name: scale._replace(shape=())}
-            encodings[name] = decode_bytes(one, name, scale_name, where)
-    for module, mark in marks_of(headers).items():
+                raise headers.error(scale_name, f"{scale}, expected one number", "ComfyUI")
+            one = headers.only({name: entry, scale_name: scale._replace(shape=())})
+            encodings[name] = decode_bytes(one, name, scale_name)
+    for module, mark in _marks(headers).items():
         name, settings = f"{module}.weight", mark if isinstance(mark, Mapping) else {}
         if name not in headers:
             continue
         if settings.get("format") in ("nvfp4", "mxfp8"):
-            encodings[name] = _tiled(headers, name, settings["format"], where)
+            encodings[name] = _tiled(headers, name, settings["format"])
         elif settings.get("format") in _FOUR_BITS or settings.get("convrot"):
-            encodings[name] = _rotated(headers, name, settings, where)
+            encodings[name] = _rotated(headers, name, settings)
     return encodings
 
 
-def _tiled(headers: Headers, name: str, kind: str, where: str) -> Encoding:
+def _tiled(headers: Headers, name: str, kind: str) -> Encoding:
     is_fp4 = kind == "nvfp4"
-    codes = check_entry(headers, name, ("U8",) if is_fp4 else ("F8_E4M3",), where)
+    codes = headers.check(name, ("U8",) if is_fp4 else ("F8_E4M3",))
     scales = ("F8_E4M3",) if is_fp4 else ("U8", "F8_E8M0")
-    scale = check_entry(headers, f"{name}_scale", scales, where)
-    second = check_entry(headers, f"{name}_scale_2", ("F32",), where) if is_fp4 else None
+    scale = headers.check(f"{name}_scale", scales)
+    second = headers.check(f"{name}_scale_2", ("F32",)) if is_fp4 else None
     spec = NVFP4 if is_fp4 else MXFP8_E4M3
     shape = (*codes.shape[:-1], *(n * (1 + is_fp4) for n in codes.shape[-1:]))
-    return decode_tiled(
-        *(name, shape, spec, codes, scale, where),
-        program="ComfyUI",
+    return decode_groups(
+        *(headers, name, shape, spec, codes, scale),
+        tiled_by="ComfyUI",
         packing=HIGH_NIBBLES if is_fp4 else None,
         tensor_scale=second,
     )
 
 
-def _rotated(headers: Headers, name: str, settings: Mapping[str, Any], where: str) -> Encoding:
+def _rotated(headers: Headers, name: str, settings: Mapping[str, Any]) -> Encoding:
     size, scale_name = settings.get("convrot_groupsize", 256), f"{name}_scale"
-    codes = check_entry(headers, name, ("I8",), where)
-    encoding = decode_bytes(headers, name, scale_name, where)
+    codes = headers.check(name, ("I8",))
+    encoding = decode_bytes(headers, name, scale_name)
     if settings.get("format") in _FOUR_BITS and len(codes.shape) == 2:
         shape = (codes.shape[0], 2 * codes.shape[1])
         encoding = dataclasses.replace(
@@ -115,7 +125,7 @@ def _rotated(headers: Headers, name: str, settings: Mapping[str, Any], where: st
     powers = [4**k for k in range(1, 9)]
     if size not in powers or not is_by_rows or encoding.shape[1] % size:
         what = f"{codes} rotated by {size}, expected a power of 4 that divides rows, and a scale"
-        raise entry_error(where, name, f"{what} for each row", "ComfyUI")
+        raise headers.error(name, f"{what} for each row", "ComfyUI")
 
     def finish(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:
         return (values.reshape(-1, size) @ _hadamard(size)).reshape(values.shape)
@@ -136,5 +146,7 @@ LAYOUT = Layout(
     title="that of ComfyUI: scale_weight beside FP8 weights, comfy_quant of rotated int8",
     loaders="ComfyUI",
     decode=decode,
+    check_marks=check_marks,
+    metadata_keys=lambda names: {_METADATA},
     has_marks=True,
 )

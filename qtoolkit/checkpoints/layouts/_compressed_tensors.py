@@ -16,19 +16,13 @@ zeros have other scales than in the package, which takes the machine epsilon.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
-from qtoolkit.checkpoints.layouts._headers import (
-    Headers,
-    check_block,
-    check_entry,
-    config_error,
-    entry_beside,
-    entry_error,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     HIGH_PRECISION,
@@ -112,17 +106,17 @@ _CONFIG: dict[Scheme, tuple[str, dict[str, Any] | None]] = {
 _DIVIDED = "weight_global_scale"
 
 
-def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    (rows, columns), name, spec = info.shape, info.name, with_scale_rules(scheme.spec)
-    element, lengths = spec.element, spec.block_lengths(info.shape)
+def store(entry: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+    (rows, columns), name, spec = entry.shape, entry.name, with_scale_rules(scheme.spec)
+    element, lengths = spec.element, spec.block_lengths(entry.shape)
     packing: Packing | None = None
-    codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
+    codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", entry.shape)
     constants = []
     packed = entry_beside(name, "weight_packed")
     if scheme in PACKED:
         packing = WORDS
         codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
-        constants.append(constant(entry_beside(name, SHAPE), "I64", info.shape, (2,)))
+        constants.append(constant(entry_beside(name, SHAPE), "I64", entry.shape, (2,)))
     elif element == E2M1FN:
         packing = NIBBLES
         codes = Entry(packed, "U8", (rows, columns // 2))
@@ -136,16 +130,15 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         zero_point = Entry(entry_beside(name, "weight_zero_point"), "I32", shape)
     dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
     is_single = scheme in (FP8_TENSOR, FP8_STATIC)
-    counts = (1,) if is_single else block_counts(info.shape, lengths)
+    counts = (1,) if is_single else block_counts(entry.shape, lengths)
     return Encoding(
         name=name,
-        shape=info.shape,
+        shape=entry.shape,
         spec=spec,
         lengths=lengths,
         codes=codes,
         scale=Entry(entry_beside(name, "weight_scale"), dtype, counts),
         tensor_scale=Entry(entry_beside(name, _DIVIDED), "F32", (1,)) if scheme == NV4 else None,
-        tensor_scale_divides=scheme == NV4,
         packing=packing,
         zero_point=zero_point,
         zero_packing=zero_packing,
@@ -153,6 +146,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
     )
 
 
+@functools.cache  # equal formats are one object: see `block_format`
 def with_scale_rules(spec: BlockFormat) -> BlockFormat:
     """`spec` with the package's own rules of scales."""
     if isinstance(spec.element, IntFormat):
@@ -164,113 +158,112 @@ def with_scale_rules(spec: BlockFormat) -> BlockFormat:
     return spec
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
-    _check_transforms(config, where)
-    weights = _weight_groups(config, where)
-    _check_dense(config, where)
-    blocks = _blocks(weights, where)
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
+    _check_transforms(headers, config)
+    weights = _weight_groups(headers, config)
+    _check_dense(headers, config)
+    blocks = _blocks(headers, weights)
     are_floats = bool(weights) and all(group.get("type") == "float" for group in weights)
-    widths = widths_of(weights, config.get("version"), where)
+    widths = widths_of(headers, weights, config.get("version"))
     stated = [group.get("symmetric") for group in weights]
     is_symmetric = stated[0] if stated and stated == stated[:1] * len(stated) else None
     encodings = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         last = name.rpartition(".")[2]
-        if last == "weight_packed" and info.dtype == "U8" and len(info.shape) == 2:
-            encoding = _decode_fp4(headers, info, where)
-        elif last == "weight_packed" and info.dtype == "I32" and len(info.shape) == 2:
-            encoding = decode_integers(headers, info, where, widths)
+        if last == "weight_packed" and entry.dtype == "U8" and len(entry.shape) == 2:
+            encoding = _decode_fp4(headers, entry)
+        elif last == "weight_packed" and entry.dtype == "I32" and len(entry.shape) == 2:
+            encoding = decode_integers(headers, entry, widths)
         elif last == "weight_packed":
-            raise entry_error(where, name, f"{info}, expected a matrix of I32 or U8", METHOD)
-        elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
-            encoding = _decode_bytes(headers, name, where, blocks, are_floats)
+            raise headers.error(name, f"{entry}, expected a matrix of I32 or U8", METHOD)
+        elif last == "weight" and entry.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
+            encoding = _decode_bytes(headers, name, blocks, are_floats)
         elif (
             last == "weight"
-            and info.dtype in HIGH_PRECISION
+            and entry.dtype in HIGH_PRECISION
             and config
             and f"{name}_scale" in headers
         ):
-            what = f"{info} with a scale, expected codes: it is rounded when the model runs"
-            raise entry_error(where, name, what, METHOD)
+            what = f"{entry} with a scale, expected codes: it is rounded when the model runs"
+            raise headers.error(name, what, METHOD)
         else:
             continue
-        encoding = with_group_index(headers, encoding, where)
-        encodings[encoding.name] = with_zero_point(headers, encoding, where, is_symmetric)
+        encoding = with_group_index(headers, encoding)
+        encodings[encoding.name] = with_zero_point(headers, encoding, is_symmetric)
     return encodings
 
 
 def _decode_bytes(
-    headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]], are_floats: bool
+    headers: Headers, name: str, blocks: Sequence[Sequence[int]], are_floats: bool
 ) -> Encoding:
     scale, shape = headers[f"{name}_scale"], headers[name].shape
     if scale.dtype != "U8":
         fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
         block = next(fitting, None)
-        of = decode_bytes(headers, name, f"{name}_scale", where, block, are_floats=are_floats)
+        of = decode_bytes(headers, name, f"{name}_scale", block, are_floats=are_floats)
         if len(shape) == 2 and of.lengths == (shape[0], 1) and block is None and shape[1] > 1:
             what = f"{list(scale.shape)} of {list(shape)}, a scale for each input, expected outputs"
-            raise entry_error(where, scale.name, what, METHOD)
+            raise headers.error(scale.name, what, METHOD)
         return of
-    codes = check_entry(headers, name, ("F8_E4M3",), where)
-    entry = check_entry(headers, f"{name}_scale", ("U8",), where)
-    return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
+    codes = headers.check(name, ("F8_E4M3",))
+    entry = headers.check(f"{name}_scale", ("U8",))
+    return decode_groups(headers, name, codes.shape, MXFP8_E4M3, codes, entry)
 
 
-def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
+def _decode_fp4(headers: Headers, entry: Entry) -> Encoding:
     """Reads NVFP4 if there is a tensor scale, else MXFP4."""
     name, scale_name, tensor_scale_name = (
-        entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
+        entry_beside(entry.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
     )
     fmt, dtypes, tensor_scale = MXFP4, "U8 F8_E8M0", None
     if tensor_scale_name in headers:
-        fmt, dtypes = NVFP4, "F8_E4M3"
-        tensor_scale = check_entry(headers, tensor_scale_name, ("F32",), where)
+        fmt, dtypes = with_scale_rules(NVFP4), "F8_E4M3"
+        tensor_scale = headers.check(tensor_scale_name, ("F32",))
     return decode_groups(
+        headers,
         name,
-        (info.shape[0], 2 * info.shape[1]),
+        (entry.shape[0], 2 * entry.shape[1]),
         fmt,
-        info,
-        check_entry(headers, scale_name, tuple(dtypes.split()), where),
-        where,
+        entry,
+        headers.check(scale_name, tuple(dtypes.split())),
         packing=NIBBLES,
         tensor_scale=tensor_scale,
-        tensor_scale_divides=tensor_scale is not None,
     )
 
 
-def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _weight_groups(headers: Headers, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The "weights" of each group in the config; {} for a group without them."""
     groups = config.get("config_groups") or {}
     known = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
     found = [group.get("weights") or {} for group in groups.values()] if known else []
     if not known or not all(isinstance(weights, dict) for weights in found):
         what = 'an object of groups, {"group_0": {"weights": {...}}}'
-        raise config_error(where, "config_groups", groups, what, METHOD)
+        raise headers.config_error("config_groups", groups, what, METHOD)
     return found
 
 
-def _check_transforms(config: Mapping[str, Any], where: str) -> None:
+def _check_transforms(headers: Headers, config: Mapping[str, Any]) -> None:
     """Raises if the model rotates weights and activations when it runs (SpinQuant, QuIP)."""
     transforms = config.get("transform_config")
     if isinstance(transforms, Mapping):
         transforms = transforms.get("config_groups")
     if transforms:
         what = "none: weights and activations are rotated, which is not read"
-        raise config_error(where, "transform_config", transforms, what)
+        raise headers.config_error("transform_config", transforms, what)
 
 
-def _check_dense(config: Mapping[str, Any], where: str) -> None:
+def _check_dense(headers: Headers, config: Mapping[str, Any]) -> None:
     """Raises for weights of which only some are stored: entries of other names and meanings."""
     groups = config.get("config_groups") or {}
     for part in (config, config.get("sparsity_config"), *groups.values()):
         name = part.get("format") if isinstance(part, Mapping) else None
         if isinstance(name, str) and (name == "marlin-24" or name.startswith("sparse")):
-            raise config_error(where, "format", name, "one of dense weights", METHOD)
+            raise headers.config_error("format", name, "one of dense weights", METHOD)
 
 
-def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:
+def _blocks(headers: Headers, groups: Sequence[Mapping[str, Any]]) -> list[Sequence[int]]:
     """The shapes of blocks that the config names; a group of n elements of a row is (1, n)."""
-    found = [check_block(g.get("block_structure"), "block_structure", where) for g in groups]
+    found = [headers.check_block(g.get("block_structure"), "block_structure") for g in groups]
     lengths = (g.get("group_size") for g in groups)
     rows = [(1, length) for length in lengths if type(length) is int and length > 0]
     return [*(block for block in found if block is not None), *rows]
@@ -345,7 +338,7 @@ LAYOUT = Layout(
         *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16, W4A16_ASYM),
     ),
     decode=decode,
-    encode=encode,
+    store=store,
     config=config,
     methods=(METHOD,),
     is_mixed=True,

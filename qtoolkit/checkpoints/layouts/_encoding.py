@@ -63,7 +63,6 @@ class Encoding:
       scale: The entry with the scales in C order, ceil(n / length) along each axis; None: none.
       tensor_scale: The entry with the tensor scale (NVFP4), one in all or one for each index of the
         first axes; None: none.
-      tensor_scale_divides: Whether x = q * scale / tensor scale, as in compressed-tensors.
       zero_point: The entry with the zero points, which lie as the scales do; None: none.
       packing: How codes are packed; None: a code to a byte.
       zero_packing: How zero points are packed, along the last axis unless it says otherwise; None:
@@ -94,7 +93,6 @@ class Encoding:
     codes: Entry
     scale: Entry | None = None
     tensor_scale: Entry | None = None
-    tensor_scale_divides: bool = False
     zero_point: Entry | None = None
     packing: Packing | None = BYTES
     zero_packing: Packing | None = None
@@ -110,15 +108,11 @@ class Encoding:
     quantizer: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
-    def parts(self) -> tuple[Entry, ...]:
-        """The entries that numbers are made of."""
-        parts = (self.codes, self.scale, self.tensor_scale, self.zero_point, self.group_index)
-        return tuple(entry for entry in (*parts, *self.others) if entry is not None)
-
-    @property
     def entries(self) -> tuple[Entry, ...]:
         """All entries of a file that belong to it."""
-        return (*self.parts, *(entry for entry, _ in self.constants))
+        numbers = (self.codes, self.scale, self.tensor_scale, self.zero_point, self.group_index)
+        constants = (entry for entry, _ in self.constants)
+        return tuple(e for e in (*numbers, *self.others, *constants) if e is not None)
 
     @property
     def nbytes(self) -> int:
@@ -142,11 +136,11 @@ class Encoding:
             yield entry, np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     @property
-    def spec_as_stored(self) -> BlockFormat:
-        """`spec`, with the tensor scale dividing where the stored one does."""
-        if self.tensor_scale is None or self.spec.tensor_scale_divides == self.tensor_scale_divides:
-            return self.spec
-        return dataclasses.replace(self.spec, tensor_scale_divides=self.tensor_scale_divides)
+    def format_name(self) -> str:
+        """The name of its format for people: "nvfp4", whether its tensor scale divides or not."""
+        spec = self.array_spec
+        divides = spec.tensor_scale_divides
+        return (dataclasses.replace(spec, tensor_scale_divides=False) if divides else spec).name
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers, check_block, entry_beside
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_ELEMENTS,
@@ -37,37 +37,37 @@ FBGEMM, QUARK = "fbgemm_fp8", "quark"
 _OF_FLOATS = (METHOD, "mxfp8", FBGEMM)
 
 
-def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+def store(entry: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     return Encoding(
-        name=info.name,
-        shape=info.shape,
+        name=entry.name,
+        shape=entry.shape,
         spec=scheme.spec,
         lengths=BLOCK,
-        codes=Entry(info.name, "F8_E4M3", info.shape),
-        scale=Entry(info.name + SUFFIX, "F32", block_counts(info.shape, BLOCK)),
+        codes=Entry(entry.name, "F8_E4M3", entry.shape),
+        scale=Entry(entry.name + SUFFIX, "F32", block_counts(entry.shape, BLOCK)),
     )
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
-    block = check_block(config.get("weight_block_size"), "weight_block_size", where) or BLOCK
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
+    block = headers.check_block(config.get("weight_block_size"), "weight_block_size") or BLOCK
     method, encodings = config.get("quant_method"), {}
-    for name, info in headers.items():
-        if info.dtype not in (*BYTE_ELEMENTS, "U8") or (method == QUARK and info.dtype == "I8"):
+    for name, entry in headers.items():
+        if entry.dtype not in (*BYTE_ELEMENTS, "U8") or (method == QUARK and entry.dtype == "I8"):
             continue
-        scale_name = _scale_name(name, info, headers, config)
+        scale_name = _scale_name(name, entry, headers, config)
         if scale_name is None:
             continue
         scale = headers[scale_name]
-        if method == FBGEMM and len(info.shape) == len(scale.shape) == 3:
+        if method == FBGEMM and len(entry.shape) == len(scale.shape) == 3:
             scale = scale._replace(shape=(scale.shape[0], 1, math.prod(scale.shape[1:])))
-        pair = {name: info, scale_name: scale}
-        encodings[name] = microscaled(pair, name, scale_name, where) or decode_bytes(
-            pair, name, scale_name, where, block, are_floats=method in _OF_FLOATS
+        pair = headers.only({name: entry, scale_name: scale})
+        encodings[name] = microscaled(pair, name, scale_name) or decode_bytes(
+            pair, name, scale_name, block, are_floats=method in _OF_FLOATS
         )
     return encodings
 
 
-def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, Any]) -> str | None:
+def _scale_name(name: str, entry: Entry, headers: Headers, config: Mapping[str, Any]) -> str | None:
     """The entry with the scales of a weight; None if none is surely of this layout."""
     # DeepSeek V4, and what DeepSeek's own program makes of V3, has "NAME.scale"; vLLM writes one
     # scale in all, "NAME.weight_scale". Without a config these are read only in the shapes that
@@ -76,10 +76,10 @@ def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, A
         return name + SUFFIX
     beside = entry_beside(name, "scale")
     if f".{name}".endswith(".weight") and beside in headers:
-        grid = block_counts(info.shape, BLOCK)
+        grid = block_counts(entry.shape, BLOCK)
         is_known = headers[beside].dtype in ("F32", "F8_E8M0") and headers[beside].shape == grid
         is_known &= math.prod(grid) > 1
-        if config or is_known or microscaled(headers, name, beside, ""):
+        if config or is_known or microscaled(headers, name, beside):
             return beside
     return name + "_scale" if config and name + "_scale" in headers else None
 
@@ -106,7 +106,7 @@ LAYOUT = Layout(
         ),
     ),
     decode=decode,
-    encode=encode,
+    store=store,
     config=config,
     methods=(METHOD, "mxfp8", FBGEMM, QUARK),
     has_partial_blocks=True,

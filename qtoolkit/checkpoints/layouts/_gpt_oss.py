@@ -13,7 +13,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import Layout, Scheme, SchemeModules, decode_groups
 from qtoolkit.formats import MXFP4
 
@@ -21,39 +21,41 @@ METHOD = "mxfp4"
 _IS_TRANSPOSED = {"_blocks": True, ".blocks": False}
 
 
-def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    experts, inputs, outputs = info.shape
+def store(entry: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+    experts, inputs, outputs = entry.shape
     rows = (experts, outputs, inputs // 32)
     return Encoding(
-        name=info.name,
-        shape=info.shape,
+        name=entry.name,
+        shape=entry.shape,
         spec=scheme.spec,
         lengths=(1, 1, 32),
-        codes=Entry(f"{info.name}_blocks", "U8", (*rows, 16)),
-        scale=Entry(f"{info.name}_scales", "U8", rows),
+        codes=Entry(f"{entry.name}_blocks", "U8", (*rows, 16)),
+        scale=Entry(f"{entry.name}_scales", "U8", rows),
         packing=NIBBLES,
         transposed=True,
     )
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     encodings = {}
-    for info in headers.values():
-        name, suffix = info.name[:-7], info.name[-7:]
+    for entry in headers.values():
+        name, suffix = entry.name[:-7], entry.name[-7:]
         scale_name = f"{name}{suffix[:1]}scales"
         if (
             suffix not in _IS_TRANSPOSED
-            or info.dtype != "U8"
+            or entry.dtype != "U8"
             or not (config or scale_name in headers)
         ):
             continue
-        scale = check_entry(headers, scale_name, ("U8",), where)
-        if info.shape != (*scale.shape, 16):
-            what = f"{list(info.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
-            raise entry_error(where, info.name, what)
+        scale = headers.check(scale_name, ("U8",))
+        if entry.shape != (*scale.shape, 16):
+            what = (
+                f"{list(entry.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
+            )
+            raise headers.error(entry.name, what)
         *rows, blocks = scale.shape
         shape = (*rows, 32 * blocks)
-        encoding = decode_groups(name, shape, MXFP4, info, scale, where, packing=NIBBLES)
+        encoding = decode_groups(headers, name, shape, MXFP4, entry, scale, packing=NIBBLES)
         if _IS_TRANSPOSED[suffix]:
             swapped = (*shape[:-2], shape[-1], shape[-2])
             encoding = dataclasses.replace(encoding, shape=swapped, transposed=True)
@@ -71,7 +73,7 @@ LAYOUT = Layout(
     loaders="transformers; by their documentation (untested): vLLM, SGLang",
     schemes=(Scheme(name="MXFP4", spec=MXFP4, note="weights of experts only"),),
     decode=decode,
-    encode=encode,
+    store=store,
     config=config,
     methods=(METHOD,),
     experts_of="gpt_oss",

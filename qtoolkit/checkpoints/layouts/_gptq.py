@@ -19,13 +19,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, dense
-from qtoolkit.checkpoints.layouts._headers import (
-    Headers,
-    check_entry,
-    config_error,
-    entry_beside,
-    entry_error,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, Layout, block_format
 from qtoolkit.formats import UINT2, UINT4, UINT8
 from qtoolkit.formats import format as resolve
@@ -34,48 +28,46 @@ _ELEMENTS = {2: UINT2, 3: resolve("uint3"), 4: UINT4, 8: UINT8}
 _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     if not config:
-        for name, info in headers.items():
+        for name, entry in headers.items():
             scale = headers.get(entry_beside(name, "scales"))
             is_gptq = f".{name}".endswith(".qweight") and entry_beside(name, "qzeros") in headers
-            if is_gptq and scale is not None and info.shape[1:] == scale.shape[1:]:
+            if is_gptq and scale is not None and entry.shape[1:] == scale.shape[1:]:
                 raise CheckpointError(
-                    f"{where}: tensor {shown(name)}: of a weight quantized by GPTQ, as its name "
-                    "says, expected a config.json, which says what its zero points mean; give the "
-                    "folder with it"
+                    f"{headers.path}: tensor {shown(name)}: of a weight quantized by GPTQ, as "
+                    "its name says, expected a config.json, which says what its zero points mean; "
+                    "give the folder with it"
                 )
         return {}
     stored_as = str(config.get("checkpoint_format") or "gptq")
     if stored_as not in _OFFSETS:
         known = " or ".join(_OFFSETS)
-        raise config_error(where, "checkpoint_format", stored_as, known, "GPTQModel")
+        raise headers.config_error("checkpoint_format", stored_as, known, "GPTQModel")
     return {
-        entry_beside(name, "weight"): _decode_weight(
-            config, headers, info, where, _OFFSETS[stored_as]
-        )
-        for name, info in headers.items()
+        entry_beside(name, "weight"): _decode_weight(config, headers, entry, _OFFSETS[stored_as])
+        for name, entry in headers.items()
         if f".{name}".endswith(".qweight")
     }
 
 
 def _decode_weight(
-    config: Mapping[str, Any], headers: Headers, codes: Entry, where: str, offset: int
+    config: Mapping[str, Any], headers: Headers, codes: Entry, offset: int
 ) -> Encoding:
     name = codes.name
-    check_entry(headers, name, ("I32",), where)
-    scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
-    zero = check_entry(headers, entry_beside(name, "qzeros"), ("I32",), where)
+    headers.check(name, ("I32",))
+    scale = headers.check(entry_beside(name, "scales"), FLOAT_SCALES)
+    zero = headers.check(entry_beside(name, "qzeros"), ("I32",))
     index = headers.get(entry_beside(name, "g_idx"))
     if index is None and config.get("desc_act") is True and scale.shape[:1] != (1,):
-        check_entry(headers, entry_beside(name, "g_idx"), ("I32", "I64"), where)  # raises
+        headers.check(entry_beside(name, "g_idx"), ("I32", "I64"))  # raises
     words, outputs = codes.shape if len(codes.shape) == 2 else (0, 0)
     groups = scale.shape[0] if scale.shape else 0
     # Not from config.json: "dynamic" there may give single modules another number of bits.
     bits = next((b for b in _ELEMENTS if zero.shape == (groups, outputs * b / 32)), 0)
     inputs = words * 32 // (bits or 1)
     if index is not None:
-        check_entry(headers, index.name, ("I32", "I64"), where)
+        headers.check(index.name, ("I32", "I64"))
         inputs = index.shape[0] if len(index.shape) == 1 else 0
     length = config.get("group_size")
     length = length if type(length) is int and length > 0 else max(inputs, 1)
@@ -83,8 +75,7 @@ def _decode_weight(
         length = max(inputs // groups, 1)
     fits = bits and inputs and words == inputs * bits / 32 and scale.shape == (groups, outputs)
     if not fits or -(-inputs // length) != groups:
-        raise entry_error(
-            where,
+        raise headers.error(
             name,
             f"{list(codes.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, expected "
             f"codes of {', '.join(map(str, _ELEMENTS))} bits in groups of {length}",

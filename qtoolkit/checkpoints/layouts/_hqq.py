@@ -21,13 +21,7 @@ from qtoolkit.checkpoints.layouts._encoding import (
     ReadEntry,
     floats,
 )
-from qtoolkit.checkpoints.layouts._headers import (
-    Headers,
-    OpenHeaders,
-    check_entry,
-    entry_beside,
-    entry_error,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, Layout
 from qtoolkit.formats import BlockFormat
 from qtoolkit.formats import format as resolve
@@ -49,20 +43,18 @@ _TEXTS = (
 )
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     names = [name for name in headers if name.rpartition(".")[2] == CODES]
     names = [name for name in names if config or entry_beside(name, "packing") in headers]
-    if not isinstance(headers, OpenHeaders):
-        return {}
-    return {entry_beside(name, "weight"): _decode_weight(headers, name, where) for name in names}
+    return {entry_beside(name, "weight"): _decode_weight(headers, name) for name in names}
 
 
-def _decode_weight(headers: OpenHeaders, name: str, where: str) -> Encoding:
+def _decode_weight(headers: Headers, name: str) -> Encoding:
     codes = headers[name]
     for text in ("shape", "packing"):
-        check_entry(headers, entry_beside(name, text), ("I64", "I32", "U8"), where)
-    scale = check_entry(headers, entry_beside(name, "scale"), FLOAT_SCALES, where)
-    zero = check_entry(headers, entry_beside(name, "zero"), FLOAT_SCALES, where)
+        headers.check(entry_beside(name, text), ("I64", "I32", "U8"))
+    scale = headers.check(entry_beside(name, "scale"), FLOAT_SCALES)
+    zero = headers.check(entry_beside(name, "zero"), FLOAT_SCALES)
     shape = tuple(headers.read(entry_beside(name, "shape")).reshape(-1).tolist())
     words = headers.read(entry_beside(name, "packing")).tobytes().decode("ascii", "replace")
     bits, packing = _PACKINGS.get(words, (0, None))
@@ -72,11 +64,11 @@ def _decode_weight(headers: OpenHeaders, name: str, where: str) -> Encoding:
     in_rows = scale.shape[-1:] in ((), (1,))
     axis = headers.get(entry_beside(name, "axis"))
     if axis is not None and groups > 1 and bool(headers.read(axis.name).item()) != in_rows:
-        raise entry_error(where, axis.name, f"other groups than those of scale {scale}", "HQQ")
+        raise headers.error(axis.name, f"other groups than those of scale {scale}", "HQQ")
     is_by_group = scale.shape == zero.shape and sorted(scale.shape)[:-1] in ([], [1])
     if not (size and bits and fits and is_by_group) or size % groups:
         what = f"{codes} packed as {words!r}, scale {scale}, zero {zero}, shape {list(shape)}"
-        raise entry_error(where, name, f"{what}, expected {', '.join(_PACKINGS)} in groups", "HQQ")
+        raise headers.error(name, f"{what}, expected {', '.join(_PACKINGS)} in groups", "HQQ")
     texts = (entry_beside(name, text) for text in _TEXTS)
 
     def finish(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import (
     NIBBLES,
     Encoding,
@@ -18,7 +18,7 @@ from qtoolkit.checkpoints.layouts._encoding import (
     merged_matrices,
     untile,
 )
-from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_error
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.formats import (
     BFLOAT16,
     E2M1FN,
@@ -103,7 +103,7 @@ def _refuse(*_: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout: two functions, `decode` to read it and `encode` to write it, and the config.
+    """A layout: two functions, `decode` to read it and `store` to write it, and the config.
 
     Attributes:
       name: As given to `layout`.
@@ -111,14 +111,21 @@ class Layout:
       loaders: Who loads it.
       note: What else a reader should know of all schemes.
       schemes: What it can store, the default first; () if it is only read.
-      decode: (quantization config or {}, headers, path for messages) -> how each quantized weight
+      decode: (quantization config or {}, headers) -> how each quantized weight
         that it finds is stored, by name.
-      encode: (header of the weight, scheme, output axes, input scale) -> how it is to be stored.
+      store: (entry of the weight, scheme, output axes, input scale) -> how it is to be stored.
       config: (schemes in use with their modules, modules that are not quantized) ->
         quantization_config; {} if none.
       files: (as for `config`) -> further JSON files by name.
       with_scale_rules: spec -> the spec with the rules by which its publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
+      own_key: The key of config.json under which only this layout has its config; "" if there is
+        none.
+      own_config: config.json -> its config under that key, with a `quant_method`; {} if none.
+      check_marks: (headers, names of quantized weights, whether a config describes them) ->
+        the names of the small tensors in which the program describes weights; raises if it
+        describes one of these in a way that is not read.
+      metadata_keys: Names of weights and tensors -> keys of the metadata that describe them.
       has_marks: Whether files mark the weights, so that without a config it is asked before layouts
         that know them by names alone.
       linear_only: Whether it stores matrices [outputs, inputs] only.
@@ -137,13 +144,17 @@ class Layout:
     name: str
     title: str
     loaders: str
-    decode: Callable[[Mapping[str, Any], Headers, str], dict[str, Encoding]]
+    decode: Callable[[Mapping[str, Any], Headers], dict[str, Encoding]]
     schemes: tuple[Scheme, ...] = ()
-    encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
+    store: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
     config: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
     files: Callable[[SchemeModules, Sequence[str]], dict[str, Any]] = lambda used, unquantized: {}
     with_scale_rules: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     methods: tuple[str, ...] = ()
+    own_key: str = ""
+    own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    check_marks: Callable[[Headers, Container[str], bool], set[str]] = lambda *_: set()
+    metadata_keys: Callable[[Iterable[str]], set[str]] = lambda names: set()
     has_marks: bool = False
     note: str = ""
     linear_only: bool = True
@@ -154,26 +165,21 @@ class Layout:
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def scheme(self, fmt: Format | BlockFormat | Scheme, scaling: str | None) -> Scheme:
-        """The scheme for a format and a value of `scaling`; None: the first that fits.
+    def find(self, fmt: Format | BlockFormat | Scheme, scaling: str | None = None) -> Scheme | None:
+        """The scheme that holds a format with a value of `scaling`; None if the layout has none.
 
-        Raises:
-          CheckpointError: The layout has none.
+        `scaling` None: the first that fits.
         """
         for scheme in self.schemes:
             if isinstance(fmt, Scheme) or scheme.is_named:
-                if scheme == fmt:
-                    return scheme
+                is_held = scheme == fmt
             elif isinstance(fmt, BlockFormat):
-                if scheme.spec == fmt and scaling is None:
-                    return scheme
-            elif scheme.spec.element == fmt and scaling in (None, scaling_of(scheme.spec)):
+                is_held = scheme.spec == fmt and scaling is None
+            else:
+                is_held = scheme.spec.element == fmt and scaling in (None, scaling_of(scheme.spec))
+            if is_held:
                 return scheme
-        word = "" if scaling is None else f" with scaling={scaling!r}"
-        raise CheckpointError(
-            f"layout {self.name}: cannot hold {fmt.name}{word}, expected one of "
-            f"{', '.join(self.spellings())}; `qtoolkit layouts` shows which layout takes what"
-        )
+        return None
 
     def misfit(self, shape: Sequence[int], spec: BlockFormat) -> str:
         """Why blocks of a format do not fill a weight; "" if they do."""
@@ -184,9 +190,6 @@ class Layout:
             if not self.has_partial_blocks and shape[axis] % (length or 1):
                 return f"axis {axis} has {shape[axis]} elements, expected a multiple of {length}"
         return ""
-
-    def spellings(self) -> list[str]:
-        return [scheme.spelling for scheme in self.schemes]
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
@@ -210,9 +213,7 @@ block_format = functools.cache(BlockFormat)
 NVFP4_ALONE = block_format(element=E2M1FN, block=(16,), scale=E4M3FN)  # without a tensor scale
 
 
-@functools.cache
-def by_tensor(element: Format) -> BlockFormat:
-    return BlockFormat.tensor(element)
+by_tensor = functools.cache(BlockFormat.tensor)
 
 
 @functools.cache
@@ -221,9 +222,8 @@ def by_channel(element: Format, axis: int = 0) -> BlockFormat:
     return BlockFormat.channel(element, axis)
 
 
-@functools.cache
 def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
-    return BlockFormat(element=element, block=block)
+    return block_format(element=element, block=block)
 
 
 def _scales_in_order(encoding: Encoding, read: ReadEntry) -> np.ndarray:
@@ -249,7 +249,6 @@ def decode_bytes(
     headers: Headers,
     name: str,
     scale_name: str,
-    where: str,
     block: Sequence[int] | None = None,
     *,
     are_floats: bool = False,
@@ -259,19 +258,18 @@ def decode_bytes(
     The shape of the scales tells which elements share a scale: see `_blocks_by_shape`. `are_floats`
     tells that the config says so: then I8 may be the bytes of floats.
     """
-    codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
+    codes = headers.check(name, tuple(BYTE_ELEMENTS))
     if are_floats and codes.dtype == "I8":
-        raise entry_error(where, name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
-    scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
+        raise headers.error(name, "dtype I8, expected F8_E4M3 or F8_E5M2, as config.json says")
+    scale = headers.check(scale_name, (*FLOAT_SCALES, "F8_E8M0"))
     is_named = f".{name}".endswith("weight")  # [outputs, inputs]
     if scale.shape == codes.shape[:1] == codes.shape[1:] != (1,) and not is_named:
         n = scale.shape[0]
         what = f"[{n}] of {list(codes.shape)}, expected [{n}, 1], of rows, or [1, {n}], of columns"
-        raise entry_error(where, scale_name, what)
+        raise headers.error(scale_name, what)
     blocks = _blocks_by_shape(codes.shape, scale.shape, block)
     if blocks is None:
-        raise entry_error(
-            where,
+        raise headers.error(
             name,
             f"{list(codes.shape)} with scales {list(scale.shape)}, expected one in all, one per "
             "channel, per group or per block of 128x128",
@@ -288,36 +286,40 @@ def decode_bytes(
 
 
 def decode_groups(
+    headers: Headers,
     name: str,
     shape: tuple[int, ...],
     spec: BlockFormat,
     codes: Entry,
     scale: Entry,
-    where: str,
     *,
     packing: Packing | None = None,
     tensor_scale: Entry | None = None,
-    tensor_scale_divides: bool = False,
+    tiled_by: str = "",
 ) -> Encoding:
     """How a weight, or a stack of experts, is stored that has scales for groups of the last axis.
 
-    There may be a tensor scale, one in all or one for each expert. Raises where shapes do not fit.
+    There may be a tensor scale, one in all or one for each expert. `tiled_by` names the program if
+    the scales of a matrix lie in tiles: see `untile`. Raises where shapes do not fit.
     """
     (length,) = spec.block
     assert length is not None
     groups = (*shape[:-1], -(-shape[-1] // length)) if shape else ()
     of = f"{shown(codes.name)}, {list(codes.shape)}"
-    if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
-        raise entry_error(
-            where,
-            scale.name,
-            f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}",
+    rows, across = groups if len(groups) == 2 else (0, 0)
+    tiles = -(-rows // 128) * 512 * -(-across // 4)
+    if tiled_by and (not rows or scale.nbytes != tiles):
+        what = f"{scale} of {codes}, expected {tiles} bytes, tiles of 128 rows and 4 scales"
+        raise headers.error(scale.name, what, tiled_by)
+    if len(shape) < 2 or shape[-1] < length or not (tiled_by or scale.shape == groups):
+        raise headers.error(
+            scale.name, f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}"
         )
     count = math.prod(shape[:-2])
     if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
         each = f", or one for each of {count}," if count > 1 else ""
         what = f"{list(tensor_scale.shape)}, expected one tensor scale{each} of {of}"
-        raise entry_error(where, tensor_scale.name, what)
+        raise headers.error(tensor_scale.name, what)
     return Encoding(
         name=name,
         shape=shape,
@@ -325,42 +327,13 @@ def decode_groups(
         lengths=(*(1 for _ in shape[:-1]), length),
         codes=codes,
         scale=scale,
+        scale_of=_scales_in_order if tiled_by else None,
         tensor_scale=tensor_scale,
-        tensor_scale_divides=tensor_scale_divides,
         packing=packing,
     )
 
 
-def decode_tiled(
-    name: str,
-    shape: tuple[int, ...],
-    spec: BlockFormat,
-    codes: Entry,
-    scale: Entry,
-    where: str,
-    *,
-    program: str,
-    packing: Packing | None = None,
-    tensor_scale: Entry | None = None,
-) -> Encoding:
-    """`decode_groups` of a matrix whose scales lie in tiles: see `untile`."""
-    (length,) = spec.block
-    assert length is not None
-    rows, columns = shape if len(shape) == 2 else (0, 0)
-    counts = (rows, -(-columns // length))
-    tiles = -(-rows // 128) * 512 * -(-counts[1] // 4)
-    if not rows or scale.nbytes != tiles:
-        what = f"{scale} of {codes}, expected {tiles} bytes, tiles of 128 rows and 4 scales"
-        raise entry_error(where, scale.name, what, program)
-    encoding = decode_groups(
-        *(name, shape, spec, codes, scale._replace(shape=counts), where),
-        packing=packing,
-        tensor_scale=tensor_scale,
-    )
-    return dataclasses.replace(encoding, scale=scale, scale_of=_scales_in_order)
-
-
-def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Encoding | None:
+def microscaled(headers: Headers, name: str, scale_name: str) -> Encoding | None:
     """How the weight `name` is stored in OCP's MX formats; None if dtypes or shapes differ.
 
     Each 32 neighbours in a row share a scale: a byte b, which stands for 2**(b - 127). Files call
@@ -371,10 +344,10 @@ def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Enc
         return None
     *rows, columns = codes.shape
     if codes.dtype in _MXFP8 and scale.shape == (*rows, -(-columns // 32)):
-        return decode_groups(name, codes.shape, _MXFP8[codes.dtype], codes, scale, where)
+        return decode_groups(headers, name, codes.shape, _MXFP8[codes.dtype], codes, scale)
     if codes.dtype in ("I8", "U8") and scale.shape == (*rows, -(-columns // 16)):
         shape = (*rows, 2 * columns)
-        return decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
+        return decode_groups(headers, name, shape, MXFP4, codes, scale, packing=NIBBLES)
     return None
 
 

@@ -16,13 +16,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, configs_in
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, ReadEntry, dense
-from qtoolkit.checkpoints.layouts._headers import (
-    Headers,
-    check_entry,
-    config_error,
-    entry_beside,
-    entry_error,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
     HIGH_PRECISION,
@@ -34,7 +28,7 @@ from qtoolkit.checkpoints.layouts._layout import (
 from qtoolkit.formats import MXFP4, MXFP8_E4M3
 from qtoolkit.formats import format as resolve
 
-METHOD, KEY = "mlx", "quantization"
+METHOD, _KEY = "mlx", "quantization"
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _MODES = {"mxfp4": MXFP4, "mxfp8": MXFP8_E4M3, "nvfp4": NVFP4_ALONE}
 # Modules of language models with as many inputs as hidden_size. Entries of 4 bits in groups of 64
@@ -44,10 +38,10 @@ _INPUTS = re.compile(
 )
 
 
-def config_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def own_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The quantization config that MLX writes to config.json; {} if there is none."""
     for part in configs_in(config):
-        found = part.get(KEY)
+        found = part.get(_KEY)
         if isinstance(found, dict) and {"bits", "group_size"} <= found.keys():
             sizes = [one.get("hidden_size") for one in configs_in(config)]
             return {
@@ -58,32 +52,32 @@ def config_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     """Without a config nothing is read: 16 words may be 128 codes of 4 bits, or 64 of 8."""
     names = [name for name in headers if config and entry_beside(name, "scales") in headers]
     for module, settings in config.items():
         if isinstance(settings, Mapping) and f"{module}.weight" not in names:
             # Loaders rename modules; then another module would be read with wrong bits.
-            raise config_error(where, module, settings, "the name of a quantized module", "MLX")
+            raise headers.config_error(module, settings, "the name of a quantized module", "MLX")
     return {
-        name: _decode_weight(config, headers, name, where)
+        name: _decode_weight(config, headers, name)
         for name in names
         if f".{name}".endswith(".weight")
     }
 
 
-def _decode_weight(config: Mapping[str, Any], headers: Headers, name: str, where: str) -> Encoding:
-    codes = check_entry(headers, name, ("U32",), where)
+def _decode_weight(config: Mapping[str, Any], headers: Headers, name: str) -> Encoding:
+    codes = headers.check(name, ("U32",))
     own = config.get(name.removesuffix(".weight"))
     settings = {**config, **own} if isinstance(own, Mapping) else config
     bits, length, mode = settings["bits"], settings["group_size"], settings.get("mode", "affine")
     if entry_beside(name, "global_scale") in headers:
         what = "a further scale of the mode nvfp4, expected none"
-        raise entry_error(where, entry_beside(name, "global_scale"), what, "MLX")
+        raise headers.error(entry_beside(name, "global_scale"), what, "MLX")
     if mode not in ("affine", *_MODES):
-        raise config_error(where, "mode", mode, ", ".join(("affine", *_MODES)), "MLX")
+        raise headers.config_error("mode", mode, ", ".join(("affine", *_MODES)), "MLX")
     scales = ("U8",) if mode in _MODES else FLOAT_SCALES
-    scale = check_entry(headers, entry_beside(name, "scales"), scales, where)
+    scale = headers.check(entry_beside(name, "scales"), scales)
     spec = _MODES.get(mode)
     if spec is None and bits in _BITS and type(length) is int and length > 0:
         element = resolve(f"uint{bits}")
@@ -92,27 +86,24 @@ def _decode_weight(config: Mapping[str, Any], headers: Headers, name: str, where
         what = (
             f"bits of {', '.join(map(str, _BITS))} and a length, or those of mxfp4 (4, 32), mxfp8"
         )
-        raise config_error(where, KEY, settings, f"{what} (8, 32), nvfp4 (4, 16)", "MLX")
+        raise headers.config_error(_KEY, settings, f"{what} (8, 32), nvfp4 (4, 16)", "MLX")
     shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits) if codes.shape else ()
     if mode == "nvfp4":  # its bytes are those of E4M3
         scale = scale._replace(dtype="F8_E4M3")
     hidden = config.get("hidden_size") or 0
-    if shape and shape[-1] != hidden and _is_multiple(shape[-1], hidden) and _INPUTS.search(name):
+    others = (hidden * 2, hidden * 4, hidden // 2, hidden // 4)
+    if shape and hidden and shape[-1] in others and _INPUTS.search(name):
         what = f"{shape[-1]} inputs as {bits} bits in groups of {length}, expected the hidden_size "
-        raise entry_error(where, name, f"{what}{hidden}, as with other bits and groups", "MLX")
+        raise headers.error(name, f"{what}{hidden}, as with other bits and groups", "MLX")
     packing = None if mode == "mxfp8" else NIBBLES if bits == 4 else dense(bits)
-    encoding = decode_groups(name, shape, spec, codes, scale, where, packing=packing)
+    encoding = decode_groups(headers, name, shape, spec, codes, scale, packing=packing)
     if mode != "affine":
         return encoding
-    bias = check_entry(headers, entry_beside(name, "biases"), (scale.dtype,), where)
+    bias = headers.check(entry_beside(name, "biases"), (scale.dtype,))
     if bias.shape != scale.shape or shape[-1] % length:
         what = f"{list(bias.shape)}, expected one for each scale {list(scale.shape)}"
-        raise entry_error(where, bias.name, f"{what} of whole groups of {length}", "MLX")
+        raise headers.error(bias.name, f"{what} of whole groups of {length}", "MLX")
     return dataclasses.replace(encoding, others=(bias,), finish=_biased)
-
-
-def _is_multiple(inputs: int, hidden: int) -> bool:
-    return bool(hidden) and inputs in (hidden * 2, hidden * 4, hidden // 2, hidden // 4)
 
 
 def _biased(encoding: Encoding, values: np.ndarray, read: ReadEntry) -> np.ndarray:
@@ -130,4 +121,6 @@ LAYOUT = Layout(
     "with 1 added.",
     decode=decode,
     methods=(METHOD,),
+    own_key=_KEY,
+    own_config=own_config,
 )

@@ -25,7 +25,7 @@ from typing import Any
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, constant
-from qtoolkit.checkpoints.layouts._headers import Headers, check_entry, entry_beside, entry_error
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
@@ -60,9 +60,9 @@ NV4 = Scheme(
 )
 
 
-def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    rows, columns = info.shape
-    name = info.name
+def store(entry: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+    rows, columns = entry.shape
+    name = entry.name
     scale_name = entry_beside(name, "weight_scale")
     constants: tuple[tuple[Entry, bytes], ...] = ()
     if scheme.needs_input_scale:
@@ -73,13 +73,13 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         codes = Entry(name, "U8", (rows, columns // 2))
         scale = Entry(scale_name, "F8_E4M3", (rows, columns // 16))
     else:
-        codes = Entry(name, "F8_E4M3", info.shape)
+        codes = Entry(name, "F8_E4M3", entry.shape)
         scale = Entry(scale_name, "F32", () if scheme == TENSOR else (rows,))
     return Encoding(
         name=name,
-        shape=info.shape,
+        shape=entry.shape,
         spec=scheme.spec,
-        lengths=scheme.spec.block_lengths(info.shape),
+        lengths=scheme.spec.block_lengths(entry.shape),
         codes=codes,
         scale=scale,
         tensor_scale=Entry(entry_beside(name, _TENSOR_SCALE), "F32", ()) if nv4 else None,
@@ -95,41 +95,42 @@ _READ = (
 )
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     algorithm = config.get("quant_algo")
     if algorithm is not None and algorithm not in _READ:
         raise CheckpointError(
-            f"{where}: quant_algo {shown(str(algorithm))} in its config, expected "
+            f"{headers.path}: quant_algo {shown(str(algorithm))} in its config, expected "
             f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
         )
     encodings: dict[str, Encoding] = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         scale_name, tensor_scale_name = _beside(name, "weight_scale"), _beside(name, _TENSOR_SCALE)
         scale = headers.get(scale_name)
-        if info.dtype == "U8" and tensor_scale_name in headers:
-            scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
-            tensor_scale = check_entry(headers, tensor_scale_name, ("F32",), where)
-            encodings[name] = _nvfp4(info, scale, tensor_scale, where)
-        elif info.dtype in BYTE_ELEMENTS and scale is not None and scale.dtype in FLOAT_SCALES:
-            pair = {name: info, scale_name: _as_blocks(info, scale, where)}
+        if entry.dtype == "U8" and tensor_scale_name in headers:
+            scale = headers.check(scale_name, ("F8_E4M3",))
+            tensor_scale = headers.check(tensor_scale_name, ("F32",))
+            encodings[name] = _nvfp4(headers, entry, scale, tensor_scale)
+        elif entry.dtype in BYTE_ELEMENTS and scale is not None and scale.dtype in FLOAT_SCALES:
+            entries = {name: entry, scale_name: _as_blocks(headers, entry, scale)}
+            pair = headers.only(entries)
             are_floats = str(algorithm).startswith("FP8")
-            encodings[name] = decode_bytes(pair, name, scale_name, where, are_floats=are_floats)
-        elif info.dtype in BYTE_ELEMENTS and scale is not None and config:
-            encoding = microscaled(headers, name, scale_name, where)
+            encodings[name] = decode_bytes(pair, name, scale_name, are_floats=are_floats)
+        elif entry.dtype in BYTE_ELEMENTS and scale is not None and config:
+            encoding = microscaled(headers, name, scale_name)
             encodings |= {} if encoding is None else {name: encoding}
     for factors in headers.values():
         if factors.name.rpartition(".")[2] == "pre_quant_scale":
             name = entry_beside(factors.name, "weight")
-            encodings[name] = _with_factors(encodings.get(name), factors, where)
+            encodings[name] = _with_factors(headers, encodings.get(name), factors)
     return encodings
 
 
-def _with_factors(encoding: Encoding | None, factors: Entry, where: str) -> Encoding:
+def _with_factors(headers: Headers, encoding: Encoding | None, factors: Entry) -> Encoding:
     """The encoding of a weight whose inputs are multiplied by factors (AWQ)."""
     is_floats = factors.dtype in FLOAT_SCALES
     if encoding is None or not is_floats or factors.shape != encoding.shape[1:]:
         what = f"{factors}, by which inputs are multiplied (AWQ), expected one for each input of a"
-        raise entry_error(where, factors.name, f"{what} quantized matrix in the same module")
+        raise headers.error(factors.name, f"{what} quantized matrix in the same module")
     return dataclasses.replace(encoding, others=(factors,), finish=times_factors)
 
 
@@ -138,19 +139,19 @@ def _beside(name: str, suffix: str) -> str:
     return entry_beside(name, suffix) if name.endswith("weight") else f"{name}_{suffix}"
 
 
-def _nvfp4(codes: Entry, scale: Entry, tensor_scale: Entry, where: str) -> Encoding:
+def _nvfp4(headers: Headers, codes: Entry, scale: Entry, tensor_scale: Entry) -> Encoding:
     """How NVFP4 is stored: blocks along the last axis, or for experts [e, i, o] the middle one."""
     shape, counts = codes.shape, scale.shape
     by_inputs = len(shape) == 3 and counts[1:] == (-(-shape[1] // 8), shape[2])
     if by_inputs:  # checked as the transposed weight, whose blocks lie along the last axis
         shape, counts = (shape[0], shape[2], shape[1]), (counts[0], counts[2], counts[1])
     encoding = decode_groups(
+        headers,
         codes.name,
         (*shape[:-1], *(2 * n for n in shape[-1:])),
         NVFP4,
         codes,
         scale._replace(shape=counts),
-        where,
         packing=NIBBLES,
         tensor_scale=tensor_scale,
     )
@@ -166,7 +167,7 @@ def _nvfp4(codes: Entry, scale: Entry, tensor_scale: Entry, where: str) -> Encod
     )
 
 
-def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
+def _as_blocks(headers: Headers, weight: Entry, scale: Entry) -> Entry:
     """The entry of the scales, reshaped to as many axes as the weight has.
 
     In files, scales of FP8_PB_WO are [o / 128, 1, i / 128, 1], those of fused experts [e, n].
@@ -181,7 +182,7 @@ def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
     if (count == rows) == (count == columns):
         what = f"{list(scale.shape)} of {list(weight.shape)}, expected scales of the rows or of the"
         what += " columns, whose numbers differ"
-        raise entry_error(where, scale.name, what, METHOD)
+        raise headers.error(scale.name, what, METHOD)
     return scale._replace(shape=(experts, rows, 1) if count == rows else (experts, 1, columns))
 
 
@@ -218,7 +219,7 @@ LAYOUT = Layout(
     loaders="by their documentation (untested): vLLM, TensorRT-LLM, SGLang",
     schemes=(CHANNEL, TENSOR, NV4),
     decode=decode,
-    encode=encode,
+    store=store,
     config=config,
     files=files,
     methods=(METHOD, f"{METHOD}_fp8", f"{METHOD}_fp4"),  # the last ones: as engines call it

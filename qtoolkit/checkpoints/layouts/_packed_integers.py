@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 
 from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import WORDS, Encoding, constant, dense
-from qtoolkit.checkpoints.layouts._headers import (
-    Headers,
-    check_entry,
-    config_error,
-    entry_beside,
-    entry_error,
-)
+from qtoolkit.checkpoints.layouts._headers import Headers, entry_beside
 from qtoolkit.checkpoints.layouts._layout import FLOAT_SCALES, HIGH_PRECISION, block_format
 from qtoolkit.formats import IntFormat
 from qtoolkit.formats import format as resolve
@@ -55,24 +49,22 @@ class Width(NamedTuple):
 _WIDTHS = (Width(4, 128), Width(4, 32), Width(8, 128))
 
 
-def decode_integers(
-    headers: Headers, codes: Entry, where: str, widths: Sequence[Width]
-) -> Encoding:
+def decode_integers(headers: Headers, codes: Entry, widths: Sequence[Width]) -> Encoding:
     """Reads packed integers as the first of `widths` that fits the scales."""
-    scale = check_entry(headers, entry_beside(codes.name, "weight_scale"), FLOAT_SCALES, where)
+    scale = headers.check(entry_beside(codes.name, "weight_scale"), FLOAT_SCALES)
     fitting = (_of_width(headers, codes, scale, width) for width in widths)
     encoding = next((encoding for encoding in fitting if encoding is not None), None)
     if encoding is None:
         what = f"{codes.shape[1]} words a row and scales {list(scale.shape)}"
         what += f", expected {' or '.join(map(str, widths))}, as config.json says"
-        raise entry_error(where, codes.name, what, _PACKAGE)
+        raise headers.error(codes.name, what, _PACKAGE)
     shape_name = entry_beside(codes.name, SHAPE)
     if shape_name not in headers:
         return encoding
-    numbers = check_entry(headers, shape_name, ("I64", "I32"), where)
+    numbers = headers.check(shape_name, ("I64", "I32"))
     if numbers.shape != (2,):
         what = f"{list(numbers.shape)}, expected two numbers, rows and columns"
-        raise entry_error(where, numbers.name, what, _PACKAGE)
+        raise headers.error(numbers.name, what, _PACKAGE)
     expected = constant(numbers.name, numbers.dtype, encoding.shape, (2,))
     return dataclasses.replace(encoding, constants=(expected,))
 
@@ -108,21 +100,19 @@ def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Enc
     )
 
 
-def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encoding:
+def with_group_index(headers: Headers, encoding: Encoding) -> Encoding:
     """The encoding with the group of each input, if inputs were sorted by activations."""
     name = entry_beside(encoding.name, "weight_g_idx")
     if name not in headers:
         return encoding
-    index = check_entry(headers, name, ("I32", "I64"), where)
+    index = headers.check(name, ("I32", "I64"))
     if index.shape != encoding.shape[1:] or encoding.lengths[0] != 1:
         what = f"{list(index.shape)}, expected the group of each input of {list(encoding.shape)}"
-        raise entry_error(where, name, what, _PACKAGE)
+        raise headers.error(name, what, _PACKAGE)
     return dataclasses.replace(encoding, group_index=index)
 
 
-def with_zero_point(
-    headers: Headers, encoding: Encoding, where: str, is_symmetric: Any
-) -> Encoding:
+def with_zero_point(headers: Headers, encoding: Encoding, is_symmetric: Any) -> Encoding:
     """The encoding with the zero points of its module, if it has any or the config says so.
 
     `is_symmetric` is what the config says of all weights; None if it says nothing of all of them.
@@ -130,7 +120,7 @@ def with_zero_point(
     name = entry_beside(encoding.name, "weight_zero_point")
     if name not in headers and is_symmetric is not False:
         return encoding
-    zero = check_entry(headers, name, ("I32", "I8"), where)
+    zero = headers.check(name, ("I32", "I8"))
     assert encoding.scale is not None
     (rows, *_), scale, bits = encoding.shape, encoding.scale.shape, encoding.spec.element.bits
     is_packed = zero.dtype == "I32" and encoding.packing is not None
@@ -143,7 +133,7 @@ def with_zero_point(
     is_integer = isinstance(encoding.spec.element, IntFormat)
     if zero.shape != wanted or not is_integer or is_packed != (zero.dtype == "I32"):
         what = f"{zero}, expected a zero point for each scale {list(scale)} of integers, I32 in"
-        raise entry_error(where, name, f"{what} words or I8", _PACKAGE)
+        raise headers.error(name, f"{what} words or I8", _PACKAGE)
     return dataclasses.replace(
         encoding,
         spec=dataclasses.replace(encoding.spec, zero_point=True),
@@ -153,7 +143,9 @@ def with_zero_point(
     )
 
 
-def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) -> Sequence[Width]:
+def widths_of(
+    headers: Headers, groups: Sequence[Mapping[str, Any]], version: object
+) -> Sequence[Width]:
     """The widths of packed integers, from the "weights" of the groups of the config."""
     # Shapes alone do not tell the widths: a row of 16 words with one scale may be 128 codes of 4
     # bits in a group of 128, or 64 codes of 8 bits in a group of 64.
@@ -170,5 +162,5 @@ def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) 
             widths.append(Width(bits, length))
         else:
             what = "a length from 1 up"
-            raise config_error(where, "group_size", length, what, _PACKAGE)
+            raise headers.config_error("group_size", length, what, _PACKAGE)
     return widths or _WIDTHS

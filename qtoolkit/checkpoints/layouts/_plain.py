@@ -11,7 +11,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding
-from qtoolkit.checkpoints.layouts._headers import Headers, entry_error
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_DTYPES,
@@ -30,8 +30,8 @@ from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat
 SUFFIX = "_scale"
 
 
-def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    shape, element = info.shape, scheme.spec.element
+def store(entry: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+    shape, element = entry.shape, scheme.spec.element
     word = scaling_of(scheme.spec)
     lengths = tuple(max(n, 1) for n in shape)
     scale: tuple[int, ...]
@@ -48,31 +48,31 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         spec, lengths = by_block(element, block), (*(1 for _ in shape[:-2]), *block)
         scale = (*shape[:-2], -(-shape[-2] // BLOCK[0]), -(-shape[-1] // BLOCK[1]))
     return Encoding(
-        name=info.name,
+        name=entry.name,
         shape=shape,
         spec=spec,
         lengths=lengths,
-        codes=Entry(info.name, BYTE_DTYPES[element], shape),
-        scale=Entry(info.name + SUFFIX, "F32", scale),
+        codes=Entry(entry.name, BYTE_DTYPES[element], shape),
+        scale=Entry(entry.name + SUFFIX, "F32", scale),
     )
 
 
-def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+def decode(config: Mapping[str, Any], headers: Headers) -> dict[str, Encoding]:
     encodings = {}
-    for name, info in headers.items():
+    for name, entry in headers.items():
         scale = headers.get(name + SUFFIX)
-        if scale is not None and scale.dtype == "F64" and info.dtype in BYTE_ELEMENTS:
+        if scale is not None and scale.dtype == "F64" and entry.dtype in BYTE_ELEMENTS:
             raise CheckpointError(
-                f"{where}: tensor {shown(scale.name)}: dtype F64, expected "
+                f"{headers.path}: tensor {shown(scale.name)}: dtype F64, expected "
                 f"{', '.join(FLOAT_SCALES)} for the codes {shown(name)}; save it as float32"
             )
-        if info.dtype not in BYTE_ELEMENTS or scale is None or scale.dtype not in FLOAT_SCALES:
+        if entry.dtype not in BYTE_ELEMENTS or scale is None or scale.dtype not in FLOAT_SCALES:
             continue
-        for entry in (f"{name}_zero_point", f"{name}_tensor_scale"):
-            if entry in headers:
+        for other in (f"{name}_zero_point", f"{name}_tensor_scale"):
+            if other in headers:
                 what = "layout plain has one scale a block alone, expected no such tensor"
-                raise entry_error(where, entry, what)
-        encodings[name] = decode_bytes(headers, name, name + SUFFIX, where)
+                raise headers.error(other, what)
+        encodings[name] = decode_bytes(headers, name, name + SUFFIX)
     return encodings
 
 
@@ -92,7 +92,7 @@ LAYOUT = Layout(
         ),
     ),
     decode=decode,
-    encode=encode,
+    store=store,
     linear_only=False,
     is_mixed=True,
     has_partial_blocks=True,

@@ -13,6 +13,7 @@ from collections.abc import Collection, Container, Mapping
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, json_object, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, merged_matrices
+from qtoolkit.checkpoints.layouts._headers import Headers
 from qtoolkit.formats import BlockFormat
 
 ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
@@ -20,9 +21,7 @@ FIELDS = ("scale", "tensor_scale", "zero_point")
 FACTORS, ROTATION = "factors", "rotation"  # in the description of an array that has such
 
 
-def saved_arrays(
-    metadata: Mapping[str, str], headers: Mapping[str, Entry], where: str
-) -> tuple[dict[str, Encoding], set[str]]:
+def saved_arrays(headers: Headers) -> tuple[dict[str, Encoding], set[str]]:
     """How the arrays of a file are stored, and the names of all tensors that belong to them.
 
     Some arrays are skipped, and their tensors are copied as they are: those with elements of more
@@ -34,21 +33,21 @@ def saved_arrays(
       CheckpointError: The metadata does not describe the tensors, or an array cannot be read: its
         inputs have factors or a rotation, for which no layout has a place.
     """
-    if ARRAYS_KEY not in metadata:
+    if ARRAYS_KEY not in headers.metadata:
         return {}, set()
     from qtoolkit.products.internal import spec_from_json
 
     encodings: dict[str, Encoding] = {}
     names: set[str] = set()
     try:
-        for name, description in json.loads(metadata[ARRAYS_KEY]).items():
+        for name, description in json.loads(headers.metadata[ARRAYS_KEY]).items():
             spec = spec_from_json(description["spec"])
             entries = {part: headers.get(f"{name}_{part}") for part in FIELDS}
             if FACTORS in description or ROTATION in description:
                 what = FACTORS if FACTORS in description else "a rotation"
                 raise CheckpointError(
-                    f"{where}: tensor {shown(name)}: a QArray whose matmul applies {what} to its "
-                    "inputs, for which no layout has a place, expected none; quantize with "
+                    f"{headers.path}: tensor {shown(name)}: a QArray whose matmul applies {what} "
+                    "to its inputs, for which no layout has a place, expected none; quantize with "
                     "method='gptq', or dequantize it in Python: "
                     "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
                 )
@@ -61,14 +60,14 @@ def saved_arrays(
                 encodings[name] = encoding
             elif size is None:
                 raise CheckpointError(
-                    f"{where}: tensor {shown(name)}: a QArray of {shown(str(spec))} with shape "
-                    f"{list(headers[name].shape)}, which the commands do not read; dequantize it "
-                    "in Python: qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+                    f"{headers.path}: tensor {shown(name)}: a QArray of {shown(str(spec))} with "
+                    f"shape {list(headers[name].shape)}, which the commands do not read; "
+                    "dequantize it in Python: qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
                 )
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise not_described(where, error) from error
+        raise not_described(headers.path, error) from error
     return encodings, names
 
 
@@ -81,7 +80,7 @@ def undecoded_parts(
     """
     found: set[str] = set()
     for name in json_object(metadata.get(ARRAYS_KEY, "")):
-        parts = {f"{name}_{part}" for part in FIELDS} & set(names)
+        parts = {part for field in FIELDS if (part := f"{name}_{field}") in names}
         if name not in stored and parts:
             found |= {name, *parts}
     return found
@@ -146,7 +145,6 @@ def _encoding(
         codes=codes,
         scale=others["scale"],
         tensor_scale=tensor_scale,
-        tensor_scale_divides=spec.tensor_scale_divides,
         packing=packing,
     )
 
