@@ -274,7 +274,9 @@ def _called(method: Any, module: nn.Module, args: Any, kwargs: Any, wrapped: nn.
         if program.is_as_written:
             raise NoMatmulsError
         outs, new = traced.quantizing(**options).run(program, arrays, planted)
-        result, written = program.static.whole(outs)
+        result, _ = program.static.whole(outs)
+        codes = program.codes(arrays)
+        _, written = program.static.whole([codes.get(n, x) for n, x in enumerate(outs)])
         return (*result, new), written
 
     with _explaining_names():

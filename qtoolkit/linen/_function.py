@@ -49,10 +49,15 @@ class Tree:
     Attributes:
       structure: Of the tree.
       leaves: Its leaves, with `_Array` in place of arrays.
+      types: Their types: 1 == True, and 1 == 1.0.
     """
 
     structure: Any
     leaves: tuple[Any, ...]
+    types: tuple[type, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "types", tuple(map(type, self.leaves)))
 
     @classmethod
     def of(cls, tree: Any, *, traces_numbers: bool = True) -> tuple["Tree", list[Any]]:

@@ -104,12 +104,12 @@ def _explain_numbers(method: Callable[..., Any], module: Any, error: Exception) 
 @remembering_no_matmuls
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _jitted(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
-    outs, static, new = _run(traced, moves, leaves, planted)
-    return outs, StaticResult(static), new
+    outs, codes, static, new = _run(traced, moves, leaves, planted)
+    return outs, codes, StaticResult(static), new
 
 
 def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
-    """The arrays of the result, the rest of it, and the new states of matmuls."""
+    """The arrays of the result, see `Program.codes`, the rest of it, and new states of matmuls."""
     program = traced.program(leaves)
     if program.is_as_written:
         raise NoMatmulsError
@@ -118,7 +118,7 @@ def _run(traced: Traced, moves: bool, leaves: Any, planted: Any) -> Any:
     multiply = traced.quantizing(moves=moves and not is_ours, observes=not is_ours, tap=tap)
     outs, new = multiply.run(program, leaves, planted)
     used = tuple(key for _, _, key in multiply.uses_of_states(program, planted))
-    return outs, (program.static, used), new
+    return outs, program.codes(leaves), (program.static, used), new
 
 
 class Bound:
@@ -167,16 +167,16 @@ class Bound:
         moves = all(kept.is_writable for kept in self.states.values())
         given = self.traced, moves, self.leaves, planted
         if is_eager(self.leaves) and hashes(self.traced):
-            outs, known, new = _jitted(*given)
+            outs, codes, known, new = _jitted(*given)
             static, used = known.value
         else:
-            outs, (static, used), new = _run(*given)
+            outs, codes, (static, used), new = _run(*given)
         for key in used:
             if key in self.states:  # else zeros were planted alone
                 self.states[key].check_started()
         for key, state in new.items():
             self.states[key].write(state)
-        return finished(static, outs, self.nodes, self.arguments)
+        return finished(static, outs, codes, self.nodes, self.arguments)
 
 
 def _around(module: nnx.Module, measured: MeasuredStep) -> str:

@@ -109,6 +109,13 @@ class Result(NamedTuple):
     graph: _New | None
     arguments: tuple[Any, tuple[Any, ...]] | None
 
+    @property
+    def returned(self) -> set[int]:
+        """The numbers of arrays that are not only written to variables."""
+        parts = [*self.out[1], *(self.arguments[1] if self.arguments else ())]
+        arrays = {x.number for x in parts if isinstance(x, _Array)}
+        return arrays.union(*(x.numbers for x in parts if isinstance(x, _New)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Function:
@@ -120,7 +127,7 @@ class Function:
       graph, paths, structures: The nodes among the arguments, without their arrays.
       tree: The structure of (model, args, kwargs); `kinds` says which leaves are a "node" or an
         "array".
-      others: The other leaves.
+      others: The other leaves, each with its type, because 1 == True.
     """
 
     function: Callable[..., Any]
@@ -147,7 +154,7 @@ class Function:
         flat = list(nnx.to_flat_state(state))
         parts = [_flattened(variable) for _, variable in flat]
         paths, structures = tuple(path for path, _ in flat), tuple(tree for _, tree in parts)
-        others = tuple(by_kind[""])
+        others = tuple((type(x), x) for x in by_kind[""])
         made = cls(function, is_method, graph, paths, structures, tree, kinds, others)
         variables = [(x, leaves) for (_, x), (leaves, _) in zip(flat, parts, strict=True)]
         return made, nodes, variables, [*map(jnp.asarray, by_kind["array"])]
@@ -189,13 +196,20 @@ class Function:
             vars(module).pop(PRODUCTS, None)
             if (site := site_of(module)) is not None:
                 _set_site(module, dataclasses.replace(site.at(place), is_inside=True))
-        parts = {"node": iter(nodes), "array": rest, "": iter(self.others)}
+        parts = {"node": iter(nodes), "array": rest, "": iter(x for _, x in self.others)}
         return nodes, jax.tree.unflatten(self.tree, [next(parts[kind]) for kind in self.kinds])
 
 
-def finished(result: Result, arrays: Sequence[Any], nodes: Any, arguments: Any) -> Any:
-    """What the user's function returned. Writes what it has changed in live nodes and arguments."""
-    live = {}
+def finished(
+    result: Result, arrays: Sequence[Any], codes: Mapping[int, Any], nodes: Any, arguments: Any
+) -> Any:
+    """What the user's function returned. Writes what it has changed in live nodes and arguments.
+
+    Args:
+      codes: Of arrays that are a stored parameter, by their numbers. `nnx.jit` and `nnx.remat` in
+        the function write each Variable of their models, also those that stay as they are.
+    """
+    live, written = {}, [codes.get(number, x) for number, x in enumerate(arrays)]
     parts = [*result.out[1], *(result.arguments[1] if result.arguments else ())]
     if result.changed or result.graph or any(isinstance(x, _Given) for x in parts):
         live = {tuple(path): x for path, x in nnx.iter_graph(nodes, graph=True)}
@@ -204,9 +218,9 @@ def finished(result: Result, arrays: Sequence[Any], nodes: Any, arguments: Any) 
         return jax.tree.unflatten(tree, [_whole(x, arrays, live) for x in leaves])
 
     for path, value in result.changed:
-        live[tuple(path)].set_value(_tree_of(value, arrays))
+        _write(live[tuple(path)], _tree_of(value, written))
     if result.graph is not None:
-        _transfer(nnx.merge(result.graph.graph, _tree_of(result.graph, arrays)), live)
+        _transfer(nnx.merge(result.graph.graph, _tree_of(result.graph, written)), live)
     if result.arguments is not None:
         write_back(arguments, whole(*result.arguments))
     return whole(*result.out)
@@ -279,8 +293,27 @@ def _changes(graph: Any, values: Any, nodes: Any, arrays: _Arrays) -> tuple[Any,
     for before, (path, variable) in zip(values, nnx.to_flat_state(state), strict=True):
         after = jax.tree.leaves(variable)
         if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-            changed.append((path, arrays.new(None, variable.get_value())))
+            if not isinstance(variable, nnx.Variable):  # an array that is an attribute
+                return (), arrays.new(graph_after, state)
+            changed.append((path, arrays.new(None, _raw(variable))))
     return tuple(changed), None
+
+
+# Types of Variables, and hooks, may change what `get_value` reads and `set_value` writes: this has
+# happened in the program.
+def _raw(variable: nnx.Variable[Any]) -> Any:
+    value = variable.get_raw_value()
+    return value[...] if nnx.variablelib.is_array_ref(value) else value
+
+
+def _write(variable: nnx.Variable[Any], value: Any) -> None:
+    before = variable.get_raw_value()
+    if isinstance(value, QArray) and not isinstance(before, QArray):
+        value = value.dequantize()  # a copy of a stored kernel
+    if nnx.variablelib.is_array_ref(before):
+        before[...] = value
+    else:
+        variable.set_raw_value(value)
 
 
 def _transfer(nodes: Any, live: Mapping[Any, Any]) -> None:
@@ -288,7 +321,8 @@ def _transfer(nodes: Any, live: Mapping[Any, Any]) -> None:
     for path, module in nnx.iter_graph(nodes, graph=True):
         target = live.get(tuple(path))
         if isinstance(module, nnx.Variable) and isinstance(target, nnx.Variable):
-            target.set_value(module.get_value())
+            _write(target, _raw(module))
+            target.set_metadata(module.get_metadata())
         if not isinstance(module, nnx.Module) or not isinstance(target, nnx.Module):
             continue
         for name, value in vars(module).items():

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import optax
-import optax.contrib
 
 from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import (
@@ -33,27 +31,34 @@ _SIGNED, _SECOND, _NOT_A_MOMENT = "signed moment", "second moment", "not a momen
 _BY_FIELD = {
     **dict.fromkeys(("mu", "trace", "ema", "m1", "m2", "exp_avg"), _SIGNED),
     **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"), _SECOND),
-    **dict.fromkeys(("v_row", "v_col", "grad_sum_sq"), _SECOND),
+    **dict.fromkeys(("v_row", "v_col", "grad_sum_sq", "variance_grads_ema"), _SECOND),
     **dict.fromkeys(("init_params", "init_particles", "params", "params0", "x0"), _NOT_A_MOMENT),
     **dict.fromkeys(("acc_grads", "master"), _NOT_A_MOMENT),
+    # Sums and means of the gradients of micro-batches, and the gradient of a line search.
+    **dict.fromkeys(("grad_acc", "avg_grad", "mean_grads", "grad"), _NOT_A_MOMENT),
+    "sum_sq_diff_grads": _NOT_A_MOMENT,
     # Of transforms of matrices: Muon's polynomial; GaLore's basis, which must stay orthonormal;
     # the differences of L-BFGS, whose products are curvatures.
     **dict.fromkeys(("ns_coeffs", "projector"), _NOT_A_MOMENT),
     **dict.fromkeys(("diff_params_memory", "diff_updates_memory", "weights_memory"), _NOT_A_MOMENT),
 }
-# States in which such a name means something else.
-_BY_TYPE: dict[type, dict[str, str]] = {
-    optax.FactoredState: {"v": _SECOND},
-    optax.ScaleByAdanState: {"n": _SECOND},
-    optax.contrib.ScaleBySimplifiedAdEMAMixState: {"n": _SECOND},
-    optax.ScaleByLBFGSState: {"updates": _NOT_A_MOMENT},
-    optax.ScaleBySM3State: {"mu": _SECOND, "nu": _SIGNED},
-    optax.contrib.SophiaState: {"nu": _SIGNED},  # Hutchinson's estimate may be negative
-    optax.contrib.ScheduleFreeState: {"z": _NOT_A_MOMENT},
+# States in which such a name means something else, by the name of their type: optax does not export
+# them all.
+_BY_TYPE: dict[str, dict[str, str]] = {
+    "FactoredState": {"v": _SECOND},
+    "ScaleByAdanState": {"n": _SECOND},
+    "ScaleBySimplifiedAdEMAMixState": {"n": _SECOND},
+    "ScaleByLBFGSState": {"updates": _NOT_A_MOMENT},
+    "ScaleBySM3State": {"mu": _SECOND, "nu": _SIGNED},
+    "ScaleByRpropState": {"step_sizes": _SECOND},  # which are positive
+    "COCOBState": dict.fromkeys(("scale", "subgradients", "reward"), _SECOND),  # it divides by them
+    "SophiaState": {"nu": _SIGNED},  # Hutchinson's estimate may be negative
+    "ScheduleFreeState": {"z": _NOT_A_MOMENT},
     # SAM's cache holds the parameters while an adversarial step is taken.
-    optax.contrib.SAMState: {"cache": _NOT_A_MOMENT},
+    "SAMState": {"cache": _NOT_A_MOMENT},
     # The variance is nu - mu**2. If both were rounded, it might become negative.
-    optax.ScaleByRStdDevState: {"mu": _NOT_A_MOMENT, "nu": _NOT_A_MOMENT},
+    "ScaleByRStdDevState": {"mu": _NOT_A_MOMENT, "nu": _NOT_A_MOMENT},
+    "ScaleByRStdDevWithCountState": {"mu": _NOT_A_MOMENT, "nu": _NOT_A_MOMENT},
 }
 
 
@@ -157,7 +162,7 @@ def _leaves(state: Any, before: tuple[Any, ...], kind: str | None) -> Iterator[L
         if not _is_named_tuple(node):
             yield Leaf(leaf_path(path), node, kind or _SIGNED)
             continue
-        kinds = {**_BY_FIELD, **_BY_TYPE.get(type(node), {})}
+        kinds = {**_BY_FIELD, **_BY_TYPE.get(type(node).__name__, {})}
         for name in node._fields:
             key = jax.tree_util.GetAttrKey(name)
             yield from _leaves(getattr(node, name), (*path, key), kind or kinds.get(name))

@@ -133,23 +133,28 @@ _MOST = 4096  # calls whose answer is kept
 
 def remembering_no_matmuls(run: Callable[..., Any]) -> Callable[..., Any]:
     """A jitted function of a call, which hashes, and arrays: each call without matmuls is traced
-    once, and raises `NoMatmulsError` from then on.
+    once for types of arrays, and raises `NoMatmulsError` from then on.
     """
-    without: dict[Any, None] = {}
+    # An empty batch has no matmul, nor may a method that asks for the rank of its argument.
+    without: dict[Any, set[Any]] = {}
 
     @functools.wraps(run)
     def remembered(call: Any, *arrays: Any) -> Any:
-        if call in without:
+        if call in without and _types_of(arrays) in without[call]:
             raise NoMatmulsError
         try:
             return run(call, *arrays)
         except NoMatmulsError:
-            if len(without) >= _MOST:
+            if len(without) >= _MOST or len(without.get(call, ())) >= _MOST:
                 without.clear()
-            without[call] = None
+            without.setdefault(call, set()).add(_types_of(arrays))
             raise
 
     return remembered
+
+
+def _types_of(arrays: Any) -> tuple[Any, ...]:
+    return tuple(map(jax.typeof, jax.tree.leaves(arrays)))
 
 
 def is_step_by_step() -> bool:

@@ -124,7 +124,7 @@ def bodies_of(
         carry = _carried(look, params["jaxpr"], consts, first, xs)
         block, outs = find(params["jaxpr"], [*consts, *carry, *xs], at)
         carries = len(carry)
-        return [block], [*outs[:carries], *(x._replace(order=None) for x in outs[carries:])]
+        return [block], [*outs[:carries], *(x.stacked(loop) for x in outs[carries:])]
     if name == "while":
         of_test, of_step, first, _ = _parts(params, inputs)
         carry = _carried(look, params["body_jaxpr"], of_step, first, [])

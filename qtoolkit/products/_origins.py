@@ -96,6 +96,12 @@ class Origin(NamedTuple):
             return self
         return self._replace(loops=(*self.loops, loop), order=() if self.order == () else None)
 
+    def stacked(self, loop: Loop) -> "Origin":
+        """What is known of the results of all steps of a scan: of slices, the whole parameter."""
+        if self.loops[-1:] != (loop,):
+            return self._replace(order=None)
+        return self._replace(loops=self.loops[:-1], order=() if self.order == () else None)
+
 
 ACTIVATION, CONSTANT = Origin(), Origin(is_constant=True)
 _SAME = (

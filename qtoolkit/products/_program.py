@@ -67,12 +67,14 @@ class Program:
       other_uses: The parameters that something else than a matmul or look-up uses, too, or that the
         function returns.
       parameters: For each input its name if it is a parameter.
+      returned: The numbers of results that are a stored parameter, and that of the input.
     """
 
     block: Block
     static: Any
     other_uses: frozenset[Parameter]
     parameters: tuple[Parameter | None, ...]
+    returned: Mapping[int, int]
 
     @classmethod
     def of(
@@ -104,8 +106,17 @@ class Program:
         pairs = zip(parameters, inputs, strict=True)
         block, outs = finder.block(closed, [Origin.of(*pair) for pair in pairs])
         block = _renamed(block, iter(names_of(block.all_matmuls)))
-        returned = {x.parameter for x in outs if x.order is not None and x.parameter is not None}
-        return cls(block, static[-1], frozenset(finder.other_uses | returned), tuple(parameters))
+        # What is only written back, as `nnx.jit` does with all that it is given, is no use.
+        to_user = (outs[number] for number in getattr(static[-1], "returned", range(len(outs))))
+        used = {x.parameter for x in to_user if x.order is not None and x.parameter is not None}
+        returned = {
+            number: parameters.index(x.parameter)
+            for number, (x, out) in enumerate(zip(outs, closed.out_avals, strict=True))
+            if x.stored and x.order == () and not x.loops
+            if out.dtype == seen_as[parameters.index(x.parameter)].dtype
+        }
+        other_uses = frozenset(finder.other_uses | used)
+        return cls(block, static[-1], other_uses, tuple(parameters), returned)
 
     @property
     def matmuls(self) -> list[Matmul]:
@@ -124,6 +135,10 @@ class Program:
     def paths_of_kernels(self) -> list[str]:
         """The paths of the modules whose kernels run, in their order."""
         return list(dict.fromkeys(x.path for x in self.matmuls if x.parameter is not None))
+
+    def codes(self, inputs: Sequence[Any]) -> dict[int, QArray]:
+        """Of results that are a stored parameter as it came in: that, by the result's number."""
+        return {number: inputs[place] for number, place in self.returned.items()}
 
     def run(
         self, inputs: Sequence[Any], multiply: Multiply, planted: Mapping[Key, Planted]

@@ -405,3 +405,21 @@ def test_histories_of_another_recipe_go_with_it():
     assert served.apply(weights, x).shape == (4, 24)
     kept = qt.linen.quantize(wrapped, variables, "wrapped", x)[1]
     assert set(kept) == {"params", "qtoolkit"}
+
+
+class Sowing(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.jit(nn.Dense)(16)(nn.remat(nn.Dense)(16)(x))
+        self.sow("intermediates", "x", x)
+        return x
+
+
+def test_a_call_that_may_change_parameters_keeps_their_codes():
+    variables = Sowing().init(jax.random.key(0), X)
+    served, weights = qt.linen.quantize(Sowing(), variables, WEIGHTS, X)
+    y, new = served.apply(weights, X, mutable=True)
+    again, _ = served.apply({"params": new["params"]}, X, mutable=True)
+    np.testing.assert_array_equal(again, y)
+    assert len(kernels(new["params"])) == 2
+    jax.tree.map(np.testing.assert_array_equal, new["params"], weights["params"])

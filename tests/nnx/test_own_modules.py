@@ -521,3 +521,56 @@ def test_without_jit_a_branch_on_numbers_runs_module_by_module():
     first, second = (qt.nnx.wrap(layer, qt.recipes.te_current) for layer in (plain.a, plain.b))
     h = first(x)
     np.testing.assert_allclose(found, second(h if h.sum() > 0 else -h), rtol=1e-6)
+
+
+class Odd(nnx.Variable):
+    """Doubles what is written, and adds one to what is read."""
+
+    def get_value(self, **options):
+        return super().get_value(**options) + 1
+
+    def set_value(self, value, **options):
+        super().set_value(2 * value, **options)
+
+
+class Counting(Base):
+    def __init__(self, *, is_tagged):
+        super().__init__()
+        self.count, self.is_tagged = Odd(jnp.ones(()), tag=0), is_tagged
+
+    def __call__(self, x):
+        self.count[...] = self.count[...] + 1
+        if self.is_tagged:
+            self.count.set_metadata(tag=self.count.get_metadata("tag") + 1)
+        return super().__call__(x) * self.count[...]
+
+
+@pytest.mark.parametrize("is_tagged", [False, True])
+def test_variables_that_change_what_is_written_do_it_once(is_tagged):
+    plain, unwrapped = Counting(is_tagged=is_tagged), Counting(is_tagged=is_tagged)
+    wrapped = qt.nnx.wrap(unwrapped, qt.Recipe(None, None))
+    for step in range(1, 4):
+        np.testing.assert_allclose(wrapped(X), plain(X), rtol=1e-6)
+        assert wrapped.count.get_raw_value() == plain.count.get_raw_value()
+        assert wrapped.count.get_metadata("tag") == step * is_tagged
+
+
+class Arrays(Base):
+    """Counts in arrays that are no Variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.sums = jnp.zeros(()), nnx.data({"x": jnp.zeros(16)})
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        self.sums["x"] = self.sums["x"] + x.sum(0)
+        return super().__call__(x) + self.count
+
+
+def test_arrays_that_are_attributes_change():
+    plain, wrapped = Arrays(), qt.nnx.wrap(Arrays(), qt.Recipe(None, None))
+    for _ in range(3):
+        np.testing.assert_allclose(wrapped(X), plain(X), rtol=1e-6)
+    assert float(wrapped.count) == 3
+    np.testing.assert_allclose(wrapped.sums["x"], plain.sums["x"], rtol=1e-6)

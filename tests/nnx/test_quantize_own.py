@@ -310,3 +310,60 @@ def test_named_axes_are_those_of_the_operand_that_is_multiplied(axis):
     assert served.kernel.get_value().scale.shape == scale.T.shape
     for model in (served, qt.nnx.wrap(Transposed(), recipe)):
         np.testing.assert_allclose(model(x), expected, rtol=1e-5)
+
+
+class OwnKernel(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(rngs.params.normal((WIDTH, WIDTH)) / WIDTH)
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.kernel[...])
+
+
+def scanned(block, x):
+    step = nnx.remat(lambda block, x: block(x))
+    return nnx.scan(step, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(block, x)
+
+
+class Writing(nnx.Module):
+    """`way` writes to variables of the model, or to all that it is given, also to kernels."""
+
+    def __init__(self, way):
+        self.way = way
+        made = OwnKernel if way is not scanned else nnx.vmap(OwnKernel)
+        self.block = made(nnx.Rngs(0) if way is not scanned else nnx.Rngs(0).split(3))
+        self.copy = nnx.BatchStat(jnp.zeros((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        match self.way:
+            case "new":
+                self.seen = nnx.Intermediate(x)
+            case "copy":
+                self.copy[...] = self.block.kernel[...]
+            case way if callable(way):
+                return way(self.block, x)
+        return self.block(x)
+
+
+WAYS = {
+    "new": "new",
+    "copy": "copy",
+    "jit": lambda block, x: nnx.jit(lambda block, x: block(x))(block, x),
+    "remat": lambda block, x: nnx.remat(lambda block, x: block(x))(block, x),
+    "scan": scanned,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_keeps_the_codes(way):
+    model = Writing(WAYS[way])
+    served = qt.nnx.quantize(model, RECIPE, inputs=(X,))
+    before = served.block.kernel.get_value()
+    expected = call(qt.nnx.wrap(model, RECIPE), X)
+    for run in (call, lambda model, x: model(x), call):
+        np.testing.assert_array_equal(run(served, X), expected)
+        after = served.block.kernel.get_value()
+        assert isinstance(after, qt.QArray)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+    if way == "copy":
+        np.testing.assert_array_equal(served.copy[...], before.dequantize())

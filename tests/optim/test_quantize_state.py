@@ -180,6 +180,22 @@ SCHEDULE_FREE = {"learning_rate": 1e-2, "warmup_steps": 2}
         (optax.rmsprop(1e-2, momentum=0.9), {"nu": "second", "trace": "first"}),
         (optax.rmsprop(1e-2, centered=True), {"nu": "wide", "mu": "wide"}),
         (optax.rmsprop(1e-2, bias_correction=True), {"nu": "second"}),
+        (
+            optax.rmsprop(1e-2, centered=True, bias_correction=True),
+            {"nu": "wide", "mu": "wide"},
+        ),
+        (optax.rprop(1e-2), {"step_sizes": "second", "prev_updates": "first"}),
+        (
+            optax.contrib.cocob(),
+            {
+                "init_particles": "wide",
+                "cumulative_gradients": "first",
+                "scale": "second",
+                "subgradients": "second",
+                "reward": "second",
+            },
+        ),
+        (optax.apply_every(4), {"grad_acc": "wide"}),
         (optax.adagrad(1e-2), {"sum_of_squares": "second"}),
         (optax.adadelta(1e-2), {"e_g": "second", "e_x": "second"}),
         (optax.lion(1e-3), {"mu": "first"}),
@@ -281,16 +297,20 @@ def test_muon_learns_as_with_moments_of_float32():
     assert sizes["e4m3fn"] < 0.27 * sizes["float32"]
 
 
-def test_a_variance_that_is_a_difference_is_not_quantized():
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_a_variance_that_is_a_difference_is_not_quantized(bias_correction):
     """Mean 1, deviation 0.1: of rounded moments nu - mu**2 became negative, and weights NaN."""
-    tx = quantize_state(optax.rmsprop(1e-3, centered=True), "e4m3fn")
-    params = {"w": jnp.zeros((64, 64))}
-    state, update = tx.init(params), jax.jit(tx.update)
-    for step in range(20):
-        noise = np.random.default_rng(step).normal(size=(64, 64)) * 0.1
-        updates, state = update({"w": jnp.asarray(noise + 1, jnp.float32)}, state, params)
-        params = optax.apply_updates(params, updates)
-    assert np.isfinite(params["w"]).all()
+    tx = optax.rmsprop(1e-3, eps=1e-3, centered=True, bias_correction=bias_correction)
+    start, after = {"w": jnp.zeros((64, 64))}, []
+    for one in (tx, quantize_state(tx, "e4m3fn")):
+        params, state, update = start, one.init(start), jax.jit(one.update)
+        for step in range(20):
+            noise = np.random.default_rng(step).normal(size=(64, 64)) * 0.1
+            updates, state = update({"w": jnp.asarray(noise + 1, jnp.float32)}, state, params)
+            params = optax.apply_updates(params, updates)
+        after.append(params["w"])
+    assert np.isfinite(after[0]).all()
+    np.testing.assert_allclose(after[1], after[0], rtol=1e-5)
 
 
 def test_rules_choose_formats_by_path():
