@@ -53,7 +53,7 @@ def container_of(path: Path, argument: str = "path") -> str:
         )
     start = b""
     with contextlib.suppress(PermissionError):
-        start = storage.read_file(path, 512, cut=True) if kind == "file" else b""
+        start = b"" if kind == "other" else storage.read_file(path, 512, cut=True)
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 2**32:
         return "safetensors"
     if start[:4] == b"GGUF":

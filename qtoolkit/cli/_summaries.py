@@ -148,7 +148,10 @@ def _loading_plain(report: Report) -> str:
             "qtoolkit_config.json; `qtoolkit dequantize` undoes both"
         )
     if report.files:
-        return "no loader of models reads layout plain: `qtoolkit dequantize` undoes it"
+        return (
+            "no loader of models reads layout plain, which is the default where the source has no "
+            "config.json, as here: `qtoolkit dequantize` undoes it"
+        )
     like, rest = "params", ""
     outer = {tensor.name.partition(".")[0] for tensor in report.tensors}
     if "params" in outer:  # variables of linen, or a TrainState

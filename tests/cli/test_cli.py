@@ -86,6 +86,7 @@ def test_errors_are_one_line_that_names_the_file(source, tmp_path):
     missing, out = tmp_path / "missing", tmp_path / "out"
     (tmp_path / "empty").mkdir()
     assert fails("convert", missing, out) == f"{missing}: No such file or directory"
+    assert fails("convert", missing, tmp_path) == f"{missing}: No such file or directory"
     assert fails("inspect", missing) == f"{missing}: No such file or directory"
     assert fails("inspect", tmp_path / "empty").startswith(f"{tmp_path}/empty: no safetensors")
     assert fails("convert", source, source, "--overwrite").startswith(
