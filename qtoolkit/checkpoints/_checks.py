@@ -78,11 +78,12 @@ def check_fit(
     scheme = misfits[0][1]
     other = "" if layout == "compressed-tensors" else 'layout="compressed-tensors" with '
     channel = "" if scheme.scaling is None else f', or use {other}scaling="channel"'
+    smaller = ""
     if 128 in scheme.spec.block and not channel:
-        channel = ', or a format of smaller blocks, such as "int4_group32"'
+        smaller = 'a format of smaller blocks, such as "int4_group32", or '
     raise CheckpointError(
-        f"{source.path}: write keep_unfitting=True to exclude what does not fit, skip= for what "
-        f"you name{channel}: {listed(problems, 4, '; ')}"
+        f"{source.path}: write {smaller}keep_unfitting=True to exclude what does not fit, skip= "
+        f"for what you name{channel}: {listed(problems, 4, '; ')}"
     )
 
 

@@ -213,7 +213,7 @@ def _by_codes(
     if problems and source.encodings and not target.encodings:
         first, second = shown(str(source.path)), shown(str(target.path))
         hint = "expected the source first: verify SOURCE CONVERTED"
-        problems.insert(0, f"{first} is quantized, {second} is not, {hint}")
+        problems = [f"{first} is quantized, {second} is not, {hint}"]
     present = [name for name in source.tensors if name in target.all_tensors]
     return len(present), sum(name in source.tensors for name in target.encodings), problems
 
