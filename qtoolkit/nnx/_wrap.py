@@ -67,9 +67,10 @@ def wrap(
     Normalization, softmax and everything else stays as it is.
     Under `nnx.vmap` inside of the model the examples share a scale, as in one matmul of them all.
 
-    An eager call is compiled once for each shape. So `__call__` cannot branch on the numbers of
-    arrays, and raises where it does; another method then runs step by step, and only the modules
-    that it calls are quantized. A method must not return a generator or a function of its arrays.
+    An eager call is compiled once for each shape, as by `nnx.jit`: what a function closes over
+    is that of the first call. So `__call__` cannot branch on the numbers of arrays, and raises
+    where it does; another method then runs step by step, and only the modules that it calls are
+    quantized. A method must not return a generator or a function of its arrays.
     Under `jax.disable_jit()`, to debug, all of these run module by module.
 
     Kernels keep histories for delayed scales, keys for stochastic rounding, and learned scales.

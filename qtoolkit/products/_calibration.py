@@ -223,7 +223,9 @@ def calibration_of(
                 if state is None:
                     operand: Any = recipe.forward[side]
                     state = _new_observer(kind, operand, options)
-                states[key] = _after(state, seen.largest[side], *seen.total[side])
+                # An NVFP4 operand has `AbsMax` also if others have histograms.
+                counts = 2 if isinstance(state, _HISTOGRAMS) else 1
+                states[key] = _after(state, seen.largest[side], *seen.total[side][:counts])
     if not number:
         raise ValueError("calibrate: there are no batches, expected one or more")
     never = [key for key, state in states.items() if not int(state.count)]
