@@ -14,7 +14,7 @@ help:  ## print these lines
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
 
 # In two parts, because XLA's options hold for a whole process: see tests/conftest.py. 5: no test.
-test: $(VENV)/.stamp-dev  ## the test suite on every core, without exhaustive tests and documentation: about 12 minutes
+test: $(VENV)/.stamp-dev  ## the test suite on every core, without exhaustive tests and documentation: about 11 minutes
 	@status=0; for part in guarded models; do \
 	  $(PYTEST) --part $$part $(ARGS) || [ $$? = 5 ] || status=1; \
 	done; exit $$status
